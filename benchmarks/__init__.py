@@ -1,0 +1,1 @@
+"""Benchmarks that anyone can rerun: `python -m benchmarks.<name> [--json]`. What each measures: README.md beside."""

@@ -1,0 +1,158 @@
+"""What is trained in the overhead benchmark: a network, its batches, its optimizer. Every contender gets the same."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset
+
+Batch = tuple[Tensor, Tensor]
+
+WARM_UP = 50
+"""Updates before the clock starts: allocator, optimizer state, first log and progress line."""
+TAIL = 2
+"""Updates after the clock stops, so that a loader which looks ahead has something to look at."""
+POOL = 16
+"""Different batches in memory; they are handed out in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to train. `accumulate` micro-batches make one update; clip and schedule only where set.
+
+    `share` of the updates asked for are timed, so that a case with long updates takes as long as one with short ones.
+    """
+
+    name: str
+    note: str
+    network: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    accumulate: int = 1
+    clip: float | None = None
+    scheduled: bool = False
+    share: float = 1.0
+
+    def build(self) -> nn.Module:
+        """A fresh network; the same weights every time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self.network()
+
+    def timed(self, updates: int) -> int:
+        return max(5, round(updates * self.share))
+
+    def pool(self) -> list[Batch]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return [self.batch() for _ in range(POOL)]
+
+    def optimizer(self, network: nn.Module) -> Optimizer:
+        return torch.optim.Adam(network.parameters(), lr=1e-3)
+
+    def schedule(self, optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, decay if self.scheduled else constant)
+
+
+class Batches:
+    """The loader everyone trains from: batches in memory, and two stamps of CPU time taken as they are handed out.
+
+    The clock runs from the batch that opens update `WARM_UP` to the one that opens update `WARM_UP + updates`, so
+    building a trainer and its first and last updates are not counted, and no contender runs a hook for it. A loop that
+    fetches a constant number of batches ahead is ahead at both stamps alike.
+    """
+
+    def __init__(self, pool: list[Batch], case: Case, updates: int):
+        self.pool, self.micro = pool, case.accumulate
+        self.timed = updates
+        self.updates = WARM_UP + updates + TAIL
+        self.stamps: list[float] = []
+
+    def __len__(self) -> int:
+        return self.updates * self.micro
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.stamps = []
+        turn = itertools.cycle(self.pool)
+        for updates in (WARM_UP, self.timed, TAIL):
+            yield from itertools.islice(turn, updates * self.micro)
+            self.stamps.append(time.process_time())
+
+    def microseconds(self) -> float:
+        """CPU time of one update, all threads of the process together."""
+        return (self.stamps[1] - self.stamps[0]) / self.timed * 1e6
+
+
+class _Stream(IterableDataset):
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def as_dataloader(batches: Batches) -> DataLoader:
+    """A torch DataLoader for those who insist on one: no workers, no collating, the least that it can cost."""
+    return DataLoader(_Stream(batches), batch_size=None)
+
+
+def loss_of(network: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(network(x), y)
+
+
+def constant(update: int) -> float:
+    return 1.0
+
+
+def decay(update: int) -> float:
+    return 1.0 / (1.0 + update / 100)
+
+
+class Transformer(nn.Module):
+    """Two causal pre-norm blocks of width 64, no dropout: contenders draw different numbers from the global RNG."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 64, context: int = 32):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(context, width) * 0.02)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks(self.embed(x) + self.position, mask=self.mask, is_causal=True)
+        return self.head(hidden).flatten(0, 1)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _images() -> Batch:
+    return torch.randn(32, 784), torch.randint(10, (32,))
+
+
+def _tokens() -> Batch:
+    return torch.randint(64, (6, 32)), torch.randint(64, (6 * 32,))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mlp", "MLP 784-64-10, batch 32, Adam", _mlp, _images),
+        Case("transformer", "2 blocks of width 64, 6 × 32 tokens, Adam", Transformer, _tokens, share=0.2),
+        Case("stack", "the MLP, accumulation 4 + clip 1.0 + schedule", _mlp, _images, 4, 1.0, True, 0.4),
+    )
+}

@@ -1,0 +1,53 @@
+"""What a contender is: a function that trains a case from start to end. The first one is the loop written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from benchmarks.cases import Batches, Case, loss_of
+
+Train = Callable[[Case, Batches, Path], nn.Module]
+"""Train the case on all batches, writing only below the given folder; return the trained network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    train: Train
+    note: str
+    "What is on, and how the batches reach it."
+    environ: Mapping[str, str] = field(default_factory=dict)
+    "What importing it set in the environment; it holds during this contender's runs only."
+
+
+def bare(case: Case, batches: Batches, folder: Path) -> nn.Module:
+    """The loop a person writes by hand; with accumulation, clipping or a schedule only where the case asks for them."""
+    network = case.build()
+    optimizer = case.optimizer(network)
+    if case.accumulate == 1 and case.clip is None and not case.scheduled:
+        for batch in batches:
+            loss_of(network, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return network
+    schedule, micro, max_norm = case.schedule(optimizer), case.accumulate, case.clip
+    for index, batch in enumerate(batches, 1):
+        (loss_of(network, batch) / micro).backward()
+        if index % micro == 0:
+            if max_norm is not None:
+                clip_grad_norm_(network.parameters(), max_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return network
+
+
+BARE = [
+    Contender("bare", bare, "hand-written loop"),
+    Contender("bare again", bare, "the same once more: what differs is noise"),
+]

@@ -1,0 +1,41 @@
+"""The machine a figure was measured on: no figure means anything without it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+
+def describe() -> dict[str, str | int]:
+    """CPU model, cores, Python, torch and today's date, as plain data for one JSON line."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        "torch": version("torch") or "none",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def sentence() -> str:
+    """The same in one line, for the head of a table."""
+    return "{cpu}, {cores} cores, Python {python}, torch {torch}, {date}".format(**describe())
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None; does not import it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """What Linux calls the CPU; ARM kernels give no model name, then the architecture has to do."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

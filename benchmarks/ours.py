@@ -1,0 +1,57 @@
+"""forge as a contender: with an empty stack, and with the recipe `default` that a user gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import forge
+from benchmarks.cases import Batch, Batches, Case, loss_of
+from benchmarks.contenders import Contender
+from forge_plugins import Accumulate, Clip
+
+
+class Classifier(forge.TaskModule):
+    def __init__(self, case: Case):
+        super().__init__()
+        self.case = case
+        self.network = case.build()
+
+    def training_step(self, batch: Batch) -> Tensor:
+        return loss_of(self.network, batch)
+
+    def configure_optimizers(self) -> Optimizer | tuple[Optimizer, LRScheduler]:
+        optimizer = self.case.optimizer(self.network)
+        return (optimizer, self.case.schedule(optimizer)) if self.case.scheduled else optimizer
+
+
+def least(case: Case, batches: Batches, folder: Path) -> nn.Module:
+    trainer = forge.Trainer(max_updates=batches.updates, plugins=_stack(case), run_dir=False)
+    task = Classifier(case)
+    trainer.fit(task, batches)
+    return task.network
+
+
+def default(case: Case, batches: Batches, folder: Path) -> nn.Module:
+    trainer = forge.Trainer(max_updates=batches.updates, recipe="default", plugins=_stack(case), run_dir=folder)
+    task = Classifier(case)
+    trainer.fit(task, batches)
+    return task.network
+
+
+def _stack(case: Case) -> list[forge.Plugin]:
+    plugins: list[forge.Plugin] = []
+    if case.accumulate > 1:
+        plugins.append(Accumulate(case.accumulate))
+    if case.clip is not None:
+        plugins.append(Clip(case.clip))
+    return plugins
+
+
+OURS = [
+    Contender("forge", least, "plugins=[], run_dir=False; the batches as they are"),
+    Contender("forge default", default, "recipe default: progress, jsonl, tensorboard; loss logged every 50 updates"),
+]

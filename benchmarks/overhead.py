@@ -1,0 +1,209 @@
+"""Host overhead: what a framework adds to each optimizer update, on the CPU, over a loop written by hand.
+
+    python -m benchmarks.overhead                                  # everything installed, about 10 minutes
+    python -m benchmarks.overhead --peers none                     # forge and the bare loop only
+    python -m benchmarks.overhead --case mlp --peers lightning,ignite --updates 200 --rounds 5
+    python -m benchmarks.overhead --json > overhead.jsonl          # one JSON object a line: the machine, then the rows
+    python -m benchmarks.overhead --peers none --updates 20 --rounds 1 --json     # smoke test, seconds
+
+All contenders run in this one process, in turn, round after round, so that drift of the machine hits them alike: one
+thread, oneDNN off (it picks its kernels at run time), the same weights and the same batches in memory. The figure is
+CPU time (`time.process_time`, all threads of the process) per update between two batches of one run, so set-up and the
+first updates are not in it.
+
+"over bare" is the median over rounds of the difference to the bare loop of the same round, "±" half the distance
+between its quartiles. Other users of a machine only ever add time, so "quiet" compares the least disturbed fifth of the
+rounds instead: trust it when "±" is large. The row "bare again" shows what is noise. "identical" says whether the
+trained weights equal the bare loop's bit for bit, in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine, peers
+from benchmarks.cases import CASES, Batch, Batches, Case
+from benchmarks.command_line import some_of
+from benchmarks.contenders import BARE, Contender
+from benchmarks.ours import OURS
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender on one case; times are CPU microseconds per optimizer update."""
+
+    case: str
+    contender: str
+    us_per_update: float
+    us_over_bare: float
+    us_spread: float
+    us_over_bare_quiet: float
+    ratio: float
+    weights_identical: bool
+    updates: int
+    rounds: int
+    note: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    talk = Console(stderr=True)
+    contenders = [*BARE, *OURS, *_wanted_peers(options.peers, talk)]
+    if options.json:
+        print(json.dumps({"machine": machine.describe()}), flush=True)
+    else:
+        print(machine.sentence(), *(f"  {each.name}: {each.note}" for each in contenders), sep="\n")
+    for name in options.case:
+        rows = run_case(CASES[name], contenders, options.updates, options.rounds, talk)
+        if options.json:
+            for row in rows:
+                print(json.dumps(asdict(row)), flush=True)
+        else:
+            Console().print(table(CASES[name], rows))
+    return 0
+
+
+def run_case(case: Case, contenders: list[Contender], updates: int, rounds: int, talk: Console) -> list[Row]:
+    """All contenders in turn, `rounds` times; the first of `contenders` is the one the others are compared with."""
+    pool, updates = case.pool(), case.timed(updates)
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    identical = dict.fromkeys(times, True)
+    reference: Weights = {}
+    for number in range(rounds):
+        for contender in contenders:
+            if talk.is_terminal:  # a line, not a spinner: a spinner's thread would be in the CPU time
+                talk.print(f"{case.name}: round {number + 1} of {rounds}, {contender.name:<30}", end="\r")
+            microseconds, weights = run_chunk(contender, case, pool, updates)
+            reference = reference or weights
+            times[contender.name].append(microseconds)
+            identical[contender.name] &= same(weights, reference)
+    return [_row(case, contender, times, identical, updates) for contender in contenders]
+
+
+def run_chunk(contender: Contender, case: Case, pool: list[Batch], updates: int) -> tuple[float, Weights]:
+    """One whole run of one contender: CPU microseconds per update, and the weights it ends with."""
+    batches = Batches(pool, case, updates)
+    gc.collect()
+    gc.freeze()  # a full collection should not walk what the imports of the other contenders left on the heap
+    with tempfile.TemporaryDirectory() as folder, silence(), mock.patch.dict(os.environ, contender.environ):
+        network = contender.train(case, batches, Path(folder))
+    gc.unfreeze()
+    return batches.microseconds(), {name: value.detach().clone() for name, value in network.state_dict().items()}
+
+
+def same(weights: Weights, reference: Weights) -> bool:
+    return weights.keys() == reference.keys() and all(torch.equal(weights[name], reference[name]) for name in weights)
+
+
+class NullTerminal(io.TextIOBase):
+    """A terminal nobody looks at: progress bars draw as they would for a user, and the text goes nowhere."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep bars, warnings and log records off the screen; the work of making the bars still happens."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(NullTerminal()))
+        stack.enter_context(contextlib.redirect_stderr(NullTerminal()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        stack.callback(logging.disable, logging.NOTSET)
+        yield
+
+
+def table(case: Case, rows: list[Row]) -> Table:
+    """The rows of one case, for people."""
+    first = rows[0]
+    shown = Table(title=f"{case.name}: {case.note}\n{first.rounds} rounds of {first.updates} updates")
+    shown.add_column("", no_wrap=True)
+    for heading in ("µs/update", "over bare", "±", "quiet", "ratio"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("identical")
+    for row in rows:
+        over = (f"{row.us_over_bare:+,.0f}", f"{row.us_spread:,.0f}", f"{row.us_over_bare_quiet:+,.0f}")
+        identical = "yes" if row.weights_identical else "NO"
+        shown.add_row(row.contender, f"{row.us_per_update:,.0f}", *over, f"{row.ratio:.3f}×", identical)
+    return shown
+
+
+def _row(
+    case: Case, contender: Contender, times: dict[str, list[float]], identical: dict[str, bool], updates: int
+) -> Row:
+    own, bare = times[contender.name], next(iter(times.values()))
+    over = [mine - base for mine, base in zip(own, bare, strict=True)]
+    low, _, high = statistics.quantiles(over, n=4) if len(over) > 1 else (over[0], over[0], over[0])
+    return Row(
+        case=case.name,
+        contender=contender.name,
+        us_per_update=round(statistics.median(own), 1),
+        us_over_bare=round(statistics.median(over), 1),
+        us_spread=round((high - low) / 2, 1),
+        us_over_bare_quiet=round(_quiet(own) - _quiet(bare), 1),
+        ratio=round(statistics.median(mine / base for mine, base in zip(own, bare, strict=True)), 4),
+        weights_identical=identical[contender.name],
+        updates=updates,
+        rounds=len(own),
+        note=contender.note,
+    )
+
+
+def _quiet(times: list[float]) -> float:
+    """The mean of the fastest fifth."""
+    return statistics.mean(sorted(times)[: max(1, len(times) // 5)])
+
+
+def _wanted_peers(names: list[str], talk: Console) -> list[Contender]:
+    found: list[Contender] = []
+    for name in names:
+        if peers.installed(name):
+            found += peers.contenders(name)
+        else:
+            talk.print(f"{name}: not installed, left out")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").splitlines()[0])
+    peer_names = some_of(peers.PEERS, all=list(peers.PEERS), none=[])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
+    parser.add_argument("--peers", type=peer_names, default="all", help=f"{','.join(peers.PEERS)}, all or none")
+    parser.add_argument("--case", type=some_of(CASES), default=",".join(CASES), help=f"of {','.join(CASES)}")
+    parser.add_argument("--updates", type=int, default=500, help="updates timed in each run (default 500)")
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each contender (default 15)")
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TERM", "xterm-256color")
+    sys.exit(main())

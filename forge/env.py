@@ -1,0 +1,99 @@
+"""Env: where a run happens. One device here; a strategy plugin provides one for many."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge.errors import ForgeError
+
+
+class Env:
+    """One process on one device: device, rank, world, reductions and agreement.
+
+    A strategy subclasses this and returns it from `forge_setup_env`. On one device reductions return their argument.
+    """
+
+    def __init__(self, device: str | torch.device = "auto", rank: int = 0, world: int = 1):
+        self.device = pick_device(device)
+        self.rank, self.world = rank, world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the logs."""
+        return self.rank == 0
+
+    def place(self, task: nn.Module) -> None:
+        """Bring the task to the device, in place."""
+        task.to(self.device)
+
+    def move(self, batch: Any) -> Any:
+        """The batch with every tensor in it on the device: tuples, lists, dicts, dataclasses, anything with `.to`."""
+        return move(batch, self.device)
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks."""
+        return value
+
+    def agree(self, requests: frozenset[str]) -> frozenset[str]:
+        """What any rank asks for, known to all; called at agreement points only."""
+        return requests
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def __repr__(self) -> str:
+        return f"Env({self.device}, rank {self.rank} of {self.world})"
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """ "auto" is CUDA, then MPS, then CPU; a device that is not there is refused with what there is."""
+    if device == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = name
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ForgeError(f"device={device!r} is no device. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from error
+    if picked.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (picked.index or 0) >= count:
+            raise ForgeError(f"device={str(device)!r}: this machine has {count} CUDA devices. Use device='auto'.")
+        picked = torch.device("cuda", picked.index if picked.index is not None else torch.cuda.current_device())
+    elif picked.type == "mps" and not torch.backends.mps.is_available():
+        raise ForgeError("device='mps' is not available on this machine. Use device='auto'.")
+    return picked
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`; what is there already is returned as it is."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        items = [move(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [move(item, device) for item in value]
+    if isinstance(value, dict):
+        items = {key: move(item, device) for key, item in value.items()}
+        return items if type(value) is dict else _like(value, items)
+    if hasattr(value, "to") and callable(value.to):  # packed sequences, tokenizer outputs, graph batches
+        return value.to(device)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = {f.name: move(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **moved)
+    return value
+
+
+def _like(mapping: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """A dict subclass of the same kind: a copy keeps what its constructor would need."""
+    copied = mapping.copy()
+    copied.update(items)
+    return copied

@@ -1,0 +1,39 @@
+"""The errors forge raises itself. Each message says what is wrong, where, and what to do.
+
+They are all `ValueError`s, so `except ValueError` works; the command line prints a `ForgeError` as one message
+without a traceback, because the message is the whole story.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForgeError(ValueError):
+    """Something the user can fix. The message names the fix."""
+
+
+class StackError(ForgeError):
+    """The plugin stack cannot work as it was asked for."""
+
+
+class TaskError(ForgeError):
+    """The TaskModule, its optimizer or its loss is not what training needs."""
+
+
+class DataError(ForgeError):
+    """A loader or a batch is not what training needs."""
+
+
+class RecipeError(ForgeError):
+    """A recipe, an option or a command-line override is wrong."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the nearest known word, else the list of what there is."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" There is: {', '.join(names)}." if names else ""

@@ -1,0 +1,109 @@
+"""Evaluation: one pass over a stage's loaders with the right modes, and everything put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge import checks
+from forge.data.feed import length_of
+from forge.errors import DataError, TaskError
+from forge.metrics import Image, Means, Text, check_scalars
+from forge.seeding import RNGState
+from forge.step import Step
+from forge.task import STAGE_METHODS
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
+
+
+def run(trainer: Trainer, stage: str) -> Any:
+    """Evaluate a stage: its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
+    means, outputs = Means(trainer.env.device), []
+    with evaluation_mode(trainer):
+        for name, loader in trainer.loaders[stage].items():
+            prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
+            for step, raw, output in forward_batches(trainer, stage, name, loader):
+                if stage == "predict":
+                    outputs.append(_to_host(output))
+                else:
+                    count(means, prefix, output, trainer.task.num_items(raw), step)
+        if stage == "predict":
+            return outputs
+        ending = trainer.task.evaluation_end(stage) if trainer.env.is_main else {}
+    return {**means.read().result(), **_named(stage, ending, trainer)}
+
+
+def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
+    """(step, raw batch, output) for every batch; a loader that gives less than its length is refused."""
+    hooks, given = trainer.hooks, 0
+    for raw in loader:
+        step = Step(trainer, stage)
+        step.micro = given
+        batch = hooks.forge_prepare_batch(step, raw)
+        output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
+        given += 1
+        yield step, raw, output
+    expected = length_of(loader)
+    label = stage if name is None else f"{stage}/{name}"
+    if given == 0 or (expected is not None and given < expected):
+        said = "" if expected is None else f", but its length says {expected}"
+        raise DataError(f"The {label} loader gave {given} batches{said}. Check its dataset, sampler and __len__.")
+
+
+def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: Step) -> None:
+    """Count one batch's metrics."""
+    if isinstance(output, Tensor):
+        means.add(f"{prefix}loss", output, weight)
+        return
+    if not isinstance(output, Mapping):
+        checks.check_metrics(output, f"{type(step.trainer.task).__name__}.{STAGE_METHODS[step.stage]}")
+    for name, value in output.items():
+        means.add(prefix + name, value, weight)
+
+
+@contextmanager
+def evaluation_mode(trainer: Trainer) -> Iterator[None]:
+    """`eval()` and no gradients; afterwards every module's mode, the RNG and `.grad` are as they were."""
+    task, device = trainer.task, trainer.env.device
+    modes = [(module, module.training) for module in task.modules()]
+    rng = RNGState.capture(device)
+    task.eval()
+    try:
+        with gradient_mode(task.evaluation):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        rng.restore(device)
+        if task.evaluation == "grad" and trainer.verb == "fit":
+            task.zero_grad(set_to_none=True)  # a backward inside evaluation must not leak into the next window
+
+
+def gradient_mode(name: str) -> AbstractContextManager[Any]:
+    """The context for `TaskModule.evaluation`."""
+    if name not in GRADIENT_MODES:
+        raise TaskError(f"TaskModule.evaluation is {name!r}; it can be 'inference', 'no_grad' or 'grad'.")
+    return GRADIENT_MODES[name]()
+
+
+def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
+    if ending is None:
+        return {}
+    where = f"{type(trainer.task).__name__}.evaluation_end"
+    scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text))}
+    check_scalars(scalars, where)
+    read = {key: value.item() if isinstance(value, Tensor) else value for key, value in ending.items()}
+    return {f"{stage}/{key}": value for key, value in read.items()}
+
+
+def _to_host(output: Any) -> Any:
+    from forge.env import move
+
+    return move(output, torch.device("cpu"))

@@ -1,0 +1,70 @@
+"""Failure: say where an error came from, in forge's own terms, without changing what it is."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from forge.errors import ForgeError, TaskError
+from forge.stack import CORE, TASK
+from forge.task import STAGE_METHODS, TaskModule
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+HINTS = {
+    "inference tensor": (
+        "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
+    ),
+    "device-side assert": (
+        "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."
+    ),
+}
+
+
+def explain(trainer: Trainer, error: BaseException) -> BaseException:
+    """Add a note that names plugin, hook and update; turn a StopIteration out of user code into an error of its own."""
+    if getattr(error, "__forge_explained__", False):
+        return error
+    where = _where(trainer, error)
+    if isinstance(error, StopIteration):
+        # left alone it would end somebody's for loop in silence
+        error = TaskError(f"{where or 'The run'} raised StopIteration, which is an error here and no end of an epoch.")
+    elif not isinstance(error, ForgeError) and where:
+        error.add_note(f"forge: raised in {where}.")
+    for symptom, hint in HINTS.items():
+        if symptom in str(error).lower():
+            error.add_note(f"forge: {hint}")
+    error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def _where(trainer: Trainer, error: BaseException) -> str:
+    culprit = trainer.stack.blame(error)
+    moment = f"at update {trainer.progress.update}"
+    if culprit is not None and culprit[0] not in (CORE, TASK):
+        return f"plugin {culprit[0]!r}, hook {culprit[1]}, {moment}"
+    method = _task_method(error)
+    if method:
+        return f"{type(trainer.task).__name__}.{method}, {moment}{_micro(trainer, method)}"
+    if culprit is not None and culprit[0] == TASK:
+        return f"the task's {culprit[1]}, {moment}"
+    return ""
+
+
+def _micro(trainer: Trainer, method: str) -> str:
+    step = trainer.step
+    if method != "training_step" or step is None:
+        return ""
+    return f", epoch {step.epoch}, micro-batch {step.micro + 1} of {len(step.window)}"
+
+
+def _task_method(error: BaseException) -> str:
+    """The step of the task that was running."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame: FrameType = trace.tb_frame
+        if isinstance(frame.f_locals.get("self"), TaskModule) and frame.f_code.co_name in STAGE_METHODS.values():
+            return frame.f_code.co_name
+        trace = trace.tb_next
+    return ""

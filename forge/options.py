@@ -1,0 +1,187 @@
+"""Options: what a plugin's `Config`, a task's `__init__` or a data function takes, checked, converted and documented.
+
+One place decides what a value may be, whether it comes from Python, from YAML or from the command line, so that an
+unknown key or a wrong type reads the same everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forge.errors import RecipeError, did_you_mean
+
+REQUIRED: Any = inspect.Parameter.empty
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: its name, type, default (`REQUIRED` if it has none) and one-line description."""
+
+    name: str
+    type: Any
+    default: Any
+    doc: str = ""
+
+    @property
+    def required(self) -> bool:
+        return self.default is REQUIRED
+
+
+def of_config(config: type) -> list[Option]:
+    """The options of a dataclass; a string under a field is its description."""
+    hints, docs = typing.get_type_hints(config), field_docs(config)
+    return [
+        Option(field.name, hints[field.name], _field_default(field), docs.get(field.name, ""))
+        for field in dataclasses.fields(config)
+        if field.init
+    ]
+
+
+def of_callable(function: Callable[..., Any]) -> list[Option]:
+    """The keyword options of a function or of a class's `__init__`."""
+    target = function.__init__ if isinstance(function, type) else function
+    hints = _hints(target)
+    parameters = list(inspect.signature(target).parameters.values())
+    if isinstance(function, type):
+        parameters = parameters[1:]  # self
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [Option(p.name, hints.get(p.name, Any), p.default) for p in named]
+
+
+def check(options: Iterable[Option], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `values` converted to their declared types; raise RecipeError naming `where` and the key."""
+    known = {option.name: option for option in options}
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"{where} has no option {key!r}.{did_you_mean(key, known)}")
+    for option in known.values():
+        if option.required and option.name not in values:
+            raise RecipeError(f"{where} needs a value for {option.name!r} ({type_name(option.type)}).")
+    return {key: convert(value, known[key].type, f"{where}.{key}") for key, value in values.items()}
+
+
+def convert(value: Any, kind: Any, where: str) -> Any:
+    """Return `value` as `kind`, widening only without loss (int to float, list to tuple); else raise RecipeError."""
+    result = _try_convert(value, kind)
+    if result is _NO:
+        raise RecipeError(
+            f"{where} is {value!r} ({type(value).__name__}), but it takes {type_name(kind)}.{_hint(value, kind)}"
+        )
+    return result
+
+
+def type_name(kind: Any) -> str:
+    """`kind` as a person writes it: "float", "int or None", "'norm' or 'value'"."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(type_name(arg) for arg in args))
+    if origin is Literal:
+        return " or ".join(repr(arg) for arg in args)
+    if kind is None or kind is type(None):
+        return "None"
+    if kind is Any:
+        return "any value"
+    if args:
+        return f"{getattr(origin, '__name__', origin)}[{', '.join(type_name(a) for a in args)}]"
+    return "..." if kind is Ellipsis else getattr(kind, "__name__", str(kind))
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass, read from its source; empty without source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    body = getattr(tree.body[0], "body", [])
+    docs: dict[str, str] = {}
+    for statement, following in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+_NO: Any = object()
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type of each parameter; one that exists only for the type checker is left out, alone."""
+    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    hints: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        try:
+            hints[name] = eval(annotation, scope) if isinstance(annotation, str) else annotation
+        except (NameError, AttributeError, TypeError, SyntaxError):
+            continue
+    return hints
+
+
+def _field_default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return REQUIRED
+
+
+def _try_convert(value: Any, kind: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or kind is REQUIRED or isinstance(kind, typing.TypeVar):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if any(type(value) is arg for arg in args):  # an exact match wins over a widening one
+            return value
+        results = (_try_convert(value, arg) for arg in args)
+        return next((result for result in results if result is not _NO), _NO)
+    if origin is Literal:
+        return next((arg for arg in args if type(arg) is type(value) and arg == value), _NO)
+    if kind is None or kind is type(None):
+        return None if value is None else _NO
+    if kind is float:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NO
+    if kind is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+    if kind is Path:
+        return Path(value) if isinstance(value, (str, Path)) else _NO
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
+        return kind(**check(of_config(kind), value, kind.__qualname__))
+    base = origin or kind
+    if base in (list, tuple, Sequence) and not isinstance(value, str) and isinstance(value, Sequence):
+        return _convert_items(value, base, args)
+    if base in (dict, Mapping) and isinstance(value, Mapping):
+        if not args:
+            return dict(value)
+        pairs = {_try_convert(k, args[0]): _try_convert(v, args[1]) for k, v in value.items()}
+        return _NO if _NO in pairs or any(v is _NO for v in pairs.values()) else pairs
+    return value if isinstance(base, type) and isinstance(value, base) else _NO
+
+
+def _convert_items(values: Sequence[Any], base: Any, args: tuple[Any, ...]) -> Any:
+    if base is tuple and args and args[-1] is not Ellipsis:
+        if len(args) != len(values):
+            return _NO
+        items = [_try_convert(value, arg) for value, arg in zip(values, args, strict=True)]
+    else:
+        items = [_try_convert(value, args[0] if args else Any) for value in values]
+    if any(item is _NO for item in items):
+        return _NO
+    return tuple(items) if base is tuple else items
+
+
+def _hint(value: Any, kind: Any) -> str:
+    """A near miss deserves its own sentence."""
+    choices = [a for a in typing.get_args(kind) if isinstance(a, str)] if typing.get_origin(kind) is Literal else []
+    if isinstance(value, str) and choices:
+        return did_you_mean(value, choices)
+    if isinstance(value, str) and kind in (int, float):
+        return " Write it without quotes." if value.replace(".", "", 1).isdigit() else ""
+    return ""

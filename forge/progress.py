@@ -1,0 +1,102 @@
+"""Counters and intervals: how far a run is, and when something is due.
+
+One vocabulary everywhere: *micro* (a micro-batch), *update* (an optimizer update), *sample*, *epoch*. One interval type
+everywhere: ``"500 updates"``, ``"1 epoch"``, ``"10000 samples"``, ``"10 min"``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.step import Step
+
+
+@dataclass(slots=True)
+class Progress:
+    """How much of everything a run has done."""
+
+    micro: int = 0
+    "Micro-batches trained on."
+    update: int = 0
+    "Windows finished, skipped ones included: the x-axis of every log."
+    sample: int = 0
+    "Samples trained on."
+    epoch: int = 0
+    "Epochs finished."
+    skipped: int = 0
+    "Windows in which no optimizer stepped."
+
+
+_COUNTED = {"update": 1, "epoch": 1, "sample": 1}
+_SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hour": 3600}
+
+
+class Interval:
+    """How often something happens: `Interval("500 updates")`, `"1 epoch"`, `"10000 samples"`, `"10 min"`.
+
+    Ask `due(step)` in `forge_step_end` or later. Intervals in updates, epochs and samples are functions of the counters
+    alone, so a resumed run keeps its beat; wall-clock ones count from the first time asked.
+    """
+
+    __slots__ = ("_answer", "_last", "count", "unit")
+
+    def __init__(self, text: str | int | Interval):
+        self._last: float | None = None
+        self._answer: tuple[int, bool] = (-1, False)  # a clock answers once per update, however often it is asked
+        if isinstance(text, Interval):
+            self.count, self.unit = text.count, text.unit
+            return
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", str(text))
+        unit = match[2].lower() if match else ""
+        unit = unit if unit in _SECONDS else unit.removesuffix("s")
+        count = float(match[1]) if match else 0.0
+        if unit in _SECONDS and count > 0:
+            self.count, self.unit = count * _SECONDS[unit], "second"
+        elif unit in _COUNTED and count >= 1 and count == int(count):
+            self.count, self.unit = int(count), unit
+        else:
+            raise ForgeError(
+                f"{text!r} is not an interval: write a whole number and a unit, "
+                "as in '500 updates', '1 epoch', '10000 samples', '30 s', '10 min' or '2 h'."
+            )
+
+    def due(self, step: Step) -> bool:
+        """Whether the interval ends with this step."""
+        unit, progress = self.unit, step.trainer.progress
+        if unit == "update":
+            return progress.update % self.count == 0
+        if unit == "epoch":
+            # progress.epoch grows after forge_step_end; counted this way, the answer is the same before and after
+            return step.ends_epoch and (step.epoch + 1) % self.count == 0
+        if unit == "sample":
+            return progress.sample // self.count > (progress.sample - step.samples) // self.count
+        if self._answer[0] != progress.update:
+            self._answer = (progress.update, self._clock_due())
+        return self._answer[1]
+
+    def _clock_due(self) -> bool:
+        now = time.monotonic()
+        if self._last is None:
+            self._last = now
+        if now - self._last < self.count:
+            return False
+        self._last = now
+        return True
+
+    def __repr__(self) -> str:
+        return f"Interval({str(self)!r})"
+
+    def __str__(self) -> str:
+        return f"{self.count:g} {self.unit}{'' if self.count == 1 else 's'}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Interval) and (self.count, self.unit) == (other.count, other.unit)
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.unit))

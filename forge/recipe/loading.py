@@ -1,0 +1,141 @@
+"""Recipe: what a loaded recipe is, and the two ways to get one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge import options
+from forge.errors import RecipeError
+from forge.recipe.files import SECTIONS, locate, omegaconf, with_bases
+from forge.recipe.merge import Layers, leaves
+from forge.recipe.schema import Maker, check_section, maker_of
+
+if TYPE_CHECKING:
+    from forge.data import Splits
+    from forge.task import TaskModule
+
+DEFAULT = "default"
+
+
+@dataclass
+class Recipe:
+    """A loaded recipe. `load_recipe` makes one; `Trainer(recipe=...)` takes one."""
+
+    name: str
+    config: dict[str, Any]
+    "What was given, merged and with interpolations resolved."
+    origin: dict[str, str]
+    'Where each value came from, by full key: "quickstart.yaml:12", "command line" or "default".'
+    resolved: dict[str, Any] = field(default_factory=dict)
+    "`config` with every default filled in."
+    local: dict[str, Maker] = field(default_factory=dict)
+    'The "task" class and "data" function that were given in code, in place of what the recipe names.'
+
+    @property
+    def description(self) -> str:
+        return self.config.get("description", "")
+
+    @property
+    def plugins(self) -> dict[str, dict[str, Any]]:
+        """Name to options as given, in stack order."""
+        return self.config.get("plugins", {})
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The Trainer's options as given."""
+        return self.config.get("trainer", {})
+
+    def make_task(self) -> TaskModule:
+        """The task that the recipe names, built with its options."""
+        return self._make("task", "FILE.py:Task")
+
+    def make_data(self) -> Splits:
+        """The loaders of the data set that the recipe names."""
+        from forge.data import Splits
+
+        splits = self._make("data", "--data FILE.py:function")
+        if not isinstance(splits, Splits):
+            raise RecipeError(
+                f"The data function of {self.name!r} returned a {type(splits).__name__}; return "
+                "forge.data.Splits(train=..., val=...)."
+            )
+        return splits
+
+    def to_yaml(self) -> str:
+        """One self-contained recipe, without `extends`: loading it gives the same config."""
+        conf = omegaconf().OmegaConf
+        notes = [
+            f"# {section}: {maker.__qualname__} of {maker.__module__} was given in code; give it again.\n"
+            for section, maker in self.local.items()
+        ]
+        return "".join(notes) + conf.to_yaml(conf.create(_escaped(self.config)))
+
+    def _make(self, section: str, in_code: str) -> Any:
+        maker = maker_of(section, self.config, self.local, self.origin)
+        if maker is None:
+            raise RecipeError(
+                f"The recipe {self.name!r} names no {section}. Write {section}: {SECTIONS[section]} in it, or give "
+                f"your own on the command line: {in_code}."
+            )
+        values = {key: value for key, value in self.config.get(section, {}).items() if key != "name"}
+        return maker(**options.check(options.of_callable(maker), values, section))
+
+
+def load_recipe(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    *,
+    task: type | None = None,
+    data: Maker | None = None,
+) -> Recipe:
+    """Load an installed recipe by name, or a .yaml file by path, and check every option against what takes it.
+
+    `overrides` are "key=value" as on the command line; `add` and `remove` name plugins. A `task` class or `data`
+    function given here stands in for what the recipe names.
+    """
+    recipe = read_recipe(name, overrides, add, remove, task=task, data=data)
+    recipe.resolved = dict(recipe.config)
+    for section in SECTIONS:
+        if section in recipe.config or section in recipe.local or section == "trainer":
+            recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)
+    recipe.origin |= {key: DEFAULT for key, _ in leaves(recipe.resolved) if key not in recipe.origin}
+    return recipe
+
+
+def read_recipe(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    *,
+    task: type | None = None,
+    data: Maker | None = None,
+) -> Recipe:
+    """Like `load_recipe`, but unchecked and without defaults: nothing that the recipe names is imported."""
+    path = locate(name)
+    local: dict[str, Maker] = {key: given for key, given in (("task", task), ("data", data)) if given is not None}
+    layers = Layers()
+    for file in with_bases(path):
+        layers.add(file.values, file.where)
+    for section in local:
+        if "name" in layers.values.get(section, {}):  # the options of another task or data set mean nothing here
+            layers.drop(section)
+    layers.change_stack(add, remove)
+    layers.override(overrides, local)
+    config = layers.resolved()
+    kept = {key for key, _ in leaves(config)} | {f"plugins.{name}" for name in config.get("plugins", {})}
+    return Recipe(path.stem, config, {key: at for key, at in layers.origin.items() if key in kept}, local=local)
+
+
+def _escaped(value: Any) -> Any:
+    """Plain data in which a `${` that is meant literally stays literal when it is read again."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

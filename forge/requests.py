@@ -1,0 +1,73 @@
+"""Requests: what plugins and tasks ask of the Trainer. Order-free, sticky, logged with the asker's name."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.plugin import Callback, Plugin
+from forge.task import TaskModule
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+logger = logging.getLogger("forge")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Somebody's wish: "stop", "validation", "checkpoint" or "skip_update"."""
+
+    kind: str
+    reason: str
+    asker: str
+    update: int
+
+    def __str__(self) -> str:
+        return f"{self.asker}: {self.reason}" if self.reason else self.asker
+
+
+class Requests:
+    """Everything asked for and not yet granted."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self.open: dict[str, Request] = {}
+        "The first request of each kind that has not been granted."
+        self.log: list[Request] = []
+        "Every request of the run, in the order asked."
+
+    def add(self, kind: str, reason: str = "") -> None:
+        """Ask; a second request of a kind changes nothing."""
+        self.open.setdefault(kind, self.note(kind, reason))
+
+    def note(self, kind: str, reason: str) -> Request:
+        """Write a request down with who asked."""
+        request = Request(kind, reason, self._asker(), self._trainer.progress.update)
+        self.log.append(request)
+        logger.info("%s asked for by %s at update %d", kind, request, request.update)
+        return request
+
+    def grant(self, kind: str) -> Request | None:
+        """Take a request off the list."""
+        return self.open.pop(kind, None)
+
+    def _asker(self) -> str:
+        """The plugin, callback or task whose code is asking, found on the call stack."""
+        callbacks = {p.function.__code__: p.name for p in self._trainer.stack if isinstance(p, Callback)}
+        frame = sys._getframe(2)
+        first = ""
+        while frame is not None:
+            me = frame.f_locals.get("self")
+            if isinstance(me, Plugin):
+                return me.name
+            if isinstance(me, TaskModule):
+                return type(me).__name__
+            if frame.f_code in callbacks:
+                return callbacks[frame.f_code]
+            if not first and not frame.f_globals.get("__name__", "").startswith("forge."):
+                first = frame.f_code.co_name
+            frame = frame.f_back
+        return first

@@ -1,0 +1,134 @@
+"""The run folder and the run card: what ran, with what, on what."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge import __version__, options
+from forge.plugin import Callback, Plugin, snake_case
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+
+def new_run_dir(group: str) -> Path:
+    """`runs/<group>/<time>-<id>`: a name that no other run has."""
+    return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def group_of(trainer: Trainer) -> str:
+    """Runs are grouped by recipe; a stack recipe, which names no task, leaves the task's name."""
+    recipe = trainer.recipe
+    return recipe.name if recipe is not None and "task" in recipe.config else snake_case(type(trainer.task).__name__)
+
+
+def make_card(trainer: Trainer) -> dict[str, Any]:
+    """Everything needed to understand a run later, as plain data."""
+    task = trainer.task
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "recipe": trainer.recipe.name if trainer.recipe is not None else None,
+        "task": {
+            "class": type(task).__name__,
+            "options": {key: plain(value) for key, value in task.init_args.items()},
+            "parameters": sum(p.numel() for p in task.parameters()),
+            "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad),
+        },
+        "optimizers": {name or "optimizer": type(o).__name__ for name, o in trainer.optimizers.items()},
+        "stack": [{"name": p.name, "class": type(p).__name__, "options": plugin_options(p)} for p in trainer.stack],
+        "trainer": trainer.settings,
+        "planned_updates": trainer.planned_updates,
+        "seed": trainer.seed,
+        "device": device_name(trainer.env.device),
+        "world": trainer.env.world,
+        "versions": {"forge": __version__, "python": platform.python_version(), "torch": torch.__version__},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "git": git_state(Path.cwd()),
+    }
+
+
+def write_card(card: dict[str, Any], folder: Path) -> None:
+    """`card.json` for programs, `card.md` for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    (folder / "card.md").write_text(card_as_markdown(card))
+
+
+def card_as_markdown(card: dict[str, Any]) -> str:
+    """The card as a short Markdown page."""
+    task, git = card["task"], card["git"]
+    repo = f"`{git['commit'][:12]}` on {git['branch']}{', with local changes' if git['dirty'] else ''}" if git else "–"
+    rows = {
+        "started": card["started"],
+        "command": f"`{card['command']}`",
+        "task": f"{task['class']}({_arguments(task['options'])}), {task['trainable']:,} trainable parameters",
+        "optimizer": ", ".join(card["optimizers"].values()),
+        "planned updates": card["planned_updates"],
+        "seed": card["seed"],
+        "device": card["device"],
+        "versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
+        "machine": card["machine"],
+        "git": repo,
+    }
+    lines = [f"# {card['recipe'] or task['class']}", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {'–' if value is None else value} |" for key, value in rows.items()]
+    lines += ["", "## Stack, outermost first", ""]
+    lines += [f"{i}. **{p['name']}**({_arguments(p['options'])})" for i, p in enumerate(card["stack"], 1)]
+    return "\n".join([*lines, "" if card["stack"] else "no plugins", ""])
+
+
+def plugin_options(plugin: Plugin) -> dict[str, Any]:
+    """A plugin's options as plain data."""
+    if isinstance(plugin, Callback):
+        return {"event": plugin.event, **({"every": str(plugin.every)} if plugin.every else {})}
+    return {o.name: plain(getattr(plugin.config, o.name)) for o in options.of_config(type(plugin).Config)}
+
+
+def plain(value: Any) -> Any:
+    """The value if JSON can hold it, else how it prints."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else repr(value)[:200]
+
+
+def device_name(device: torch.device) -> str:
+    """ "cuda:0 (NVIDIA H200)", "cpu (aarch64)"."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({platform.machine()})"
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether there are local changes, of the repository the user stands in; None outside one."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _arguments(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in values.items())

@@ -1,0 +1,45 @@
+"""Random numbers: seed every generator, and keep and put back their state."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Seed python, numpy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class RNGState:
+    """The state of every generator that user code may draw from."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RNGState:
+        on_device = None
+        if device.type == "cuda":
+            on_device = torch.cuda.get_rng_state(device)
+        elif device.type == "mps":
+            on_device = torch.mps.get_rng_state()
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
+
+    def restore(self, device: torch.device) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+        elif self.device is not None and device.type == "mps":
+            torch.mps.set_rng_state(self.device)

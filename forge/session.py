@@ -1,0 +1,194 @@
+"""Session: one run of one verb, from a checked task to a closed stack.
+
+Entering configures, builds and starts; leaving ends, whatever happened between. Nothing here is in the hot path, and a
+`with` adds no frame between `fit` and the user's step.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from forge import checks
+from forge.core import Core
+from forge.data.feed import Feed, check_loader
+from forge.errors import ForgeError
+from forge.failure import explain
+from forge.flags import deterministic_flags
+from forge.metrics import Means
+from forge.model import PHASES, Build, TaskCall
+from forge.run import group_of, make_card, new_run_dir, write_card
+from forge.seeding import seed_all
+from forge.state import load_weights
+from forge.task import TaskModule, defines
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+logger = logging.getLogger("forge")
+
+
+class Session:
+    """`with Session(trainer, verb, task, loaders, weights): ...`"""
+
+    def __init__(self, trainer: Trainer, verb: str, task: TaskModule, loaders: dict[str, Any], weights: Any = None):
+        if trainer.verb is not None:
+            raise ForgeError(f"This Trainer is running {trainer.verb} already; use another one for {verb}.")
+        checks.check_task(task, loaders)
+        self.trainer, self.weights = trainer, weights
+        self.plugins = list(trainer.stack)
+        self.flags = ExitStack()
+        trainer.reset()
+        trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
+
+    def __enter__(self) -> None:
+        self.trainer.task.trainer = self.trainer
+        try:
+            self._configure()
+        except BaseException as error:
+            self._close()
+            explain(self.trainer, error)
+            raise
+        try:
+            self.flags.enter_context(deterministic_flags(self.trainer.deterministic))
+            self._build()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell everybody of an error, end everybody, and let the first cause through."""
+        trainer = self.trainer
+        told = explain(trainer, error) if error is not None else None
+        if told is not None:
+            for name, observe in trainer.stack.implementations("forge_exception"):
+                _shielded(told, name, "forge_exception", lambda observe=observe: observe(trainer, told))
+        failed = told
+        for name, end in reversed(trainer.stack.implementations("forge_end")):
+            failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
+        self._close()
+        if failed is not error and failed is not None:
+            raise failed from error
+
+    def _close(self) -> None:
+        self.flags.close()
+        self.trainer.stack.reset(self.plugins)
+        self.trainer.task.trainer = None
+        self.trainer.verb = None
+
+    # -- configure ----------------------------------------------------------------------------------------------------
+
+    def _configure(self) -> None:
+        """Resolve the stack, let plugins validate and change it, then freeze it."""
+        trainer, stack = self.trainer, self.trainer.stack
+        trainer.core = Core()
+        config = trainer.recipe.config if trainer.recipe is not None else None
+        asked: set[str] = set()
+        while True:
+            stack.resolve()
+            stack.register(trainer.core, trainer.task)
+            fresh = [(name, ask) for name, ask in stack.implementations("forge_configure") if name not in asked]
+            if not fresh:
+                break
+            for name, ask in fresh:
+                asked.add(name)
+                ask(trainer, config)
+        stack.lock()
+        trainer.hooks = stack.freeze(trainer.trace, trainer.instrument)
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        trainer = self.trainer
+        trainer.env = trainer.hooks.forge_setup_env(trainer)
+        trainer.means = Means(trainer.env.device)
+        if self.weights is not None:
+            load_weights(trainer.task, self.weights)
+        self._build_model()
+        self._build_loaders()
+        if trainer.verb == "fit":
+            self._prepare_training()
+        self._choose_run_dir()
+        if trainer.hooks.forge_start is not None:
+            trainer.hooks.forge_start(trainer)
+        if trainer.verb == "fit" and trainer.seed is not None:
+            seed_all(trainer.seed)  # the last act before the loop
+
+    def _build_model(self) -> None:
+        trainer = self.trainer
+        build = Build(trainer.task, TaskCall(trainer.task))
+        if trainer.verb == "fit":
+            trainer.task.train()
+            build.model.train()
+        for phase in PHASES:
+            if trainer.hooks.forge_build_model is not None:
+                trainer.hooks.forge_build_model(trainer, build, phase)
+            if phase == "surgery":
+                trainer.env.place(trainer.task)
+        trainer.model = build.model
+
+    def _build_loaders(self) -> None:
+        trainer = self.trainer
+        for stage in trainer.given_loaders:
+            built = trainer.hooks.forge_build_loader(trainer, stage)
+            if built is None and stage == "val" and trainer.verb == "fit":
+                continue
+            named = built if isinstance(built, dict) else {None: built}
+            for name, loader in named.items():
+                check_loader(loader, stage if name is None else f"{stage}/{name}")
+            trainer.loaders[stage] = named
+
+    def _prepare_training(self) -> None:
+        """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
+        trainer, task = self.trainer, self.trainer.task
+        trainer.feed = Feed(trainer.loaders["train"][None])
+        trainer.planned_updates = self._planned_updates()
+        trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
+        checks.check_optimizers(trainer.optimizers, task)
+        task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
+        trainer.items_are_samples = not defines(task, "num_items")
+        needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
+        trainer.keep_batches = len(trainer.optimizers) > 1 or needs_replay or self._owner_replays()
+
+    def _planned_updates(self) -> int | None:
+        trainer = self.trainer
+        planned = [] if trainer.max_updates is None else [trainer.max_updates]
+        if trainer.max_epochs is not None and trainer.feed.length is not None:
+            window = trainer.hooks.forge_plan_step(trainer)
+            planned.append(trainer.max_epochs * -(-trainer.feed.length // window))
+        return min(planned, default=None)
+
+    def _owner_replays(self) -> bool:
+        owners = [call.plugin for call in self.trainer.stack.calls()["forge_train_step"] if call.role == "own"]
+        return any(
+            getattr(self.trainer.stack[name] if name in self.trainer.stack else self.trainer.task, "replays", False)
+            for name in owners
+        )
+
+    def _choose_run_dir(self) -> None:
+        """fit makes a run folder and puts the run card in it; the other verbs write only where they are told to."""
+        trainer, wanted = self.trainer, self.trainer.wanted_run_dir
+        if wanted is False or (wanted is None and trainer.verb != "fit"):
+            return
+        trainer.run_dir = Path(wanted) if wanted is not None else new_run_dir(group_of(trainer))
+        if trainer.verb == "fit" and trainer.env.is_main:
+            write_card(make_card(trainer), trainer.run_dir)
+            if trainer.recipe is not None:
+                (trainer.run_dir / "config.yaml").write_text(trainer.recipe.to_yaml())
+
+
+def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:
+    """Call a plugin at a time when others must still get their turn; the first error stays the one that counts."""
+    try:
+        call()
+    except BaseException as error:
+        error.add_note(f"forge: raised by plugin {name!r} in {hook}.")
+        if first is None:
+            return error
+        logger.error("plugin %r failed in %s as well: %s: %s", name, hook, type(error).__name__, error)
+    return first

@@ -1,0 +1,230 @@
+"""Step: one optimizer update, made of a window of micro-batches.
+
+The window's true length and weights are known before its first backward, so the epoch's last, shorter window averages
+right, and whoever needs to know the last micro-batch (`no_sync`) knows it beforehand. Evaluation uses a Step too, to
+say which stage and batch it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from forge.errors import DataError
+from forge.seeding import RNGState
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+
+class Step:
+    """What hooks are given: where the run is, and what may be asked of it."""
+
+    __slots__ = (
+        "_divisor",
+        "_factors",
+        "_finished",
+        "_keep",
+        "_prepared",
+        "_record",
+        "_rng",
+        "data_wait",
+        "ends_epoch",
+        "epoch",
+        "index",
+        "items",
+        "loss",
+        "micro",
+        "name",
+        "samples",
+        "skip_reason",
+        "stage",
+        "trainer",
+        "updated",
+        "updated_names",
+        "window",
+    )
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        stage: str = "train",
+        window: Sequence[Any] = (),
+        items: Sequence[int | Tensor] = (),
+        samples: int = 0,
+        ends_epoch: bool = False,
+        data_wait: float = 0.0,
+        keep: bool = False,
+    ):
+        self.trainer: Trainer = trainer
+        self.stage: str = stage
+        "train, val, test or predict."
+        self.index: int = trainer.progress.update
+        "Updates done before this one."
+        self.epoch: int = trainer.progress.epoch
+        "Epochs done before this step."
+        self.micro: int = 0
+        "The current micro-batch of the window (in evaluation: the batch)."
+        self.window: Sequence[Any] = window
+        "The raw micro-batches."
+        self.items: Sequence[int | Tensor] = items
+        "The weight of each micro-batch: `num_items`."
+        self.samples: int = samples
+        "Samples in the window."
+        self.ends_epoch: bool = ends_epoch
+        "Whether this is the last step of its epoch."
+        self.data_wait: float = data_wait
+        "Seconds spent waiting for the loader."
+        self.name: str | None = None
+        "The optimizer whose turn it is; None with one optimizer, and in forge_step_end."
+        self.updated: bool = False
+        "Whether the weights were changed."
+        self.updated_names: tuple[str, ...] = ()
+        "With several optimizers, which of them stepped."
+        self.skip_reason: str | None = None
+        "Why this update is skipped, if it is."
+        self.loss: Tensor | None = None
+        "The window's weighted loss; kept only for owners that replay."
+        self._divisor, self._factors = window_weights(items)
+        self._keep = keep
+        self._prepared: list[Any] = []
+        self._rng: RNGState | None = None
+        self._record = True
+        self._finished = False
+
+    # -- asked by plugins ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_last_micro(self) -> bool:
+        """Whether the current micro-batch is the window's last."""
+        return self.micro == len(self.window) - 1
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose turn it is."""
+        return self.trainer.optimizers[self.name]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the optimizer whose turn it is; of all optimizers in forge_step_end."""
+        return self.trainer.optimizers.parameters(self.name)
+
+    def record(self, name: str, value: float | Tensor) -> None:
+        """Log a scalar as its mean over the log interval. It stays on the device; nothing is read now."""
+        if self._record:
+            self.trainer.means.add(name, value)
+
+    def skip_update(self, reason: str) -> None:
+        """Do not step the current optimizer. The reason must follow from values that are equal on all ranks."""
+        if self.skip_reason is None:
+            self.skip_reason = reason
+            self.trainer.requests.note("skip_update", reason)
+
+    # -- the two halves of a train step -------------------------------------------------------------------------------
+
+    def run_window(self, record: bool = True, replay: bool = False) -> None:
+        """First half: every micro-batch, through `trainer.hooks`.
+
+        `replay=True` runs the same prepared batches again with the same random numbers, and leaves the RNG as it was.
+        """
+        if replay:
+            self._replay(record)
+            return
+        hooks = self.trainer.hooks
+        self._record, self.loss = record, None
+        if self._keep:
+            self._rng = RNGState.capture(self.trainer.env.device)
+        for self.micro, raw in enumerate(self.window):
+            if not self._keep:
+                batch = hooks.forge_prepare_batch(self, raw)
+            elif self.micro < len(self._prepared):
+                batch = self._prepared[self.micro]
+            else:
+                batch = hooks.forge_prepare_batch(self, raw)
+                self._prepared.append(batch)
+            hooks.forge_micro_step(self, batch)
+
+    def finish(self) -> None:
+        """Second half: gradients through their three phases, the optimizer's step, and zero_grad."""
+        hooks = self.trainer.hooks
+        self._through_gradient_phases()
+        self.updated = self.skip_reason is None and bool(hooks.forge_optimizer_step(self))
+        self.optimizer.zero_grad(set_to_none=True)
+        self._finished = True
+
+    def _through_gradient_phases(self) -> None:
+        hooks = self.trainer.hooks
+        if hooks.forge_finalize_grads is not None:
+            hooks.forge_finalize_grads(self)
+        if hooks.forge_inspect_grads is not None:
+            hooks.forge_inspect_grads(self)
+        if hooks.forge_edit_grads is not None:
+            hooks.forge_edit_grads(self)
+
+    def _replay(self, record: bool) -> None:
+        if not self._keep or self._rng is None:
+            raise RuntimeError("run_window(replay=True) needs a first run, and `replays = True` on the owner's class.")
+        device = self.trainer.env.device
+        now, recorded = RNGState.capture(device), self._record
+        self._rng.restore(device)
+        self._record, self.loss = record, None
+        for self.micro, batch in enumerate(self._prepared):
+            self.trainer.hooks.forge_micro_step(self, batch)
+        self._record = recorded
+        now.restore(device)
+
+    # -- used by core -------------------------------------------------------------------------------------------------
+
+    def begin_turn(self, name: str | None) -> None:
+        """Hand the step to one of several optimizers."""
+        self.name, self.updated, self.skip_reason, self._finished = name, False, None, False
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss as it counts in its window."""
+        if self._factors is not None:
+            weighed = loss * self._factors[self.micro]
+        else:
+            weighed = loss if self._divisor == 1 else loss / self._divisor
+        if self._keep:
+            self.loss = weighed.detach() if self.loss is None else self.loss + weighed.detach()
+        return weighed
+
+    def closure(self) -> Callable[[], Tensor]:
+        """What a closure optimizer calls: the window again, through all gradient phases. The first call is free: its
+        gradients are there already."""
+        assert self.loss is not None
+        first = [self.loss]
+
+        def evaluate() -> Tensor:
+            if first:
+                return first.pop()
+            self.optimizer.zero_grad(set_to_none=True)
+            recorded, self._record = self._record, False
+            self.run_window(record=False, replay=True)
+            self._record = False
+            self._through_gradient_phases()
+            self._record = recorded
+            assert self.loss is not None
+            return self.loss
+
+        return evaluate
+
+
+def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Tensor] | None]:
+    """How the micro-batches of a window count: (divisor, None) where they count alike, else (1, a factor each).
+
+    Tensors are never compared, because that would read the device.
+    """
+    if len(items) <= 1 and not (items and isinstance(items[0], Tensor)):
+        return 1, None
+    if any(isinstance(n, Tensor) for n in items):
+        total = sum(items[1:], start=items[0])
+        return 1, [n / total for n in items]
+    if all(n == items[0] for n in items):
+        return len(items), None
+    total = sum(items)
+    if total == 0:
+        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
+    return 1, [n / total for n in items]

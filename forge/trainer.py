@@ -1,0 +1,361 @@
+"""Trainer: owns the rhythm of a run and fires its hooks into the plugin stack.
+
+The rhythm (every hook in its place: :mod:`forge.hooks`)::
+
+    configure -> setup_env -> build_model -> build_loader -> build_optimizers -> start
+    until done or a stop was agreed:
+        window = the next micro-batches                     forge_plan_step says how many
+        train_step:  for each micro-batch: prepare, forward, record, backward(weighted loss)
+                     finalize, inspect, edit gradients; optimizer step; zero_grad
+        update += 1; step_end; schedules
+        validation if due or requested; log if due
+        boundary; capture and save if requested
+    on error: exception, then re-raise                      always: end
+
+`Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.core`, the two halves of a train step
+in :mod:`forge.step`, evaluation in :mod:`forge.evaluation`, the build and the end of a run in :mod:`forge.session`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from forge.core import Core
+from forge.data.feed import Feed, batch_size
+from forge.dispatch import Hooks, Instrument
+from forge.env import Env
+from forge.errors import ForgeError
+from forge.metrics import Means, PendingMeans
+from forge.optimizers import Optimizers
+from forge.plugin import Plugin
+from forge.progress import Interval, Progress
+from forge.requests import Requests
+from forge.session import Session
+from forge.stack import Stack, make_plugins
+from forge.state import capture, save_weights
+from forge.step import Step
+from forge.task import TaskModule
+
+if TYPE_CHECKING:
+    from forge.recipe import Recipe
+
+logger = logging.getLogger("forge")
+
+Plugins = Iterable[Plugin | type[Plugin] | str] | Mapping[str, Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """What a fit came to."""
+
+    updates: int
+    epochs: int
+    metrics: dict[str, float]
+    "The latest value of every metric."
+    stop_reason: str
+    "Why it ended: max_epochs, max_updates, or who asked for a stop and why."
+    run_dir: Path | None
+
+
+def _settings_from_recipe(init: Callable[..., None]) -> Callable[..., None]:
+    """What is not passed comes from the recipe's `trainer` section."""
+
+    @functools.wraps(init)
+    def with_recipe(self: Trainer, **given: Any) -> None:
+        recipe = given.get("recipe")
+        if recipe is None and given.get("plugins") is None:
+            recipe = "default"
+        if isinstance(recipe, (str, Path)):
+            from forge.recipe import load_recipe
+
+            recipe = load_recipe(recipe)
+        init(self, **{**(recipe.trainer if recipe is not None else {}), **given, "recipe": recipe})
+
+    return with_recipe
+
+
+class Trainer:
+    """Trains, validates, tests and predicts with any stack of plugins.
+
+    `recipe` names a stack (and may hold Trainer settings); `plugins` is merged over it. `plugins` alone is the whole
+    stack (`[]`: nothing); with neither, the recipe "default" is used.
+    """
+
+    # what was asked for
+    recipe: Recipe | None
+    stack: Stack
+    settings: dict[str, Any]
+    # what was built
+    task: TaskModule
+    model: nn.Module
+    env: Env
+    core: Core
+    hooks: Hooks
+    optimizers: Optimizers
+    given_loaders: dict[str, Any]
+    loaders: dict[str, dict[str | None, Any]]
+    feed: Feed
+    planned_updates: int | None
+    # where the run is
+    verb: str | None
+    step: Step | None
+    progress: Progress
+    means: Means
+    requests: Requests
+    metrics: dict[str, Any]
+    run_dir: Path | None
+    # set by the session: what the loop needs to know of the task
+    keep_batches: bool
+    items_are_samples: bool
+
+    @_settings_from_recipe
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_updates: int | None = None,
+        seed: int | None = None,
+        recipe: str | Path | Recipe | None = None,
+        plugins: Plugins | None = None,
+        run_dir: str | Path | Literal[False] | None = None,
+        device: str = "auto",
+        validate_every: str | None = "1 epoch",
+        log_every: int = 50,
+        deterministic: bool = False,
+    ):
+        self.recipe = recipe  # pyright: ignore[reportAttributeAccessIssue]
+        self.stack = Stack(_stack_plugins(self.recipe, plugins))
+        self.max_epochs = _at_least("max_epochs", max_epochs, 1)
+        self.max_updates = _at_least("max_updates", max_updates, 1)
+        self.log_every = _at_least("log_every", log_every, 1)
+        self.seed, self.device, self.deterministic = seed, device, deterministic
+        self.validate_every = Interval(validate_every) if validate_every else None
+        self.trace: Callable[[str], Any] | None = None
+        "Set to `print`, say, to have pluggy trace every hook call of the next run."
+        self.instrument: Instrument | None = None
+        "Set to time implementations: given one, returns the function to call in its place."
+        self.settings = {
+            "max_epochs": max_epochs,
+            "max_updates": max_updates,
+            "seed": seed,
+            "device": device,
+            "validate_every": validate_every,
+            "log_every": log_every,
+            "deterministic": deterministic,
+        }
+        self.wanted_run_dir = run_dir
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last run; every verb begins so."""
+        self.verb = self.run_dir = self.planned_updates = self.step = None
+        self.progress = Progress()
+        self.requests = Requests(self)
+        self.metrics, self.given_loaders, self.loaders = {}, {}, {}
+        self._late_log: tuple[int, PendingMeans, dict[str, float]] | None = None
+        self._stop_reason: str | None = None
+
+    # -- the verbs ----------------------------------------------------------------------------------------------------
+
+    def fit(self, task: TaskModule, train: Any, val: Any = None, *, weights: str | Path | None = None) -> FitResult:
+        """Train `task` on `train`, validating on `val` (a loader, or a dict of loaders by name).
+
+        `weights` is a file to start from. The trained weights end up in RUN/weights.safetensors.
+        """
+        if self.max_epochs is None and self.max_updates is None:
+            raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
+        with Session(self, "fit", task, {"train": train, "val": val}, weights):
+            stop_reason = self._train()
+            self._log()
+            self._deliver_log()
+            if self.run_dir is not None and self.env.is_main:
+                save_weights(task, self.run_dir / "weights.safetensors")
+        numbers = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
+
+    def validate(self, task: TaskModule, val: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
+        """One validation: its metrics."""
+        return self._evaluate_only("validate", "val", task, val, weights)
+
+    def test(self, task: TaskModule, test: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
+        """One test: its metrics."""
+        return self._evaluate_only("test", "test", task, test, weights)
+
+    def predict(self, task: TaskModule, loader: Any, *, weights: str | Path | None = None) -> list[Any]:
+        """`predict_step` on every batch: a list of outputs, on the CPU."""
+        return self._evaluate_only("predict", "predict", task, loader, weights)
+
+    def _evaluate_only(self, verb: str, stage: str, task: TaskModule, loader: Any, weights: Any) -> Any:
+        with Session(self, verb, task, {stage: loader}, weights):
+            result = self.hooks.forge_evaluate(self, stage)
+            if stage != "predict":
+                self._publish(self.progress.update, result)
+        return result
+
+    # -- requests, for plugins and tasks ------------------------------------------------------------------------------
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after this update."""
+        self.requests.add("stop", reason)
+
+    def request_validation(self, reason: str = "") -> None:
+        """Validate after this update, or the next when asked at a boundary."""
+        self.requests.add("validation", reason)
+
+    def request_checkpoint(self, reason: str) -> None:
+        """Capture the run's state at the end of this update and hand it to `forge_save`."""
+        self.requests.add("checkpoint", reason)
+
+    # -- the rhythm ---------------------------------------------------------------------------------------------------
+
+    def _train(self) -> str:
+        hooks, progress = self.hooks, self.progress
+        while (reason := self._done()) is None:
+            step = self._next_step()
+            if self.optimizers.named:
+                self._take_turns(step)
+            else:
+                hooks.forge_train_step(step)
+
+            for parameter in self.optimizers.orphans:
+                parameter.grad = None
+            progress.update += 1
+            progress.micro += len(step.window)
+            progress.sample += step.samples
+            if not step.updated:
+                progress.skipped += 1
+            if hooks.forge_step_end is not None:
+                hooks.forge_step_end(step)
+            if self._late_log is not None:
+                self._deliver_log()
+            if progress.update % self.log_every == 0 or step.ends_epoch:
+                self._log()
+            if self.optimizers.has_schedules:
+                self.optimizers.advance(step)
+            if step.ends_epoch:
+                progress.epoch += 1
+            if self._validation_due(step):
+                self._validate()
+            if hooks.forge_boundary is not None:
+                hooks.forge_boundary(self, step)
+            if self.requests.open:
+                self._grant_requests(step)
+        return reason
+
+    def _done(self) -> str | None:
+        if self._stop_reason is not None:
+            return self._stop_reason
+        if self.max_updates is not None and self.progress.update >= self.max_updates:
+            return "max_updates"
+        if self.max_epochs is not None and self.progress.epoch >= self.max_epochs:
+            return "max_epochs"
+        return None
+
+    def _next_step(self) -> Step:
+        """The next window: its batches, what each weighs, whether it ends the epoch."""
+        feed, task = self.feed, self.task
+        asked = time.perf_counter()
+        window = feed.take(self.hooks.forge_plan_step(self), self.progress.epoch)
+        waited = time.perf_counter() - asked
+        items = [task.num_items(batch) for batch in window]
+        samples = sum(items) if self.items_are_samples else _count_samples(window, items)
+        self.step = Step(self, "train", window, items, samples, feed.ends_epoch, waited, self.keep_batches)
+        return self.step
+
+    def _take_turns(self, step: Step) -> None:
+        """Several optimizers: each trains its own parameters on the same window, in order."""
+        for name in self.optimizers:
+            assert name is not None
+            if self.task.takes_turn(name, step.index):
+                step.begin_turn(name)
+                with self.optimizers.only(name):
+                    self.hooks.forge_train_step(step)
+                if step.updated:
+                    step.updated_names += (name,)
+        step.begin_turn(None)
+        step.updated = bool(step.updated_names)
+
+    # -- around the steps ---------------------------------------------------------------------------------------------
+
+    def _validation_due(self, step: Step) -> bool:
+        if "val" not in self.loaders:
+            return False
+        due = self.validate_every is not None and self.validate_every.due(step)
+        return due or "validation" in self.requests.open
+
+    def _validate(self) -> None:
+        self.requests.grant("validation")
+        self._deliver_log()  # logs arrive in the order of their updates
+        metrics = self.hooks.forge_evaluate(self, "val")
+        self.optimizers.after_validation(metrics)
+        self._publish(self.progress.update, metrics)
+
+    def _log(self) -> None:
+        """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
+        pending = self.means.read()
+        self._late_log = (self.progress.update, pending, self.optimizers.learning_rates())
+        if pending.here:
+            self._deliver_log()
+
+    def _deliver_log(self) -> None:
+        if self._late_log is not None:
+            (update, pending, rates), self._late_log = self._late_log, None
+            self._publish(update, {**pending.result(), **rates})
+
+    def _publish(self, update: int, metrics: dict[str, Any]) -> None:
+        self.metrics.update(metrics)
+        if metrics and self.hooks.forge_log is not None:
+            self.hooks.forge_log(self, update, metrics)
+
+    def _grant_requests(self, step: Step) -> None:
+        """Across ranks requests are agreed at agreement points only; on one rank every update is one."""
+        at_agreement = step.ends_epoch or self.progress.update % self.log_every == 0
+        if self.env.world > 1 and not at_agreement:
+            return
+        agreed = self.env.agree(frozenset(self.requests.open))
+        if "checkpoint" in agreed:
+            self.requests.grant("checkpoint")
+            self._deliver_log()
+            if self.hooks.forge_save is not None:
+                self.hooks.forge_save(self, capture(self))
+            else:
+                logger.warning("A checkpoint was asked for, but nothing in this stack saves one.")
+        if "stop" in agreed:
+            request = self.requests.grant("stop")
+            self._stop_reason = str(request) if request else "another rank asked for a stop"
+
+
+def _stack_plugins(recipe: Recipe | None, given: Plugins | None) -> list[Plugin]:
+    """The recipe's plugins with `given` merged over them."""
+    base = dict(recipe.plugins) if recipe is not None else {}
+    if given is None:
+        return make_plugins(base)
+    if isinstance(given, Mapping):
+        merged = {**base, **given}
+        for name in base.keys() & given.keys():
+            if given[name] is not None:
+                merged[name] = {**base[name], **given[name]}  # pyright: ignore[reportCallIssue, reportOptionalMemberAccess]
+        return make_plugins(merged)
+    own = make_plugins(given)
+    names = {plugin.name for plugin in own}
+    return [plugin for plugin in make_plugins(base) if plugin.name not in names] + own
+
+
+def _at_least(name: str, value: Any, least: int) -> Any:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ForgeError(f"{name}={value!r}: it must be a whole number of at least {least}.")
+    return value
+
+
+def _count_samples(window: list[Any], items: list[Any]) -> int:
+    """Samples in a window whose task weighs batches by something else."""
+    sizes = [batch_size(batch) for batch in window]
+    return sum(size if size is not None else n for size, n in zip(sizes, items, strict=True) if size or isinstance(n, int))

@@ -1,0 +1,33 @@
+"""Gradient accumulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import forge
+from forge.errors import RecipeError
+
+
+class Accumulate(forge.Plugin):
+    """Make each update from several micro-batches: their gradients are averaged before one optimizer step.
+
+    The mean is right for unequal batches and for the epoch's last, shorter window too; `num_items` on the task decides
+    what is averaged over. Clipping, schedules and logs count updates, not micro-batches.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        window: int = 4
+        "Micro-batches per update."
+
+    config: Config
+    provides = ("accumulation",)
+
+    def __init__(self, *first: int, **values: int):
+        super().__init__(*first, **values)
+        if self.config.window < 1:
+            raise RecipeError(f"accumulate.window is {self.config.window}; it must be at least 1.")
+
+    @forge.hookimpl
+    def forge_plan_step(self) -> int:
+        return self.config.window

@@ -1,0 +1,61 @@
+"""Gradient clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import forge
+from forge.errors import RecipeError
+
+
+class Clip(forge.Plugin):
+    """Clip gradients before the optimizer step: by their global norm, by value, or both (norm first).
+
+    Clips once per update, over the parameters of the current optimizer, after unscaling. The norm before and after is
+    logged as `grad_norm/before` and `grad_norm/after`, and stays on the device until then.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        max_norm: float | None = 1.0
+        "Largest allowed global gradient norm; null leaves the norm alone."
+        max_value: float | None = None
+        "Largest allowed magnitude of a single gradient entry; null leaves values alone."
+        norm_type: float = 2.0
+        "Which norm: 2 is the usual one, .inf the largest entry."
+
+    config: Config
+    provides = ("clip",)
+    capturable = True
+
+    def __init__(self, *first: float | None, **values: Any):
+        super().__init__(*first, **values)
+        for name in ("max_norm", "max_value"):
+            limit = getattr(self.config, name)
+            if limit is not None and limit <= 0:
+                raise RecipeError(f"clip.{name} is {limit:g}; it must be above 0 (or null to leave it out).")
+        if self.config.max_norm is None and self.config.max_value is None:
+            raise RecipeError("clip has neither max_norm nor max_value: there is nothing to clip. Set one.")
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        config, parameters = self.config, step.parameters()
+        prefix = "grad_norm" if step.name is None else f"grad_norm/{step.name}"
+        if config.max_norm is not None:
+            before = clip_grad_norm_(parameters, config.max_norm, config.norm_type)
+            after = before.clamp(max=config.max_norm)
+        else:
+            before = after = self._norm(parameters)
+        if config.max_value is not None:
+            clip_grad_value_(parameters, config.max_value)
+            after = self._norm(parameters)
+        step.record(f"{prefix}/before", before)
+        step.record(f"{prefix}/after", after)
+
+    def _norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
+        return get_total_norm([p.grad for p in parameters if p.grad is not None], self.config.norm_type)
