@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,7 +79,7 @@ def fabric() -> list[Contender]:
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import TensorBoardLogger
 
-    def loop(case: Case, fabric: Fabric, batches: Iterable[Batch], log_every: int) -> nn.Module:
+    def loop(case: Case, fabric: Fabric, batches: Any, log_every: int) -> nn.Module:
         network = case.build()
         model, optimizer = fabric.setup(network, case.optimizer(network))
         schedule = case.schedule(optimizer) if case.scheduled else None

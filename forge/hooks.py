@@ -25,8 +25,9 @@ The rhythm, with every hook in its place::
             forge_edit_grads                change it
             forge_optimizer_step            unless the update is skipped
         forge_step_end
-        forge_evaluate                      when validation is due: forge_prepare_batch, forge_forward per batch
         forge_log                           when a log is due
+        forge_evaluate                      when validation is due: forge_prepare_batch, forge_forward per batch
+        forge_log                           the validation's metrics
         forge_boundary
         forge_save                          when a checkpoint is due
     on error: forge_exception               always: forge_end

@@ -65,19 +65,19 @@ class Means:
             total, mass = self._reduce(values, weights)
             self._kept[name] = ([total / mass], [mass])
 
+    @property
+    def empty(self) -> bool:
+        return not self._sums and not self._kept
+
     def read(self) -> PendingMeans:
         """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet."""
         if self.on_host:
-            pending = PendingMeans({name: total / mass for name, (total, mass) in self._sums.items() if mass})
-            self._sums = {}
-            return pending
-        names = list(self._kept)
-        pairs = [self._reduce(*self._kept[name]) for name in names]
-        self._kept = {}
-        if not names:
-            return PendingMeans({})
-        packed = torch.stack([part for pair in pairs for part in pair])
-        return PendingMeans.on_its_way(names, packed)
+            sums, self._sums = self._sums, {}
+            return PendingMeans(list(sums), [number for pair in sums.values() for number in pair])
+        kept, self._kept = self._kept, {}
+        if not kept:
+            return PendingMeans([], [])
+        return PendingMeans(list(kept), torch.stack([part for pair in kept.values() for part in self._reduce(*pair)]))
 
     def _reduce(self, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
         value, weight = self._vector(values), self._vector(weights)
@@ -92,42 +92,31 @@ class Means:
 
 
 class PendingMeans:
-    """Means that have been asked for: `result()` waits for them if it must."""
+    """Means that have been asked for; `result()` waits for them if it must.
 
-    def __init__(self, values: dict[str, float]):
-        self._values: dict[str, float] | None = values
+    `packed` holds a sum and a total weight per name. From a CUDA device it is copied to pinned memory without waiting.
+    """
 
-    @classmethod
-    def on_its_way(cls, names: list[str], packed: Tensor) -> PendingMeans:
-        pending = cls({})
-        pending._values = None
-        pending._names = names
-        cuda = packed.device.type == "cuda"
-        pending._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True) if cuda else packed
-        pending._event = None
-        if cuda:
-            pending._packed.copy_(packed, non_blocking=True)
-            pending._event = torch.cuda.Event()
-            pending._event.record()
-        return pending
-
-    _names: list[str]
-    _packed: Tensor
-    _event: torch.cuda.Event | None
+    def __init__(self, names: list[str], packed: list[float] | Tensor):
+        self._names, self._packed = names, packed
+        self._arrived: torch.cuda.Event | None = None
+        if isinstance(packed, Tensor) and packed.device.type == "cuda":
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     @property
     def here(self) -> bool:
-        """Whether the values are on the host without any waiting."""
-        return self._values is not None
+        """Whether the values are on the host already."""
+        return not isinstance(self._packed, Tensor)
 
     def result(self) -> dict[str, float]:
-        if self._values is None:
-            if self._event is not None:
-                self._event.synchronize()
-            flat = self._packed.tolist()
-            pairs = zip(self._names, flat[::2], flat[1::2], strict=True)
-            self._values = {name: total / mass for name, total, mass in pairs if mass}
-        return self._values
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        flat = self._packed.tolist() if isinstance(self._packed, Tensor) else self._packed
+        pairs = zip(self._names, flat[::2], flat[1::2], strict=True)
+        return {name: total / mass for name, total, mass in pairs if mass}
 
 
 def check_scalars(metrics: Mapping[str, Any], where: str) -> None:

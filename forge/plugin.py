@@ -142,18 +142,12 @@ def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[.
     """The function as a hook implementation that runs when its interval is due."""
     names = list(inspect.signature(function).parameters)
     asked = names if every is None or "step" in names else ["step", *names]
-    first = len(asked) - len(names)
-    step_at = asked.index("step") if every is not None else 0
-
-    def hook(*args: Any) -> Any:
-        if every is None or every.due(args[step_at]):
-            return function(*args[first:])
-        return None
-
-    # pluggy and dispatch pass what the signature asks for
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in asked]
-    hook.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    return hookimpl(hook)
+    body = f"return function({', '.join(names)})"
+    # pluggy reads what a hook wants from its code, so the gate is written out with the function's own arguments
+    source = f"def hook({', '.join(asked)}):\n    {body if every is None else f'if due(step): {body}'}"
+    scope: dict[str, Any] = {"function": function, "due": every.due if every is not None else None}
+    exec(source, scope)
+    return hookimpl(scope["hook"])
 
 
 def snake_case(name: str) -> str:

@@ -48,6 +48,7 @@ class Stack:
     def __init__(self, plugins: Iterable[Plugin] = ()):
         self.plugins: list[Plugin] = []
         self._frozen = False
+        self._manager = _empty_manager()
         for plugin in plugins:
             self.add(plugin)
 
@@ -79,8 +80,7 @@ class Stack:
         """Return a pluggy manager that holds core, the task (where it implements hooks) and the stack."""
         if task is not None:
             check_hooks(task, f"the task {type(task).__name__}")
-        manager = _Manager(contract.PROJECT)
-        manager.add_hookspecs(contract)
+        manager = _empty_manager()
         manager.register(core, CORE)
         if task is not None:
             manager.register(task, TASK)
@@ -264,6 +264,12 @@ class _Manager(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         # only hooks are looked at: a task's properties must not run because it was registered
         return super().parse_hookimpl_opts(plugin, name) if name in SPECS else None
+
+
+def _empty_manager() -> pluggy.PluginManager:
+    manager = _Manager(contract.PROJECT)
+    manager.add_hookspecs(contract)
+    return manager
 
 
 def _role(hook: str, impl: pluggy.HookImpl) -> str:

@@ -7,8 +7,8 @@ The rhythm (every hook in its place: :mod:`forge.hooks`)::
         window = the next micro-batches                     forge_plan_step says how many
         train_step:  for each micro-batch: prepare, forward, record, backward(weighted loss)
                      finalize, inspect, edit gradients; optimizer step; zero_grad
-        update += 1; step_end; schedules
-        validation if due or requested; log if due
+        update += 1; step_end; log if due; schedules
+        validation if due or requested
         boundary; capture and save if requested
     on error: exception, then re-raise                      always: end
 
@@ -234,14 +234,14 @@ class Trainer:
                 progress.skipped += 1
             if hooks.forge_step_end is not None:
                 hooks.forge_step_end(step)
+            if step.ends_epoch:
+                progress.epoch += 1
             if self._late_log is not None:
                 self._deliver_log()
             if progress.update % self.log_every == 0 or step.ends_epoch:
                 self._log()
             if self.optimizers.has_schedules:
                 self.optimizers.advance(step)
-            if step.ends_epoch:
-                progress.epoch += 1
             if self._validation_due(step):
                 self._validate()
             if hooks.forge_boundary is not None:
@@ -300,6 +300,8 @@ class Trainer:
 
     def _log(self) -> None:
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
+        if self.means.empty:
+            return
         pending = self.means.read()
         self._late_log = (self.progress.update, pending, self.optimizers.learning_rates())
         if pending.here:

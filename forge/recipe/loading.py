@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,4 +139,5 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_escaped(inner) for inner in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    # OmegaConf reads \${ as a plain ${, and halves the backslashes before it
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ from typing import Any
 
 from forge import registry
 from forge.errors import RecipeError, did_you_mean
-from forge.recipe.files import SECTIONS, Where, check_shape, omegaconf
+from forge.recipe.files import SECTIONS, TOP_LEVEL, Where, check_shape, omegaconf
 from forge.recipe.schema import Maker, label, options_of
 
 COMMAND_LINE = "command line"
@@ -74,8 +74,9 @@ class Layers:
     def resolved(self) -> dict[str, Any]:
         """The values as plain data, with interpolations resolved."""
         lib = omegaconf()
+        ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
         try:
-            return lib.OmegaConf.to_container(lib.OmegaConf.create(self.values), resolve=True, throw_on_missing=True)
+            return lib.OmegaConf.to_container(lib.OmegaConf.create(ordered), resolve=True, throw_on_missing=True)
         except lib.errors.OmegaConfBaseException as error:
             key = str(getattr(error, "full_key", None) or "")
             raise RecipeError(f"{label(key, self.origin)}: {str(error).partition(chr(10))[0]}") from error

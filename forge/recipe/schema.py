@@ -9,6 +9,7 @@ from typing import Any
 from forge import options, registry
 from forge.errors import ForgeError, RecipeError, did_you_mean
 from forge.options import Option
+from forge.stack import make_plugin
 
 Maker = Callable[..., Any]
 """What a recipe names: a task class or a data function."""
@@ -58,10 +59,10 @@ def label(key: str, origin: Origin) -> str:
 def _check_plugin(name: str, values: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     key = f"plugins.{name}"
     kind = _load("plugin", name.partition("@")[0], key, origin)
-    known = options.of_config(kind.Config)
+    known = options.of_config(kind.Config) if hasattr(kind, "Config") else []
     converted = _converted(known, values, key, origin)
     try:
-        kind.Config(**converted)  # rules across fields live in __post_init__
+        make_plugin(name, converted)  # a plugin checks the rules across its options when it is made
     except ValueError as error:
         raise RecipeError(f"{label(key, origin)}: {error}") from error
     return _filled(known, converted)

@@ -1,0 +1,53 @@
+# Every target sets up what it needs: a fresh machine needs Python 3.11 or newer, and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+
+# a stamp is as old as the last installation: it is redone when pyproject.toml changes
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+
+# one line per package while pip works; what goes wrong is shown in full
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable
+SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  unpacking/p'
+
+.PHONY: help quickstart test check test-full clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+quickstart: $(INSTALLED)  ## train a small network on handwritten digits
+	@$(BIN)/forge fit quickstart
+
+test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
+	@$(BIN)/python -m pytest
+
+test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
+	@FORGE_PROFILE=full $(BIN)/python -m pytest
+
+check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and pyright
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+
+clean:  ## remove what make made: .venv, caches, builds; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or say which one: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("forge needs Python 3.11 or newer; $(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing forge into $(VENV): once, and a few minutes if PyTorch must be downloaded"
+	@set -o pipefail; $(PIP_INSTALL) . | $(SHOW_PACKAGES)
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing forge and its development tools into $(VENV): once, and a few minutes if PyTorch must be downloaded"
+	@set -o pipefail; $(PIP_INSTALL) '.[dev]' | $(SHOW_PACKAGES)
+	@touch $(INSTALLED) $@

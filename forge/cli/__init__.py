@@ -1,0 +1,72 @@
+"""The command line: one module a verb, imported when its verb is given. torch is imported only by what runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from forge import __version__
+from forge.cli import show
+from forge.errors import ForgeError, did_you_mean
+
+VERBS = {
+    "fit": "Train a recipe, or a task from your own file.",
+    "validate": "Measure weights on the validation split.",
+    "test": "Measure weights on the test split.",
+    "predict": "Write a task's predictions to a file.",
+    "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",
+    "recipes": "List recipes, show one, or copy one to start from.",
+    "plugins": "List installed plugins, or show one's options and hooks.",
+    "new": "Start a task or a plugin package from a working template.",
+}
+
+HELP = f"""\
+usage: forge VERB ...
+
+forge {__version__}, a PyTorch training framework: one readable step rhythm, plugins that compose.
+
+{{verbs}}
+
+  forge fit quickstart                                   train the example recipe
+  forge fit quickstart clip.max_norm=0.5 -p no:jsonl     change an option, remove a plugin
+  forge fit my_task.py:MyTask --recipe fast              train a task of your own
+  forge VERB --help                                      everything a verb takes
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 well, 1 a crash, 2 a mistake that the message explains."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as leaving:  # argparse: --help, or a usage error it has printed
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except KeyboardInterrupt:
+        show.message("interrupted", style="yellow")
+        return 130
+    except BrokenPipeError:  # `forge plugins | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ForgeError as error:
+        show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        return 2
+    except Exception:
+        traceback.print_exc()  # prints the notes too: plugin, hook, update
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP.format(verbs="\n".join(f"  {verb:<9} {text}" for verb, text in VERBS.items())), end="")
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"forge {__version__}")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, VERBS)}")
+    module = import_module(f"forge.cli.{verb}")
+    # intermixed: overrides may stand before, between and after the options
+    return module.run(module.parser().parse_intermixed_args(rest))

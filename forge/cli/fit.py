@@ -1,0 +1,70 @@
+"""`forge fit`: train a recipe, or a task from the user's own file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from forge.cli import show, target
+
+if TYPE_CHECKING:
+    from forge.data import Splits
+    from forge.trainer import FitResult
+
+EXAMPLES = """\
+examples:
+  forge fit quickstart
+  forge fit quickstart trainer.max_epochs=3 clip.max_norm=0.5 -p no:tensorboard
+  forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
+  forge fit my_recipe.yaml --run-dir runs/first
+"""
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser("fit", "Train a recipe, or a task from your own file.", EXAMPLES)
+    target.add_arguments(parser)
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: runs/RECIPE/TIME-ID)")
+    parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    trainer, task, data = target.build(target.load(args, to_train=True), args.run_dir)
+    if args.trace:
+        trainer.trace = sys.stderr.write
+    result = trainer.fit(task, data.train, data.val)
+    _report(result, data, args)
+    return 0
+
+
+def _report(result: FitResult, data: Splits, args: Namespace) -> None:
+    console = show.console()
+    console.print()
+    console.print(show.metrics(result.metrics))
+    console.print()
+    console.print(f"{_count(result.epochs, 'epoch')}, {_count(result.updates, 'update')}: {result.stop_reason}")
+    if result.run_dir is None:
+        return
+    weights = result.run_dir / "weights.safetensors"
+    lines = {"run folder": str(result.run_dir)}
+    if (result.run_dir / "tensorboard").is_dir():
+        lines["look"] = shlex.join(["tensorboard", "--logdir", str(result.run_dir)])
+    if data.test is not None:
+        lines["test"] = shlex.join(["forge", "test", *_same_task(args), "--weights", str(weights)])
+    for label, text in lines.items():
+        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+
+
+def _same_task(args: Namespace) -> list[str]:
+    """The arguments that name the same task and data again."""
+    named = [("--recipe", args.recipe), ("--data", args.data)]
+    options = [word for flag, value in named if value for word in (flag, value)]
+    return [args.target, *options, *(text for text in args.overrides if text.startswith(("task.", "data.")))]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

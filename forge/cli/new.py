@@ -1,0 +1,78 @@
+"""`forge new`: a task file or a plugin package that runs as it is."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, Namespace
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from forge.cli import show, target
+from forge.errors import ForgeError
+from forge.plugin import snake_case
+
+EXAMPLES = """\
+examples:
+  forge new task my_task        writes my_task.py; then: forge fit my_task.py:MyTask
+  forge new plugin weight_norm  writes forge-weight-norm/; then: pip install -e forge-weight-norm
+"""
+PLUGIN_FILES = {
+    "pyproject.toml": "pyproject.toml.txt",
+    "README.md": "README.md.txt",
+    "$module.py": "module.py.txt",
+    "tests/test_$name.py": "test.py.txt",
+}
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser("new", "Start a task or a plugin package from a working template.", EXAMPLES)
+    parser.add_argument("kind", choices=["task", "plugin"])
+    parser.add_argument("name", metavar="NAME", help="my_task, my-task or MyTask: they come to the same")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    names = _names(args.name, args.kind)
+    if args.kind == "task":
+        path = Path(f"{names['name']}.py")
+        _write({path: _filled("task.py.txt", names)})
+        command = f"forge fit {path}:{names['cls']}"
+    else:
+        folder = Path(names["dist"])
+        _write(
+            {
+                folder / Template(path).substitute(names): _filled(f"plugin/{source}", names)
+                for path, source in PLUGIN_FILES.items()
+            }
+        )
+        command = f"pip install -e {folder}, then forge plugins {names['name']}"
+    show.console().print(f"Next: {command}", soft_wrap=True)
+    return 0
+
+
+def _names(given: str, kind: str) -> dict[str, str]:
+    """One name in all its forms: my_task, MyTask, and for a plugin the package forge-my-task."""
+    name = snake_case(given.replace("-", "_"))
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ForgeError(f"{given!r} cannot name a {kind}: use letters, digits and _, with a letter first.")
+    if name in ("core", "task", "forge"):
+        raise ForgeError(f"{given!r} is taken by forge itself. Choose another name.")
+    cls = given if given.isidentifier() and given[0].isupper() else "".join(part.title() for part in name.split("_"))
+    return {"name": name, "cls": cls, "module": f"forge_{name}", "dist": f"forge-{name.replace('_', '-')}"}
+
+
+def _filled(template: str, names: dict[str, str]) -> str:
+    text = files("forge.cli").joinpath("templates", *template.split("/")).read_text(encoding="utf-8")
+    return Template(text).substitute(names)
+
+
+def _write(contents: dict[Path, str]) -> None:
+    """Write all files or none: something of that name is never overwritten."""
+    for path in contents:
+        if path.exists():
+            raise ForgeError(f"{path} exists. Choose another name, or move it away.")
+    for path, text in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        show.console().print(f"Wrote {path}", soft_wrap=True)

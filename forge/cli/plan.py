@@ -1,0 +1,127 @@
+"""`forge plan`: what a recipe would run, hook by hook and value by value. Nothing is trained, no data are loaded."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from rich.text import Text
+
+from forge.cli import show, target
+from forge.recipe import Recipe
+from forge.recipe.merge import leaves
+from forge.stack import ACTIONS, CORE, Call, Stack, make_plugins
+
+EXAMPLES = """\
+examples:
+  forge plan quickstart
+  forge plan quickstart -p accumulate accumulate.window=4
+  forge plan my_task.py:MyTask --recipe fast --json
+"""
+STYLES = {"own": "bold yellow", "wrap": "cyan", "event": "green", "default": "dim"}
+VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser(
+        "plan", "Show what a recipe would run. Nothing is trained, no data are loaded.", EXAMPLES
+    )
+    target.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    recipe = target.load(args, to_train=True)
+    stack = Stack(make_plugins(recipe.plugins))
+    calls = _calls(recipe, stack)
+    values = {key: {"value": value, "from": recipe.origin[key]} for key, value in leaves(recipe.resolved)}
+    if args.json:
+        hooks = {hook: [{"plugin": c.plugin, "role": c.role} for c in who] for hook, who in calls.items()}
+        print(json.dumps({"recipe": recipe.name, "stack": stack.names, "hooks": hooks, "values": values}, indent=2))
+        return 0
+    _print_stack(recipe, stack)
+    _print_hooks(calls)
+    _print_values(recipe, values)
+    return 0
+
+
+def _calls(recipe: Recipe, stack: Stack) -> dict[str, list[Call]]:
+    """Who is called at each hook, once the stack has been checked as a run would check it."""
+    from forge.core import Core
+
+    stack.resolve()
+    stack.register(Core(), _task_without_weights(recipe))
+    return stack.calls()
+
+
+def _task_without_weights(recipe: Recipe) -> Any | None:
+    """The task, for the hooks it may have; on the meta device, where even a large model costs nothing."""
+    import torch
+
+    if "task" not in recipe.local and "name" not in recipe.config.get("task", {}):
+        return None
+    try:
+        with torch.device("meta"):
+            return recipe.make_task()
+    except (NotImplementedError, RuntimeError):  # its __init__ computes with real numbers
+        return recipe.make_task()
+
+
+def _print_stack(recipe: Recipe, stack: Stack) -> None:
+    console = show.console()
+    console.print(Text.assemble((recipe.name, "bold"), f"  {recipe.description}"), soft_wrap=True)
+    console.print()
+    console.print(show.heading("Stack, outermost first"))
+    grid = show.table("plugin", "options", "from", wrap="options")
+    for plugin in stack:
+        given = recipe.resolved["plugins"][plugin.name]
+        options = ", ".join(f"{key}={_shown(value)}" for key, value in given.items())
+        grid.add_row(plugin.name, options, Text(recipe.origin[f"plugins.{plugin.name}"], "dim"))
+    console.print(grid if len(stack) else Text("no plugins", "dim"))
+
+
+def _print_hooks(calls: dict[str, list[Call]]) -> None:
+    console = show.console()
+    console.print()
+    console.print(show.heading("Hooks, in the order of a run"))
+    grid = show.table("hook", "kind", "who, in call order", wrap="who, in call order")
+    for hook, who in calls.items():
+        if any(call.plugin != CORE for call in who):
+            grid.add_row(hook, Text("action" if hook in ACTIONS else "event", "dim"), _chain(hook, who))
+    console.print(grid)
+    alone = [hook for hook, who in calls.items() if who and all(call.plugin == CORE for call in who)]
+    nobody = [hook for hook, who in calls.items() if not who]
+    for label, hooks in (("core alone", alone), ("nobody", nobody)):
+        if hooks:
+            line = ", ".join(hook.removeprefix("forge_") for hook in hooks)
+            console.print(Text(f"{label}: {line}", "dim"))
+
+
+def _chain(hook: str, who: list[Call]) -> Text:
+    """An event's plugins one after the other; an action from its outermost wrapper to whoever does it."""
+    if hook not in ACTIONS:
+        return Text(", ").join(Text(call.plugin, STYLES[call.role]) for call in who)
+    owned = any(call.role == "own" for call in who)
+    shown = [call for call in who if not (owned and call.role == "default")]
+    return Text(" > ").join(Text(f"{call.plugin} {VERBS[call.role]}", STYLES[call.role]) for call in shown)
+
+
+def _print_values(recipe: Recipe, values: dict[str, Any]) -> None:
+    console = show.console()
+    console.print()
+    console.print(show.heading("Values"))
+    grid = show.table("key", "value", "from", wrap="value")
+    for key, entry in values.items():
+        if key != "description":
+            style = "dim" if entry["from"] == "default" else ""
+            grid.add_row(Text(key, style), Text(_shown(entry["value"]), style), Text(entry["from"], "dim"))
+    console.print(grid)
+    for section, maker in recipe.local.items():
+        console.print(Text(f"{section}: {maker.__qualname__} from the command line", "dim"))
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,62 @@
+"""`forge predict`: write what a task predicts to a safetensors file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge.cli import show, target
+from forge.cli.measure import measuring_parser, warn_without_weights
+from forge.errors import DataError, ForgeError, TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def parser() -> ArgumentParser:
+    parser = measuring_parser("predict", "Write a task's predictions on the predict split (else the test split).")
+    parser.add_argument("--out", metavar="FILE", default="predictions.safetensors", help="default: %(default)s")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    from safetensors.torch import save_file
+
+    out = Path(args.out)
+    if out.is_dir():
+        raise ForgeError(f"--out {args.out} is a folder; name a file, as in --out {out / 'predictions.safetensors'}.")
+    trainer, task, data = target.build(target.load(args), run_dir=False)
+    split = "predict" if data.predict is not None else "test"
+    loader = getattr(data, split)
+    if loader is None:
+        raise DataError(f"The data of {args.target!r} have neither a predict nor a test split.")
+    warn_without_weights(args)
+    tensors = gather(trainer.predict(task, loader, weights=args.weights))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out)
+    grid = show.table("name", "shape", "type")
+    for name, tensor in tensors.items():
+        grid.add_row(name, " × ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+    console = show.console()
+    console.print(grid)
+    console.print(f"{split} split -> {out}", soft_wrap=True)
+    return 0
+
+
+def gather(outputs: list[Any]) -> dict[str, Tensor]:
+    """The outputs of all batches as one tensor per name; a bare tensor goes by the name "predictions"."""
+    import torch
+
+    named = [dict(output) if isinstance(output, Mapping) else {"predictions": output} for output in outputs]
+    for name, value in named[0].items():
+        if not isinstance(value, torch.Tensor):
+            raise TaskError(
+                f"predict_step returned a {type(value).__name__} for {name!r}; only tensors, or dicts of tensors, can "
+                "be written. Call trainer.predict from Python to have it as it is."
+            )
+    try:
+        return {name: torch.cat([torch.atleast_1d(output[name]) for output in named]).contiguous() for name in named[0]}
+    except (KeyError, RuntimeError) as error:
+        raise TaskError(f"The batches' predictions do not fit together: {error}") from error

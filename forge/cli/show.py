@@ -1,0 +1,59 @@
+"""What the verbs share in printing: one console, plain tables, and errors on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def console(stderr: bool = False) -> Console:
+    """A console on the present stdout or stderr; into a pipe or file it is wide enough not to fold what matters."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 120
+    return Console(file=stream, highlight=False, width=width)
+
+
+def table(*columns: str, wrap: str = "") -> Table:
+    """A table without lines; only the column called `wrap` folds when there is little room."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        grid.add_column(column, no_wrap=column != wrap, overflow="fold")
+    return grid
+
+
+def error(text: str) -> None:
+    """One message on stderr; the word before it is red on a terminal."""
+    console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+
+
+def warning(text: str) -> None:
+    console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+
+
+def message(text: str, style: str = "") -> None:
+    """A line on stderr that is neither result nor error."""
+    console(stderr=True).print(Text(text, style), soft_wrap=True)
+
+
+def heading(text: str) -> Text:
+    return Text(text, "bold")
+
+
+def metrics(values: Mapping[str, Any]) -> Table:
+    """Metrics by name; images and texts are left to the sinks."""
+    grid = table("metric", "value")
+    for name, value in sorted(values.items()):
+        if isinstance(value, (int, float)):
+            grid.add_row(name, number(value))
+    return grid
+
+
+def number(value: float) -> str:
+    """Whole numbers whole, others with five significant digits."""
+    return str(value) if isinstance(value, int) else f"{value:.5g}"

@@ -1,0 +1,154 @@
+"""What a verb works on: a recipe by name or file, or a task from the user's own Python file, with its overrides."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from forge.cli import show
+from forge.errors import ForgeError, did_you_mean
+from forge.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from forge.data import Splits
+    from forge.task import TaskModule
+    from forge.trainer import Trainer
+
+EPOCHS = 10
+"""How long a task from a file trains when neither its recipe nor the command line says."""
+
+
+def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
+    """A verb's parser; examples go into the epilog."""
+    return ArgumentParser(
+        prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
+    )
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The arguments of every verb that works on a recipe."""
+    parser.add_argument(
+        "target", metavar="RECIPE", help="an installed recipe's name, FILE.yaml, or FILE.py:Task for a task of your own"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 clip.max_norm=0.5"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="with FILE.py:Task: the recipe to use (default: default)")
+    parser.add_argument("--data", metavar="FILE.py:function", help="a function that returns forge.data.Splits")
+    parser.add_argument(
+        "-p",
+        dest="plugins",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="add a plugin with its defaults; no:NAME removes one; may be repeated",
+    )
+
+
+def load(args: Namespace, to_train: bool = False) -> Recipe:
+    """The recipe that the arguments describe, with the user's own task and data in place of the recipe's."""
+    add = [name for name in args.plugins if not name.startswith("no:")]
+    remove = [name.removeprefix("no:") for name in args.plugins if name.startswith("no:")]
+    name, task, data = args.target, None, None
+    if _is_python(args.target):
+        name = args.recipe or "default"
+        task, module = _task(args.target)
+        data = getattr(module, "data", None)
+    elif args.recipe:
+        raise ForgeError(
+            f"--recipe goes with FILE.py:Task; {args.target!r} is a recipe itself. To combine two, write a .yaml file "
+            f"with extends: [{args.recipe}, {args.target}]."
+        )
+    if args.data:
+        if not _is_python(args.data):
+            raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
+        data = _function(args.data)
+    recipe = load_recipe(name, args.overrides, add, remove, task=task, data=data)
+    if to_train and task is not None and not {"max_epochs", "max_updates"} & recipe.trainer.keys():
+        show.message(
+            f"Training for {EPOCHS} epochs; trainer.max_epochs=N or trainer.max_updates=N says otherwise.", "dim"
+        )
+        return load_recipe(name, [*args.overrides, f"trainer.max_epochs={EPOCHS}"], add, remove, task=task, data=data)
+    return recipe
+
+
+def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, TaskModule, Splits]:
+    """Trainer, task and data; the seed is set before the task draws its first weights."""
+    from forge.seeding import seed_all
+    from forge.trainer import Trainer
+
+    given: dict[str, Any] = {} if run_dir is None else {"run_dir": run_dir}
+    trainer = Trainer(recipe=recipe, **given)
+    if trainer.seed is not None:
+        seed_all(trainer.seed)
+    return trainer, recipe.make_task(), recipe.make_data()
+
+
+def _is_python(target: str) -> bool:
+    return target.endswith(".py") or ".py:" in target
+
+
+def _task(target: str) -> tuple[type[TaskModule], ModuleType]:
+    """The task class that FILE.py:Task names; the name may be left out where the file has just one."""
+    from forge.task import TaskModule
+
+    module, name = _import(target)
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, TaskModule) and value.__module__ == module.__name__
+    }
+    if not name and len(own) == 1:
+        return next(iter(own.values())), module
+    if not name:
+        raise ForgeError(f"{target} has {len(own) or 'no'} tasks; say which: {target}:Task.{did_you_mean('', own)}")
+    kind = getattr(module, name, None)
+    if kind is None:
+        raise ForgeError(f"{target}: the file has no {name!r}.{did_you_mean(name, own)}")
+    if not (isinstance(kind, type) and issubclass(kind, TaskModule)):
+        raise ForgeError(f"{target}: {name} is no subclass of forge.TaskModule.{did_you_mean(name, own)}")
+    return kind, module
+
+
+def _function(target: str) -> Callable[..., Any]:
+    module, name = _import(target)
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    found = getattr(module, name or "data", None)
+    if not callable(found):
+        raise ForgeError(
+            f"{target}: the file has no function {name or 'data'!r}.{did_you_mean(name or 'data', functions)}"
+        )
+    return found
+
+
+_imported: dict[Path, ModuleType] = {}
+
+
+def _import(target: str) -> tuple[ModuleType, str]:
+    """Import the file of FILE.py:NAME by its path, with its folder importable as when Python runs the file itself."""
+    file, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ForgeError(f"There is no file {file!r}.")
+    if path in _imported:
+        return _imported[path], name
+    label = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
+    spec = importlib.util.spec_from_file_location(label, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[label] = module  # data workers look classes up by module name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[label]
+        raise
+    _imported[path] = module
+    return module, name

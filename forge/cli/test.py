@@ -1,0 +1,15 @@
+"""`forge test`: measure weights on the test split."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from forge.cli.measure import measure, measuring_parser
+
+
+def parser() -> ArgumentParser:
+    return measuring_parser("test", "Measure weights on the test split.")
+
+
+def run(args: Namespace) -> int:
+    return measure(args, "test", "test")

@@ -1,0 +1,15 @@
+"""`forge validate`: measure weights on the validation split."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from forge.cli.measure import measure, measuring_parser
+
+
+def parser() -> ArgumentParser:
+    return measuring_parser("validate", "Measure weights on the validation split.")
+
+
+def run(args: Namespace) -> int:
+    return measure(args, "validate", "val")

@@ -1,0 +1,126 @@
+"""Tasks, batches and fits so small that a test can afford hundreds of them.
+
+Everything is made from private seeds: the same call gives the same bits, and the global RNG is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forge.plugin import Plugin
+from forge.task import TaskModule
+from forge.trainer import FitResult, Trainer
+
+FEATURES, CLASSES = 6, 3
+
+Batch = tuple[Tensor, Tensor]
+
+
+def tiny_batches(sizes: Sequence[int] = (8, 8, 8, 8, 5), seed: int = 0) -> list[Batch]:
+    """Batches of (inputs, labels) for the tiny tasks, one of each size; the last one is shorter, as in real life."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, FEATURES, generator=generator), torch.randint(CLASSES, (n,), generator=generator))
+        for n in sizes
+    ]
+
+
+class TinyTask(TaskModule):
+    """A classifier with the parts that give mistakes away.
+
+    Dropout shows who draws random numbers, batch normalisation who runs a forward of their own or changes a mode,
+    momentum who touches the optimizer.
+    """
+
+    def __init__(self, seed: int = 0, dropout: float = 0.2, lr: float = 0.1):
+        super().__init__()
+        self.lr = lr
+        self.net = _seeded(
+            seed,
+            lambda: nn.Sequential(
+                nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+            ),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Batch) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+class TinyGAN(TaskModule):
+    """Two networks against each other, each with an optimizer of its own: `training_step` is told whose turn it is."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.05):
+        super().__init__()
+        self.lr = lr
+        self.generator = _seeded(seed, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, FEATURES)))
+        self.discriminator = _seeded(
+            seed + 1, lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.discriminator(x)
+
+    def training_step(self, batch: Batch, name: str) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        real = batch[0]
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
+        if name == "generator":
+            return {"loss": _should_say(self.discriminator(fake), 1.0)}
+        right = _should_say(self.discriminator(real), 1.0) + _should_say(self.discriminator(fake.detach()), 0.0)
+        return {"loss": right / 2}
+
+    def validation_step(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": _should_say(self(batch[0]), 1.0)}
+
+    def configure_optimizers(self) -> Any:
+        return {
+            "generator": torch.optim.Adam(self.generator.parameters(), lr=self.lr),
+            "discriminator": torch.optim.SGD(self.discriminator.parameters(), lr=self.lr),
+        }
+
+
+def fit_tiny(
+    plugins: Iterable[Plugin | type[Plugin] | str] = (),
+    *,
+    task: TaskModule | None = None,
+    train: Any = None,
+    val: Any = None,
+    **trainer_options: Any,
+) -> tuple[TaskModule, FitResult]:
+    """Fit a TinyTask on tiny batches with exactly these plugins; return the trained task and the result.
+
+    Two epochs with seed 0 on the CPU, without a run folder, unless the Trainer's options say otherwise:
+    `fit_tiny([MyPlugin()], task=TinyGAN(), max_epochs=5, run_dir=folder)`.
+    """
+    task = TinyTask() if task is None else task
+    options: dict[str, Any] = {"seed": 0, "run_dir": False, "device": "cpu", "log_every": 2, **trainer_options}
+    if "max_updates" not in options:
+        options.setdefault("max_epochs", 2)
+    trainer = Trainer(plugins=list(plugins), **options)
+    result = trainer.fit(task, tiny_batches() if train is None else train, tiny_batches(seed=1) if val is None else val)
+    return task, result
+
+
+def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` builds when the RNG starts at `seed`, which is put back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def _should_say(scores: Tensor, answer: float) -> Tensor:
+    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, answer))

@@ -1,0 +1,74 @@
+"""Metrics as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from io import TextIOWrapper
+from typing import Any
+
+import forge
+
+
+class JSONL(forge.Plugin):
+    """Write metrics to RUN/metrics.jsonl, one JSON object a line for every log.
+
+    Each line begins with where the run was: `update`, `epoch` (epochs finished) and `sample` (samples trained on), as
+    they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
+    name; images and texts are left out. What is not finite (NaN, infinity) is written as null, because JSON has no
+    number for it and a column keeps its type.
+
+    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued. Without
+    a run folder nothing is written. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+    """
+
+    observer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: TextIOWrapper | None = None
+        self._started = 0.0
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self._started = time.monotonic()
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+        if trainer.run_dir is None or not trainer.env.is_main:
+            return
+        scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        if not scalars:
+            return
+        if self._file is None:
+            trainer.run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (trainer.run_dir / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        epoch, sample = counters_after(trainer, update)
+        where = {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
+        self._file.write(as_json({**where, **scalars}) + "\n")
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def counters_after(trainer: forge.Trainer, update: int) -> tuple[int, int]:
+    """(epochs, samples) done after `update`; a log can arrive one update late, and within the step or after it."""
+    progress, step = trainer.progress, trainer.step
+    if step is None:
+        return progress.epoch, progress.sample
+    if update < progress.update:
+        return step.epoch, progress.sample - step.samples
+    return step.epoch + step.ends_epoch, progress.sample
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """One line of valid JSON, whatever the numbers are."""
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        return json.dumps(finite, allow_nan=False)

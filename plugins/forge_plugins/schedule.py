@@ -1,0 +1,238 @@
+"""Learning-rate schedules by name."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+import forge
+from forge import optimizers
+from forge.errors import ForgeError, RecipeError
+from forge.optimizers import Optimizers
+
+Factor = Callable[[int], float]
+"""Updates done by an optimizer -> what its learning rate is multiplied with for the next one."""
+
+USES = {
+    "cosine": {"warmup", "min_ratio"},
+    "linear": {"warmup", "min_ratio"},
+    "constant": {"warmup"},
+    "step": {"warmup", "min_ratio", "step_size", "gamma"},
+    "one_cycle": {"warmup", "min_ratio"},
+    "task": set(),
+}
+"""The options that mean something for each kind."""
+
+
+class Schedule(forge.Plugin):
+    """Move the learning rate over the run: warm up, then decay.
+
+    The optimizer's own lr (each parameter group's) is the peak. With N updates planned, W of them warm-up, the update
+    number i (from 0) uses peak x factor:
+
+    - warm-up, i < W: `(i + 1) / W`, so the first update moves and the W-th has the peak. No warm-up starts at the peak.
+    - `cosine`: from 1 to `min_ratio` along half a cosine, `linear`: along a line. Both begin at the peak's update p
+      (W - 1, or 0) and would reach `min_ratio` at update N, one after the last: no update is spent at lr 0. Without
+      warm-up they are torch's CosineAnnealingLR(T_max=N) and LinearLR(total_iters=N).
+    - `constant`: 1.
+    - `step`: `gamma ** (i // step_size)`, not below `min_ratio`. Steps count from the run's first update.
+    - `one_cycle`: torch's OneCycleLR with each group's lr as its maximum: from lr / 25 up, then down to `min_ratio` (if
+      0: lr / 250,000) in the last update, on cosines. The peak is at the end of `warmup` (if 0: 30 % of the run). Where
+      the optimizer uses momentum or betas, that goes from 0.95 to 0.85 and back.
+    - `task`: what `configure_optimizers` returned.
+
+    Counts updates, not micro-batches. An update that is skipped does not count. With several optimizers each has its
+    own schedule, which moves when that optimizer does.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        kind: Literal["cosine", "linear", "constant", "step", "one_cycle", "task"] = "cosine"
+        "The shape after the warm-up; task keeps what configure_optimizers returned."
+        warmup: int | float | str = 0
+        "How long to rise to the peak: updates (500), a share of the run (0.05), '500 updates' or '1 epoch'."
+        min_ratio: float = 0.0
+        "The lr at the end as a share of the peak."
+        step_size: int | str | None = None
+        "step: how long between two drops: updates (1000), '1000 updates' or '30 epochs'."
+        gamma: float = 0.1
+        "step: what the lr is multiplied with at each drop."
+
+    config: Config
+    provides = ("schedule",)
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        self._check_options()
+        self._warn_of_unused(values)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_build_optimizers(self, trainer: forge.Trainer) -> Generator[None, Optimizers, Optimizers]:
+        built = yield
+        returned = [type(item.schedule).__name__ for entry in built.entries.values() for item in entry.schedules]
+        self._refuse_none_or_two(returned, type(trainer.task).__name__)
+        if self.config.kind != "task":
+            make = self._recipe_for(trainer)
+            for name, entry in built.entries.items():
+                built.add_schedule(name, optimizers.Schedule(make(entry.optimizer)))
+        return built
+
+    # -- what to build ------------------------------------------------------------------------------------------------
+
+    def _recipe_for(self, trainer: forge.Trainer) -> Callable[[Optimizer], LRScheduler]:
+        """How to make a schedule for an optimizer of this run."""
+        config, planned = self.config, trainer.planned_updates
+        if planned is None and (config.kind in ("cosine", "linear", "one_cycle") or _is_share(config.warmup)):
+            what = config.kind if not _is_share(config.warmup) else f"a warm-up of {config.warmup:g} of the run"
+            raise ForgeError(
+                f"schedule: {what} needs to know how many updates the run has. Set max_updates, or use a train loader "
+                "with a length and max_epochs."
+            )
+        warmup = self._warmup_updates(trainer)
+        if planned is not None and warmup > planned:
+            warnings.warn(
+                f"schedule.warmup is {warmup} updates, but the run has only {planned}: the peak is never reached.",
+                stacklevel=2,
+            )
+        if config.kind == "one_cycle":
+            assert planned is not None
+            return lambda optimizer: one_cycle(optimizer, planned, warmup, config.min_ratio)
+        factor = with_warmup(self._decay(trainer, max(warmup - 1, 0)), warmup)
+        return lambda optimizer: LambdaLR(optimizer, factor)
+
+    def _decay(self, trainer: forge.Trainer, peak: int) -> Factor:
+        """The factor after the warm-up, whose last update was `peak`."""
+        config = self.config
+        if config.kind == "constant":
+            return lambda i: 1.0
+        if config.kind == "step":
+            assert config.step_size is not None
+            size = _updates(config.step_size, trainer, "step_size")
+            if size <= peak:
+                raise RecipeError(f"schedule: the first drop, after {size} updates, is inside the warm-up of {peak + 1}.")
+            return lambda i: max(config.gamma ** (i // size), config.min_ratio)
+        assert trainer.planned_updates is not None
+        return falling(config.kind, peak, trainer.planned_updates, config.min_ratio)
+
+    def _warmup_updates(self, trainer: forge.Trainer) -> int:
+        warmup = self.config.warmup
+        if isinstance(warmup, float):
+            return round(warmup * (trainer.planned_updates or 0))
+        return _updates(warmup, trainer, "warmup")
+
+    # -- what to refuse -----------------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        config = self.config
+        if isinstance(config.warmup, str):
+            _counted(config.warmup, "warmup")
+        elif config.warmup < 0 or (isinstance(config.warmup, float) and config.warmup >= 1):
+            raise RecipeError(
+                f"schedule.warmup is {config.warmup!r}. Write updates as a whole number (500), a share of the run between "
+                "0 and 1 (0.05), or an interval ('500 updates', '1 epoch')."
+            )
+        if not 0 <= config.min_ratio <= 1:
+            raise RecipeError(f"schedule.min_ratio is {config.min_ratio:g}; it is a share of the peak, from 0 to 1.")
+        if config.gamma <= 0:
+            raise RecipeError(f"schedule.gamma is {config.gamma:g}; it must be above 0.")
+        if isinstance(config.step_size, str):
+            _counted(config.step_size, "step_size")
+        elif config.step_size is not None and config.step_size < 1:
+            raise RecipeError(f"schedule.step_size is {config.step_size}; it must be at least 1.")
+        if config.kind == "step" and config.step_size is None:
+            raise RecipeError("schedule: kind 'step' needs a step_size: updates (1000), or an interval ('30 epochs').")
+
+    def _warn_of_unused(self, given: dict[str, Any]) -> None:
+        """A recipe's options may stay while its kind is overridden, so this is no error."""
+        default = type(self.config)()
+        meant = USES[self.config.kind] | {"kind"}
+        unused = [f"{k}={v!r}" for k, v in given.items() if k not in meant and v != getattr(default, k)]
+        if unused:
+            warnings.warn(f"schedule: kind {self.config.kind!r} does not use {', '.join(unused)}.", stacklevel=3)
+
+    def _refuse_none_or_two(self, returned: list[str], task: str) -> None:
+        kind = self.config.kind
+        if kind == "task" and not returned:
+            raise ForgeError(
+                f"schedule: kind 'task' keeps the schedule of {task}.configure_optimizers, but it returned none. Return "
+                "(optimizer, schedule), or pick another kind."
+            )
+        if kind != "task" and returned:
+            raise ForgeError(
+                f"Two schedules for one optimizer: {task}.configure_optimizers returned {', '.join(returned)}, and the "
+                f"plugin {self.name!r} is set to {kind!r}. Remove one, or set {self.name}.kind=task to keep the task's."
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The shapes. All are pure functions of the updates done, so a restored run continues where it was.
+
+
+def with_warmup(decay: Factor, warmup: int) -> Factor:
+    """Rise in equal steps to 1 at update `warmup - 1`, then follow `decay`."""
+
+    def factor(i: int) -> float:
+        return (i + 1) / warmup if i < warmup else decay(i)
+
+    return factor
+
+
+def falling(kind: str, peak: int, planned: int, lowest: float) -> Factor:
+    """From 1 at update `peak` to `lowest` at update `planned`, and no further."""
+
+    def factor(i: int) -> float:
+        share = (i - peak) / (planned - peak) if i < planned else 1.0
+        left = (1 + math.cos(math.pi * share)) / 2 if kind == "cosine" else 1 - share
+        return lowest + (1 - lowest) * left
+
+    return factor
+
+
+def one_cycle(optimizer: Optimizer, planned: int, warmup: int, lowest: float) -> OneCycleLR:
+    """torch's OneCycleLR below each group's learning rate."""
+    start = 25.0  # torch's default: the first update has 1/25 of the peak
+    in_use = all(group.get("momentum", 0) > 0 or "betas" in group for group in optimizer.param_groups)
+    return OneCycleLR(
+        optimizer,
+        max_lr=[float(group["lr"]) for group in optimizer.param_groups],
+        total_steps=planned,
+        # torch puts the peak at update pct_start * planned - 1, and divides by what is before it and after it
+        pct_start=min(max(warmup, 2), planned - 1) / planned if warmup and planned > 2 else 0.3,
+        cycle_momentum=in_use,
+        div_factor=start,
+        final_div_factor=1 / (start * lowest) if lowest else 1e4,
+    )
+
+
+def _is_share(warmup: int | float | str) -> bool:
+    return isinstance(warmup, float) and warmup > 0
+
+
+def _counted(text: str, option: str) -> forge.Interval:
+    """The interval, if it is one that can be counted in updates before the run."""
+    interval = forge.Interval(text)
+    if interval.unit not in ("update", "epoch"):
+        raise RecipeError(f"schedule.{option} is {text!r}: it can be counted in updates or epochs.")
+    return interval
+
+
+def _updates(length: int | float | str, trainer: forge.Trainer, option: str) -> int:
+    """A length in updates."""
+    if not isinstance(length, str):
+        return int(length)
+    interval = _counted(length, option)
+    if interval.unit == "update":
+        return int(interval.count)
+    batches = trainer.feed.length
+    if batches is None:
+        raise ForgeError(
+            f"schedule.{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an "
+            f"epoch has. Give {option} in updates."
+        )
+    return int(interval.count) * math.ceil(batches / trainer.hooks.forge_plan_step(trainer))

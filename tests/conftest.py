@@ -1,0 +1,80 @@
+"""What every test gets: an empty folder to stand in, one torch thread, a hypothesis profile.
+
+`FORGE_PROFILE=quick` (the default) draws few examples with a fixed seed, so `make test` says the same thing every time;
+`FORGE_PROFILE=full` draws many, and runs the tests marked `slow` too (so does `--slow`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+REPO = Path(__file__).resolve().parent.parent
+PROFILE = os.environ.get("FORGE_PROFILE", "quick")
+
+settings.register_profile("quick", derandomize=True, max_examples=20, deadline=None)
+settings.register_profile(
+    "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(PROFILE)
+
+torch.set_num_threads(1)
+
+Completed = subprocess.CompletedProcess[str]
+RunForge = Callable[..., Completed]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skips = {}
+    if not torch.cuda.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if PROFILE != "full" and not config.getoption("--slow"):
+        skips["slow"] = pytest.mark.skip(reason="long: run `make test-full`, or pytest --slow")
+    for item in items:
+        for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(skips[name])
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return REPO
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test stands in an empty folder of its own, so that no run is written into the checkout."""
+    folder = tmp_path_factory.mktemp("cwd")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def run_forge(empty_folder: Path) -> RunForge:
+    """Run the command line in a process of its own: `run_forge("fit", "quickstart", paths=[folder])`."""
+
+    def run(*words: str, paths: Sequence[Path] = (), python: str = sys.executable) -> Completed:
+        command = [python, "-P", "-c", "import sys; from forge.cli import main; sys.exit(main())", *words]
+        return subprocess.run(
+            command, cwd=empty_folder, env=environment(paths), capture_output=True, text=True, timeout=300
+        )
+
+    return run
+
+
+def environment(paths: Sequence[Path] = ()) -> dict[str, str]:
+    """The environment of a child: these folders in front of its path, plain output, one thread."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    found = os.pathsep.join([*map(str, paths), *([inherited] if inherited else [])])
+    return {**os.environ, "PYTHONPATH": found, "COLUMNS": "160", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}

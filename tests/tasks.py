@@ -1,0 +1,47 @@
+"""Small tasks and data that several tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forge
+
+
+class Classifier(forge.TaskModule):
+    """Eight features, three classes."""
+
+    def __init__(self, hidden: int = 8, lr: float = 0.1):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def make_batches(count: int = 4, size: int = 4, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def fit(task: forge.TaskModule | None = None, train: Any = None, val: Any = None, **options: Any) -> forge.FitResult:
+    """Fit with nothing but what is asked for, writing nothing."""
+    settings = {"max_epochs": 1, "plugins": [], "run_dir": False, **options}
+    return forge.Trainer(**settings).fit(task or Classifier(), make_batches() if train is None else train, val)

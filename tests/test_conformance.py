@@ -1,0 +1,324 @@
+"""The conformance kit passes what keeps the contract, all built-in plugins first, and catches what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge import registry
+from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge.trainer import Trainer
+
+ACTING: dict[str, dict[str, Any]] = {}
+"""Options with which a built-in plugin acts within the few updates of the kit, where its defaults would not."""
+
+
+@pytest.mark.parametrize("name", sorted(registry.installed("plugin")))
+def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
+    check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Good plugins pass
+
+
+class Shrink(forge.Plugin):
+    """Scale every gradient down, more with every update."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        rate: float = 0.1
+        "How much of the gradient is taken away by each update."
+
+    config: Config
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 1 - self.config.rate
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+def test_a_plugin_that_changes_the_run_and_says_so_passes() -> None:
+    check_plugin(Shrink)
+
+
+def test_a_callback_passes() -> None:
+    def make() -> forge.Plugin:
+        @forge.on("step_end", every="2 updates")
+        def norm(step: forge.Step) -> None:
+            """The norm of the first parameter."""
+            step.record("norm", step.parameters()[0].norm())
+
+        return norm
+
+    check_plugin(make)
+
+
+def test_what_a_plugin_requires_can_stand_beside_it() -> None:
+    class Needy(forge.Plugin):
+        """Does nothing without shrink."""
+
+        requires = ("shrink",)
+
+    with pytest.raises(AssertionError, match="'needy' requires 'shrink'"):
+        check_plugin(Needy)
+    check_plugin(Needy, beside=lambda: [Shrink()])
+
+
+def test_a_situation_that_a_plugin_refuses_can_be_left_out() -> None:
+    class OnlyOne(forge.Plugin):
+        """Works with a single optimizer."""
+
+        @forge.hookimpl
+        def forge_start(self, trainer: Trainer) -> None:
+            if trainer.verb == "fit" and len(trainer.optimizers) > 1:
+                raise forge.StackError("only_one works with one optimizer.")
+
+    with pytest.raises(AssertionError, match="two optimizers: StackError: only_one works with one optimizer"):
+        check_plugin(OnlyOne)
+    two = "a fit with two optimizers"
+    check_plugin(OnlyOne, leave_out=[two, f"{two} and accumulation"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Broken ones are caught, by name
+
+
+class Undocumented(forge.Plugin):
+    """An option without a description."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        rate: float = 0.1
+
+    config: Config
+
+
+class Silent(forge.Plugin):
+    pass
+
+
+class Misspelt(forge.Plugin):
+    """A hook that never fires."""
+
+    @forge.hookimpl
+    def forge_edit_gradients(self, step: forge.Step) -> None: ...
+
+
+class Unmarked(forge.Plugin):
+    """A hook without its mark."""
+
+    def forge_step_end(self, step: forge.Step) -> None: ...
+
+
+class Raises(forge.Plugin):
+    """Trips over the end of an epoch."""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if step.ends_epoch:
+            raise ZeroDivisionError("no steps left")
+
+
+class OneOptimizer(forge.Plugin):
+    """Forgets that there may be several optimizers."""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        assert step.optimizer is not None
+
+
+class NeedsOptimizers(forge.Plugin):
+    """Forgets that validation has no optimizers."""
+
+    @forge.hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self.count = len(trainer.optimizers)
+
+
+class Meddler(forge.Plugin):
+    """Claims to watch, but touches weights."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        with torch.no_grad():
+            step.parameters()[0].mul_(1.0000001)
+
+
+class Gambler(forge.Plugin):
+    """Claims to watch, but draws from the run's random numbers."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        step.record("luck", torch.rand(()))
+
+
+class Stopper(forge.Plugin):
+    """Claims to watch, but ends the run."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: Trainer) -> None:
+        if trainer.progress.update == 6:
+            trainer.request_stop("enough")
+
+
+class Censor(forge.Plugin):
+    """Claims to watch, but changes what others log."""
+
+    observer = True
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Any:
+        metrics = yield
+        return {name: 0.0 for name in metrics} if isinstance(metrics, dict) else metrics
+
+
+class Unpackable(forge.Plugin):
+    """Its state cannot be written to a file."""
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"names": [{"clip"}]}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Forgetful(forge.Plugin):
+    """Gives its state away and does not take it back."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.seen = 0
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        self.seen += 1
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class OneWay(forge.Plugin):
+    """Gives its state away and has no way to take it back."""
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Clingy(forge.Plugin):
+    """Carries its scale from one run into the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 0.9
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (Undocumented, "Undocumented.Config does not describe rate"),
+        (Silent, "Silent has no docstring"),
+        (Misspelt, "forge_edit_gradients, which is no hook"),
+        (Unmarked, "forge_step_end is not marked"),
+        (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
+        (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
+        (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
+        (Meddler, "'meddler' says observer = True, but a fit ends differently with it: net.0.weight differs"),
+        (Gambler, "'gambler' says observer = True"),
+        (Stopper, "'stopper' says observer = True, but a fit ends differently with it: "),
+        (Censor, "'censor' says observer = True, but a fit ends differently with it: the metric 'val/"),
+        (Unpackable, "forge_state_dict of 'unpackable'['names'][0] is a set"),
+        (Forgetful, "'forgetful' does not take back what it gave away"),
+        (OneWay, "'one_way' defines only forge_state_dict"),
+        (Clingy, "'clingy' carries something from one run into the next"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_broken_plugin_is_caught_and_told_what_is_wrong(broken: Callable[[], forge.Plugin], complaint: str) -> None:
+    with pytest.raises((AssertionError, forge.StackError)) as caught:
+        check_plugin(broken)
+    assert complaint in str(caught.value)
+
+
+def test_make_must_make_a_new_plugin_each_time() -> None:
+    one = Shrink()
+    with pytest.raises(AssertionError, match="returned one object twice"):
+        check_plugin(lambda: one)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The small parts
+
+
+def test_tiny_things_leave_the_global_rng_alone() -> None:
+    before = torch.get_rng_state()
+    TinyTask(seed=3)
+    tiny_batches(seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fit_tiny_gives_the_same_bits_every_time() -> None:
+    assert_same_weights(fit_tiny()[0], fit_tiny()[0])
+
+
+def test_fit_tiny_trains_as_long_as_it_is_told() -> None:
+    assert fit_tiny(max_epochs=3)[1].epochs == 3
+    assert fit_tiny(max_updates=4)[1].updates == 4
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "message"),
+    [
+        ({"w": torch.zeros(3)}, {"w": torch.tensor([0.0, 0.0, 1.0])}, "w differs: 1 of 3 entries, by up to 1."),
+        ({"w": torch.tensor(0.0)}, {"w": torch.tensor(-0.0)}, "w differs: 1 of 1 entries, by up to 0."),
+        ({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, r"w differs: \(2,\) torch.float32 against \(3,\)"),
+        ({}, {"w": torch.zeros(3)}, "w is only in the expected weights"),
+        ({"w": torch.zeros(3)}, {}, "w is only in the actual weights"),
+    ],
+)
+def test_weights_that_differ_are_named(actual: Any, expected: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_same_weights(actual, expected)
+
+
+def test_weights_are_compared_as_bits() -> None:
+    nan = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    assert_same_weights({"w": nan, "n": torch.tensor(3)}, {"w": nan.clone(), "n": torch.tensor(3)})

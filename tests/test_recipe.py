@@ -1,0 +1,387 @@
+"""Recipes: merging, overrides, typed options, and the origin of every value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import forge
+from forge import registry
+from forge.errors import ForgeError, RecipeError
+from forge.recipe import list_recipes, load_recipe, read_recipe
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a recipe file and return its path."""
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refused(*args, **kwargs) -> str:
+    """The message with which loading is refused."""
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(*args, **kwargs)
+    return str(caught.value)
+
+
+# -- finding ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_installed_recipe_is_found_by_name():
+    recipe = load_recipe("quickstart")
+    assert recipe.name == "quickstart"
+    assert recipe.config["task"]["name"] == "digits_mlp"
+    assert recipe.description
+
+
+def test_a_recipe_file_is_found_by_path(write):
+    assert load_recipe(write("mine", "trainer: {max_epochs: 2}")).trainer == {"max_epochs": 2}
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest_name():
+    assert "Did you mean 'quickstart'?" in refused("quikstart")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert "no.yaml" in refused(tmp_path / "no.yaml")
+
+
+def test_listing_reads_names_and_descriptions_from_the_packages():
+    listed = list_recipes()
+    assert {"default", "fast", "quickstart"} <= listed.keys()
+    assert listed["default"].description
+    assert listed["default"].package.startswith("forge-trainer")
+
+
+def test_reading_recipes_does_not_import_torch():
+    code = (
+        "import sys; from forge.recipe import list_recipes, read_recipe; list_recipes(); read_recipe('quickstart'); "
+        "assert 'torch' not in sys.modules and 'forge_recipes' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_omegaconf_the_message_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    message = refused("default")
+    assert "pip install omegaconf" in message
+    assert "plugins=[...]" in message
+
+
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+
+def test_bases_merge_left_to_right_and_the_file_itself_wins(write):
+    write("a", "trainer: {max_epochs: 1, log_every: 10, seed: 1}")
+    write("b", "trainer: {max_epochs: 2, log_every: 20}")
+    recipe = load_recipe(write("c", "extends: [a.yaml, b.yaml]\ntrainer: {max_epochs: 3}"))
+    assert recipe.trainer == {"max_epochs": 3, "log_every": 20, "seed": 1}
+
+
+def test_a_base_that_two_recipes_share_is_applied_once(write):
+    write("base", "plugins: {clip: {max_norm: 5.0}}")
+    write("a", "extends: [base.yaml]\nplugins: {clip: {max_norm: 1.0}}")
+    write("b", "extends: [base.yaml]\nplugins: {accumulate: {window: 2}}")
+    recipe = load_recipe(write("c", "extends: [a.yaml, b.yaml]"))
+    assert recipe.plugins["clip"] == {"max_norm": 1.0}
+
+
+def test_a_circle_of_extends_is_named(write):
+    write("a", "extends: [b.yaml]")
+    assert "a -> b -> a" in refused(write("b", "extends: [a.yaml]").with_name("a.yaml"))
+
+
+def test_plugins_merge_by_name_and_keep_their_order(write):
+    write("a", "plugins: {clip: {max_norm: 1.0}, accumulate: {window: 2}}")
+    recipe = load_recipe(write("b", "extends: [a.yaml]\nplugins: {jsonl: {}, clip: {norm_type: 1.0}}"))
+    assert list(recipe.plugins) == ["clip", "accumulate", "jsonl"]
+    assert recipe.plugins["clip"] == {"max_norm": 1.0, "norm_type": 1.0}
+
+
+def test_a_null_plugin_is_removed(write):
+    write("a", "plugins: {clip: {}, accumulate: {window: 2}}")
+    recipe = load_recipe(write("b", "extends: [a.yaml]\nplugins: {clip: null}"))
+    assert list(recipe.plugins) == ["accumulate"]
+    assert not any(key.startswith("plugins.clip") for key in recipe.origin)
+
+
+def test_a_misspelt_plugin_cannot_be_removed_in_silence(write):
+    assert "Did you mean 'clip'?" in refused(write("a", "plugins: {clpi: null}"))
+
+
+def test_a_label_makes_a_second_instance(write):
+    recipe = load_recipe(write("a", "plugins: {jsonl: {}, jsonl@more: {}}"))
+    assert list(recipe.plugins) == ["jsonl", "jsonl@more"]
+
+
+def test_another_task_starts_with_its_own_options(write):
+    write("a", "task: {name: other, depth: 3}")
+    recipe = load_recipe(write("b", "extends: [a.yaml]\ntask: {name: digits_mlp, hidden: 8}"))
+    assert recipe.config["task"] == {"name": "digits_mlp", "hidden": 8}
+
+
+def test_interpolation_is_resolved(write):
+    recipe = load_recipe(write("a", "trainer: {max_epochs: 3, log_every: '${trainer.max_epochs}'}"))
+    assert recipe.trainer["log_every"] == 3
+
+
+def test_a_broken_interpolation_names_its_key_and_line(write):
+    message = refused(write("a", "trainer:\n  max_epochs: ${trainer.nope}"))
+    assert "trainer.max_epochs (a.yaml:2)" in message
+    assert "nope" in message
+
+
+def test_a_value_marked_as_missing_is_asked_for(write):
+    assert "trainer.max_epochs (a.yaml:1)" in refused(write("a", "trainer: {max_epochs: '???'}"))
+
+
+# -- overrides --------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_wins_over_every_file():
+    recipe = load_recipe("quickstart", ["trainer.max_epochs=3", "task.lr=0.1", "data.batch_size=16"])
+    assert recipe.trainer["max_epochs"] == 3
+    assert recipe.config["task"]["lr"] == 0.1
+    assert recipe.config["data"]["batch_size"] == 16
+
+
+@pytest.mark.parametrize("key", ["clip.max_norm", "plugins.clip.max_norm"])
+def test_a_plugins_option_has_a_long_and_a_short_key(key):
+    assert load_recipe("quickstart", [f"{key}=0.5"]).plugins["clip"]["max_norm"] == 0.5
+
+
+def test_values_are_read_as_in_yaml():
+    assert load_recipe("quickstart", ["task.lr=1e-3"]).config["task"]["lr"] == 1e-3
+    assert load_recipe("quickstart", ["trainer.seed=null"]).trainer["seed"] is None
+
+
+def test_a_plugin_is_added_with_its_defaults_and_then_takes_overrides():
+    recipe = load_recipe("quickstart", ["accumulate.window=4"], add=["accumulate"])
+    assert recipe.plugins["accumulate"] == {"window": 4}
+    assert recipe.origin["plugins.accumulate"] == "command line"
+
+
+def test_a_plugin_is_removed():
+    assert "clip" not in load_recipe("quickstart", remove=["clip"]).plugins
+    assert "clip" not in load_recipe("quickstart", ["clip=null"]).plugins
+
+
+def test_removing_what_is_not_there_is_an_error_with_the_nearest_name():
+    assert "Did you mean 'clip'?" in refused("quickstart", remove=["clib"])
+
+
+def test_adding_what_is_not_installed_is_an_error_with_the_nearest_name():
+    assert "Did you mean 'accumulate'?" in refused("quickstart", add=["acumulate"])
+
+
+def test_an_option_of_a_plugin_outside_the_stack_says_how_to_add_it():
+    assert "-p accumulate" in refused("quickstart", ["accumulate.window=4"])
+
+
+def test_an_unknown_root_is_answered_with_the_nearest_section_or_plugin():
+    assert "Did you mean 'trainer'?" in refused("quickstart", ["trainr.max_epochs=3"])
+    assert "Did you mean 'clip'?" in refused("quickstart", ["clpi.max_norm=3"])
+
+
+def test_a_forgotten_section_is_supplied_by_the_message():
+    assert "Did you mean 'trainer.max_epochs'?" in refused("quickstart", ["max_epochs=3"])
+    assert "Did you mean 'task.lr'?" in refused("quickstart", ["lr=3"])
+
+
+def test_a_word_without_an_equals_sign_is_no_override():
+    assert "key=value" in refused("quickstart", ["max_epochs"])
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_top_level_key_names_file_line_and_the_nearest_key(write):
+    message = refused(write("a", "trainer: {max_epochs: 1}\nplugin: {}"))
+    assert "a.yaml:2" in message
+    assert "Did you mean 'plugins'?" in message
+
+
+def test_an_unknown_option_names_its_full_key_and_line(write):
+    message = refused(write("a", "plugins:\n  clip:\n    max_nrom: 1.0"))
+    assert "plugins.clip.max_nrom (a.yaml:3)" in message
+    assert "Did you mean 'max_norm'?" in message
+
+
+def test_a_wrong_type_names_the_command_line_and_what_is_taken():
+    message = refused("quickstart", ["clip.max_norm=high"])
+    assert "plugins.clip.max_norm (command line)" in message
+    assert "float" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "near"),
+    [
+        ("trainer.max_epoch=3", "trainer.max_epoch", "max_epochs"),
+        ("task.hiden=3", "task.hiden", "hidden"),
+        ("data.batchsize=3", "data.batchsize", "batch_size"),
+    ],
+)
+def test_trainer_task_and_data_options_are_checked_against_their_signatures(override, key, near):
+    message = refused("quickstart", [override])
+    assert f"{key} (command line)" in message
+    assert f"Did you mean {near!r}?" in message
+
+
+@pytest.mark.parametrize("override", ["trainer.max_epochs=many", "task.lr=fast", "data.batch_size=1.5"])
+def test_trainer_task_and_data_options_have_types(override):
+    assert f"{override.partition('=')[0]} (command line)" in refused("quickstart", [override])
+
+
+def test_a_rule_that_the_plugin_itself_checks_names_the_recipes_line(write):
+    assert "plugins.clip (a.yaml:1)" in refused(write("a", "plugins: {clip: {max_norm: -1.0}}"))
+
+
+def test_an_unknown_plugin_task_or_data_set_names_its_line(write):
+    assert "plugins.clpi (a.yaml:1)" in refused(write("a", "plugins: {clpi: {}}"))
+    assert "task.name (b.yaml:1)" in refused(write("b", "task: {name: digits_mpl}"))
+    assert "data.name (c.yaml:1)" in refused(write("c", "data: {name: digit}"))
+
+
+def test_an_import_path_is_refused_wherever_it_stands(write):
+    for text in ("task: {_target_: os.system}", "plugins: {clip: {x: [{_target_: os.system}]}}"):
+        assert "never import paths" in refused(write("a", text))
+
+
+@pytest.mark.parametrize("text", ["plugins: [clip]", "plugins: {clip: 1.0}", "task: digits_mlp", "- a", "extends: 3"])
+def test_a_wrong_shape_is_refused_with_how_to_write_it(write, text):
+    assert "write" in refused(write("a", text))
+
+
+def test_broken_yaml_names_the_file(write):
+    assert "a.yaml" in refused(write("a", "trainer: {max_epochs: 1"))
+    assert "duplicate" in refused(write("b", "trainer: {}\ntrainer: {}"))
+
+
+# -- origins and defaults ---------------------------------------------------------------------------------------------
+
+
+def test_every_value_knows_its_file_and_line_the_command_line_or_that_it_is_a_default(write):
+    write("base", "plugins:\n  clip:\n    max_norm: 2.0\n    norm_type: 1.0\n")
+    recipe = load_recipe(write("a", "extends: [base.yaml]\nplugins:\n  clip:\n    max_norm: 1.0"), ["trainer.seed=7"])
+    assert recipe.origin["plugins.clip"] == "base.yaml:2"
+    assert recipe.origin["plugins.clip.norm_type"] == "base.yaml:4"
+    assert recipe.origin["plugins.clip.max_norm"] == "a.yaml:4"
+    assert recipe.origin["plugins.clip.max_value"] == "default"
+    assert recipe.origin["trainer.seed"] == "command line"
+    assert recipe.origin["trainer.log_every"] == "default"
+
+
+def test_the_resolved_recipe_holds_every_default_and_an_origin_for_each():
+    from forge.recipe.merge import leaves
+
+    recipe = load_recipe("quickstart")
+    assert recipe.resolved["plugins"]["clip"]["norm_type"] == 2.0
+    assert recipe.resolved["task"]["weight_decay"] == 0.01
+    assert recipe.resolved["trainer"]["device"] == "auto"
+    assert {key for key, _ in leaves(recipe.resolved)} <= recipe.origin.keys()
+
+
+# -- making things ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_makes_its_task_and_its_data():
+    recipe = load_recipe("quickstart", ["task.hidden=8", "data.batch_size=100"])
+    task, data = recipe.make_task(), recipe.make_data()
+    assert isinstance(task, forge.TaskModule)
+    assert task.init_args["hidden"] == 8
+    images, labels = next(iter(data.train))
+    assert images.shape == (100, 8, 8)
+    assert labels.shape == (100,)
+
+
+def test_a_stack_recipe_says_that_it_names_no_task():
+    with pytest.raises(RecipeError, match=r"names no task.*FILE\.py:Task"):
+        load_recipe("default").make_task()
+
+
+def test_a_task_and_data_given_in_code_stand_in_for_the_recipes_own():
+    class Own(forge.TaskModule):
+        def __init__(self, width: int = 3):
+            super().__init__()
+            self.width = width
+
+    recipe = load_recipe("quickstart", ["task.width=5"], task=Own, data=lambda size=1: forge.data.Splits(train=[size]))
+    assert recipe.make_task().width == 5
+    assert recipe.make_data().train == [1]
+    assert "task.width (command line)" not in recipe.to_yaml()
+    with pytest.raises(RecipeError, match=r"task\.hidden \(command line\)"):
+        load_recipe("quickstart", ["task.hidden=5"], task=Own)
+
+
+def test_data_that_are_no_splits_are_refused():
+    with pytest.raises(RecipeError, match=r"returned a list.*Splits"):
+        load_recipe("default", data=lambda: []).make_data()
+
+
+def test_the_split_of_the_digits_does_not_depend_on_the_seed():
+    import torch
+
+    def labels(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.cat([y for _, y in load_recipe("quickstart").make_data().val])
+
+    assert torch.equal(labels(0), labels(1))
+
+
+def test_a_plugin_that_cannot_be_imported_names_its_package(tmp_path, monkeypatch, write):
+    info = tmp_path / "broken_plugin-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[forge.plugins]\nbroken = no_such_module:Broken\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.installed.cache_clear()
+    try:
+        assert "broken-plugin 1.2" in refused(write("a", "plugins: {broken: {}}"))
+        assert load_recipe("quickstart").plugins, "others do not notice"
+    finally:
+        registry.installed.cache_clear()
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_recipe_stands_alone_and_loads_to_the_same_config(write):
+    recipe = load_recipe("quickstart", ["clip.max_norm=0.5"], add=["accumulate"])
+    text = recipe.to_yaml()
+    assert "extends" not in text
+    again = load_recipe(write("again", text))
+    assert again.config == recipe.config
+    assert list(again.plugins) == list(recipe.plugins)
+
+
+words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12).filter(lambda word: word != "???")
+scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | words
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), scalars | st.lists(scalars, max_size=3), max_size=4)
+)
+@example({"a": "${b}", "b": "\\${b}\\", "c": "1e3", "d": "null", "e": ["${x", "a: b", ""]})
+def test_any_plain_options_survive_writing_and_reading(tmp_path_factory, options):
+    from forge.recipe import Recipe
+
+    config = {"task": options} if options else {}
+    path = tmp_path_factory.mktemp("recipes") / "any.yaml"
+    path.write_text(Recipe("any", config, {}).to_yaml(), encoding="utf-8")
+    assert read_recipe(path).config == config
+
+
+def test_errors_of_recipes_are_forge_errors():
+    with pytest.raises(ForgeError):
+        load_recipe("no such recipe")
