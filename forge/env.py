@@ -76,24 +76,25 @@ def move(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`; what is there already is returned as it is."""
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        items = [move(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is tuple:
+        return tuple([move(item, device) for item in value])
+    if kind is list:
         return [move(item, device) for item in value]
-    if isinstance(value, dict):
-        items = {key: move(item, device) for key, item in value.items()}
-        return items if type(value) is dict else _like(value, items)
+    if kind is dict:
+        return {key: move(item, device) for key, item in value.items()}
     if hasattr(value, "to") and callable(value.to):  # packed sequences, tokenizer outputs, graph batches
         return value.to(device)
+    if isinstance(value, tuple):
+        items = [move(item, device) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, list):
+        return kind(move(item, device) for item in value)
+    if isinstance(value, dict):
+        copied = value.copy()  # keeps what its constructor would need
+        copied.update({key: move(item, device) for key, item in value.items()})
+        return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         moved = {f.name: move(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init}
         return dataclasses.replace(value, **moved)
     return value
-
-
-def _like(mapping: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """A dict subclass of the same kind: a copy keeps what its constructor would need."""
-    copied = mapping.copy()
-    copied.update(items)
-    return copied

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import textwrap
 import types
 import typing
@@ -38,9 +39,9 @@ class Option:
 
 def of_config(config: type) -> list[Option]:
     """The options of a dataclass; a string under a field is its description."""
-    hints, docs = typing.get_type_hints(config), field_docs(config)
+    hints, docs = _type_hints(config), field_docs(config)
     return [
-        Option(field.name, hints[field.name], _field_default(field), docs.get(field.name, ""))
+        Option(field.name, hints.get(field.name, Any), _field_default(field), docs.get(field.name, ""))
         for field in dataclasses.fields(config)
         if field.init
     ]
@@ -123,6 +124,19 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         except (NameError, AttributeError, TypeError, SyntaxError):
             continue
     return hints
+
+
+def _type_hints(thing: Any) -> dict[str, Any]:
+    """The annotations of a class or function; names of the classes it is nested in count too."""
+    enclosing: Any = sys.modules.get(thing.__module__)
+    around: dict[str, Any] = {}
+    for part in thing.__qualname__.split(".")[:-1]:
+        enclosing = getattr(enclosing, part, None)
+        around |= vars(enclosing) if isinstance(enclosing, type) else {}
+    try:
+        return typing.get_type_hints(thing, localns=around)
+    except (NameError, TypeError):  # annotations that exist for the type checker only, or inside a function
+        return {}
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:

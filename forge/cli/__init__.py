@@ -69,4 +69,6 @@ def _run(words: list[str]) -> int:
         raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, VERBS)}")
     module = import_module(f"forge.cli.{verb}")
     # intermixed: overrides may stand before, between and after the options
-    return module.run(module.parser().parse_intermixed_args(rest))
+    args = module.parser().parse_intermixed_args(rest)
+    with show.plain_messages():
+        return module.run(args)

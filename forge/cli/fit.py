@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from forge.cli import show, target
+from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
     from forge.data import Splits
@@ -33,9 +34,12 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    trainer, task, data = target.build(target.load(args, to_train=True), args.run_dir)
+    recipe = target.load(args, to_train=True)
+    trainer, task, data = target.build(recipe, args.run_dir)
     if args.trace:
         trainer.trace = sys.stderr.write
+    if "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
+        show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
     result = trainer.fit(task, data.train, data.val)
     _report(result, data, args)
     return 0

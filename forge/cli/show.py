@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +42,33 @@ def warning(text: str) -> None:
 def message(text: str, style: str = "") -> None:
     """A line on stderr that is neither result nor error."""
     console(stderr=True).print(Text(text, style), soft_wrap=True)
+
+
+@contextmanager
+def plain_messages() -> Iterator[None]:
+    """While this lasts, forge's log and every UserWarning are one line each, without the source line behind them."""
+    logger, handler = logging.getLogger("forge"), _OneLine()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            other = warnings.showwarning
+            warnings.showwarning = lambda text, kind, *rest: (
+                warning(str(text)) if kind is UserWarning else other(text, kind, *rest)
+            )
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _OneLine(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            warning(record.getMessage())
+        else:
+            message(record.getMessage(), "dim")
 
 
 def heading(text: str) -> Text:

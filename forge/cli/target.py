@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import show
 from forge.errors import ForgeError, did_you_mean
 from forge.recipe import Recipe, load_recipe
+from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
     from forge.data import Splits
@@ -70,10 +70,9 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
         data = _function(args.data)
     recipe = load_recipe(name, args.overrides, add, remove, task=task, data=data)
     if to_train and task is not None and not {"max_epochs", "max_updates"} & recipe.trainer.keys():
-        show.message(
-            f"Training for {EPOCHS} epochs; trainer.max_epochs=N or trainer.max_updates=N says otherwise.", "dim"
-        )
-        return load_recipe(name, [*args.overrides, f"trainer.max_epochs={EPOCHS}"], add, remove, task=task, data=data)
+        overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
+        recipe = load_recipe(name, overrides, add, remove, task=task, data=data)
+        recipe.origin["trainer.max_epochs"] = DEFAULT
     return recipe
 
 

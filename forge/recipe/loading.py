@@ -51,13 +51,13 @@ class Recipe:
 
     def make_task(self) -> TaskModule:
         """The task that the recipe names, built with its options."""
-        return self._make("task", "FILE.py:Task")
+        return self._make("task", "name your own on the command line: FILE.py:Task")
 
     def make_data(self) -> Splits:
         """The loaders of the data set that the recipe names."""
         from forge.data import Splits
 
-        splits = self._make("data", "--data FILE.py:function")
+        splits = self._make("data", "write a function data() beside your task, or pass --data FILE.py:function")
         if not isinstance(splits, Splits):
             raise RecipeError(
                 f"The data function of {self.name!r} returned a {type(splits).__name__}; return "
@@ -74,12 +74,12 @@ class Recipe:
         ]
         return "".join(notes) + conf.to_yaml(conf.create(_escaped(self.config)))
 
-    def _make(self, section: str, in_code: str) -> Any:
+    def _make(self, section: str, otherwise: str) -> Any:
         maker = maker_of(section, self.config, self.local, self.origin)
         if maker is None:
             raise RecipeError(
-                f"The recipe {self.name!r} names no {section}. Write {section}: {SECTIONS[section]} in it, or give "
-                f"your own on the command line: {in_code}."
+                f"The recipe {self.name!r} names no {section}. Write {section}: {SECTIONS[section]} in it, or "
+                f"{otherwise}."
             )
         values = {key: value for key, value in self.config.get(section, {}).items() if key != "name"}
         return maker(**options.check(options.of_callable(maker), values, section))
@@ -100,7 +100,7 @@ def load_recipe(
     function given here stands in for what the recipe names.
     """
     recipe = read_recipe(name, overrides, add, remove, task=task, data=data)
-    recipe.resolved = dict(recipe.config)
+    recipe.resolved = {"description": recipe.description} if recipe.description else {}
     for section in SECTIONS:
         if section in recipe.config or section in recipe.local or section == "trainer":
             recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)

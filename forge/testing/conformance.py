@@ -77,7 +77,7 @@ def check_class(plugin: Plugin) -> None:
     """The plugin's documentation and the form of its hooks: what can be judged without running it."""
     kind = type(plugin)
     check_hooks(plugin, f"plugin {plugin.name!r}")
-    assert (kind.__doc__ or "").strip() and kind.__doc__ != Plugin.__doc__, (
+    assert (kind.__doc__ or "").strip(), (
         f"{kind.__name__} has no docstring: write under `class` what it does, for `forge plugins {plugin.name}`."
     )
     bare = [option.name for option in options.of_config(kind.Config) if not option.doc]
@@ -174,9 +174,7 @@ class _Window(Plugin):
 
 def _check_state(make: Make, beside: Callable[[], Iterable[Plugin]], situation: Situation) -> None:
     plugin = make()
-    gives, takes = (
-        getattr(plugin, hook, None) is not None for hook in ("forge_state_dict", "forge_load_state_dict")
-    )
+    gives, takes = (getattr(plugin, hook, None) is not None for hook in ("forge_state_dict", "forge_load_state_dict"))
     assert gives == takes, (
         f"{plugin.name!r} defines only {'forge_state_dict' if gives else 'forge_load_state_dict'}: state that is saved "
         "must be taken back, and the other way round. Define both."

@@ -11,7 +11,7 @@ Weights = nn.Module | Mapping[str, Tensor]
 
 
 def assert_same_weights(actual: Weights, expected: Weights) -> None:
-    """Raise unless two modules (or state dicts) are equal bit for bit; the message names the first tensor that differs."""
+    """Raise unless two modules (or state dicts) are equal bit for bit, and name the first tensor that differs."""
     difference = first_difference(actual, expected)
     assert difference is None, difference
 

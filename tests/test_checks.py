@@ -1,0 +1,258 @@
+"""The classic mistakes of PyTorch training: each is refused at the start or at the first batch, by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forge
+from tests.tasks import Classifier, fit, make_batches
+
+
+def refused(task: Any, message: str, train: Any = None, error: type[Exception] = forge.TaskError) -> None:
+    with pytest.raises(error, match=message):
+        fit(task, train)
+
+
+def with_loss(loss: Any) -> forge.TaskModule:
+    """A Classifier whose training_step is `loss(task, x, y)`."""
+
+    class Custom(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            return loss(self, *batch)
+
+    return Custom()
+
+
+class TestRegistration:
+    def test_a_forgotten_super_init_is_named(self) -> None:
+        class Layered(forge.TaskModule):
+            def __init__(self) -> None:
+                self.layer = nn.Linear(2, 2)
+
+        class Plain(forge.TaskModule):
+            def __init__(self) -> None:
+                self.size = 3
+
+        for broken in (Layered, Plain):
+            with pytest.raises(forge.TaskError, match=rf"{broken.__name__}.__init__ does not call super"):
+                broken()
+
+    @pytest.mark.parametrize(
+        ("hide", "better"),
+        [
+            (lambda layer: [layer], "nn.ModuleList"),
+            (lambda layer: (layer,), "nn.ModuleList"),
+            (lambda layer: {"a": layer}, "nn.ModuleDict"),
+            (lambda layer: [[layer]], "nn.ModuleList"),
+            (lambda layer: [layer.weight], "nn.ParameterList"),
+        ],
+    )
+    def test_layers_hidden_in_a_plain_container_are_named_with_the_right_one(self, hide: Any, better: str) -> None:
+        class Hidden(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = hide(nn.Linear(8, 8))
+
+        refused(Hidden(), rf"Hidden.blocks is a plain .* hides 1 trainable .* Use {better}")
+
+    def test_hidden_layers_are_found_inside_submodules(self) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = [nn.Linear(8, 8)]
+
+        class Outer(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = Block()
+
+        refused(Outer(), "Outer.block.parts is a plain list")
+
+    def test_a_list_of_layers_registered_elsewhere_or_frozen_is_fine(self) -> None:
+        class Fine(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.shortcuts = [self.net[0]]
+                self.teacher = [nn.Linear(2, 2).requires_grad_(False)]
+
+        assert fit(Fine()).updates == 4
+
+    def test_a_task_without_parameters_or_with_all_of_them_frozen_is_refused(self) -> None:
+        class Empty(forge.TaskModule):
+            def training_step(self, batch: Any) -> Any: ...
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters())
+
+        refused(Empty(), "Empty has nothing to train: it has no registered parameters")
+        refused(Classifier().requires_grad_(False), "nothing to train: all 4 of its parameters")
+
+    def test_an_optimizer_over_another_models_parameters_is_refused(self) -> None:
+        class Foreign(Classifier):
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(Classifier().parameters())
+
+        refused(Foreign(), "SGD has 4 parameters, but none of them belong to Foreign")
+
+    def test_trainable_parameters_in_no_optimizer_are_warned_of_and_keep_no_gradient(self) -> None:
+        class Partial(Classifier):
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
+
+        task = Partial()
+        with pytest.warns(UserWarning, match=r"2 trainable parameters of Partial are in no optimizer.*net.0.weight"):
+            fit(task)
+        assert task.net[0].weight.grad is None
+
+    def test_a_class_a_plain_module_and_a_missing_method_are_refused(self) -> None:
+        refused(Classifier, "pass an instance: Classifier")
+        refused(nn.Linear(2, 2), "Linear is no forge.TaskModule")
+
+        class Stepless(forge.TaskModule):
+            pass
+
+        refused(Stepless(), r"Stepless defines no training_step")
+
+    def test_validation_without_a_validation_step_is_refused_before_training(self) -> None:
+        class NoValidation(forge.TaskModule):
+            def training_step(self, batch: Any) -> Any:
+                raise AssertionError("training began")
+
+        with pytest.raises(forge.TaskError, match="NoValidation defines no validation_step"):
+            fit(NoValidation(), val=make_batches())
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize(
+        ("returned", "message"),
+        [
+            (lambda o: None, "returned NoneType. Return an optimizer"),
+            (lambda o: [o, o], "returned a list of 2"),
+            (lambda o: {"optimizer": o, "lr_scheduler": None}, "Lightning's dict"),
+            (lambda o: {}, "a dict without names"),
+            (lambda o: (o, 3), "returned int where a schedule belongs"),
+        ],
+    )
+    def test_what_is_no_optimizer_is_refused_with_what_to_return(self, returned: Any, message: str) -> None:
+        class Odd(Classifier):
+            def configure_optimizers(self) -> Any:
+                return returned(torch.optim.SGD(self.parameters()))
+
+        refused(Odd(), message)
+
+    def test_a_schedule_of_another_optimizer_is_refused(self) -> None:
+        class Crossed(Classifier):
+            def configure_optimizers(self) -> Any:
+                ours, other = (torch.optim.SGD(self.parameters()) for _ in range(2))
+                return ours, torch.optim.lr_scheduler.StepLR(other, 1)
+
+        refused(Crossed(), "drives another optimizer")
+
+
+class TestLoss:
+    @pytest.mark.parametrize(
+        ("loss", "message"),
+        [
+            (lambda t, x, y: None, "is its `return` missing"),
+            (lambda t, x, y: {"accuracy": 1.0}, "a dict without 'loss'"),
+            (lambda t, x, y: F.cross_entropy(t(x), y).item(), "returned .*Return the loss"),
+            (lambda t, x, y: {"loss": F.cross_entropy(t(x), y).item()}, "a loss of type float"),
+            (lambda t, x, y: F.cross_entropy(t(x), y, reduction="none"), r"a loss of shape \(4,\)"),
+            (lambda t, x, y: F.cross_entropy(t(x), y).detach(), "carries no gradient"),
+            (lambda t, x, y: {"loss": F.cross_entropy(t(x), y), "p": t(x)}, r"metric 'p' with shape \(4, 3\)"),
+            (lambda t, x, y: {"loss": F.cross_entropy(t(x), y), "p": "high"}, "returned str for the metric 'p'"),
+        ],
+    )
+    def test_a_loss_that_cannot_train_is_refused_at_the_first_batch(self, loss: Any, message: str) -> None:
+        refused(with_loss(loss), message)
+
+    @pytest.mark.parametrize(
+        ("loss", "message"),
+        [
+            (lambda t, x, y: F.cross_entropy(t(x), y + 5), r"labels from \d to \d, but the model has 3 outputs"),
+            (lambda t, x, y: F.cross_entropy(t(x), y - 9), r"labels from -\d to -\d"),
+            (lambda t, x, y: F.cross_entropy(t(x), y.float()), "labels of type float32.*y.long"),
+            (lambda t, x, y: F.cross_entropy(t(x), y.int()), "labels of type int32.*y.long"),
+            (lambda t, x, y: F.cross_entropy(t(x), F.one_hot(y, 3)), "one-hot labels of type int64.*argmax"),
+            (lambda t, x, y: F.cross_entropy(t(x), y[:, None]), r"labels must have shape \(4,\)"),
+            (lambda t, x, y: F.cross_entropy(t(x).softmax(1), y), "applies softmax itself.*remove the softmax"),
+            (lambda t, x, y: nn.CrossEntropyLoss()(t(x).softmax(1), y), "applies softmax itself"),
+            (lambda t, x, y: F.nll_loss(t(x).exp(), y), "log-probabilities"),
+            (lambda t, x, y: F.mse_loss(t(x)[:, :1], y.float()), "broadcasting would compare everything"),
+            (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x)[:, 0], y), "it wants floats"),
+            (lambda t, x, y: F.binary_cross_entropy(t(x)[:, 0] + 5, (y > 1).float()), "_with_logits on the raw"),
+            (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x)[:, 0], y.float() + 3), r"they lie in \[0, 1\]"),
+        ],
+    )
+    def test_labels_and_scores_that_the_loss_cannot_mean_are_refused(self, loss: Any, message: str) -> None:
+        refused(with_loss(loss), message)
+
+    def test_the_message_points_at_the_users_line(self) -> None:
+        refused(with_loss(lambda t, x, y: F.cross_entropy(t(x), y + 5)), r"test_checks.py:\d+: cross_entropy")
+
+    def test_right_uses_of_the_same_losses_pass(self) -> None:
+        def every_loss(task: Any, x: Any, y: Any) -> Any:
+            logits = task(x)
+            ignored = y.clone()
+            ignored[0] = -100
+            return (
+                F.cross_entropy(logits, y)
+                + F.cross_entropy(logits, ignored)
+                + F.cross_entropy(logits, F.one_hot(y, 3).float())
+                + F.cross_entropy(logits[0], y[0])
+                + F.cross_entropy(logits.T[None], torch.zeros(1, 4, dtype=torch.long))
+                + F.nll_loss(logits.log_softmax(1), y)
+                + F.mse_loss(logits[:, 0], y.float())
+                + F.binary_cross_entropy_with_logits(logits[:, 0] * 9, (y > 1).float())
+            )
+
+        assert fit(with_loss(every_loss), max_updates=1).updates == 1
+
+    def test_probabilities_into_a_loss_with_logits_are_warned_of(self) -> None:
+        def loss(task: Any, x: Any, y: Any) -> Any:
+            return F.binary_cross_entropy_with_logits(task(x).sigmoid(), F.one_hot(y, 3).float())
+
+        with pytest.warns(UserWarning, match="if there is a sigmoid before it, remove it"):
+            fit(with_loss(loss), make_batches(1, size=8))
+
+    def test_a_validation_batch_is_checked_too(self) -> None:
+        class Validates(Classifier):
+            def validation_step(self, batch: Any) -> Any:
+                return F.cross_entropy(self(batch[0]).softmax(1), batch[1])
+
+        with pytest.raises(forge.TaskError, match="applies softmax itself"):
+            fit(Validates(), val=make_batches(1))
+
+    def test_a_task_can_switch_the_look_at_its_losses_off(self) -> None:
+        class Sure(Classifier):
+            check_first_batch = False
+
+            def training_step(self, batch: Any) -> Any:
+                return F.cross_entropy(self(batch[0]).softmax(1), batch[1])
+
+        assert fit(Sure(), max_updates=1).updates == 1
+
+    def test_a_run_without_mistakes_warns_of_nothing(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fit(val=make_batches(1))
+
+
+class TestData:
+    def test_a_bare_dataset_is_refused_with_the_loader_to_use(self) -> None:
+        dataset = torch.utils.data.TensorDataset(torch.zeros(4, 8))
+        refused(None, r"forge.data.Loader\(tensordataset, batch_size=\.\.\., shuffle=True\)", dataset, forge.DataError)
+
+    def test_an_empty_loader_is_refused(self) -> None:
+        refused(None, "The train loader is empty", [], forge.DataError)
+
+    def test_what_cannot_be_iterated_is_refused(self) -> None:
+        refused(None, "train got a int, which cannot be iterated", 3, forge.DataError)
+
+    def test_a_batch_whose_size_nobody_knows_names_num_items(self) -> None:
+        refused(None, r"Define num_items\(self, batch\) on Classifier", ["text"], forge.DataError)
