@@ -101,9 +101,10 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
         label = f"{type(entry.optimizer).__name__}{f' {name!r}' if name else ''}"
         foreign = [p for p in entry.parameters if id(p) not in named]
         if foreign:
-            all_of = "none" if len(foreign) == len(entry.parameters) else f"only {len(entry.parameters) - len(foreign)}"
+            own = len(entry.parameters) - len(foreign)
             raise TaskError(
-                f"{label} has {len(entry.parameters)} parameters, but {all_of} of them belong to {type(task).__name__}. "
+                f"{label} has {len(entry.parameters)} parameters, but {own or 'none'} of them belong to "
+                f"{type(task).__name__}. "
                 "Build it from self.parameters() inside configure_optimizers, after all layers were made."
             )
         if not any(p.requires_grad for p in entry.parameters):
@@ -160,7 +161,9 @@ def check_metrics(output: Any, where: str) -> None:
 
 def _check_training_output(output: Any, where: str, task: TaskModule) -> None:
     if not isinstance(output, Tensor) and not (isinstance(output, Mapping) and "loss" in output):
-        shown = f"a dict without 'loss' ({', '.join(map(str, output))})" if isinstance(output, Mapping) else repr(output)
+        shown = (
+            f"a dict without 'loss' ({', '.join(map(str, output))})" if isinstance(output, Mapping) else repr(output)
+        )
         shown = "None: is its `return` missing?" if output is None else shown
         raise TaskError(f'{where} returned {shown}. Return the loss, or {{"loss": loss, **metrics}}.')
     loss = output if isinstance(output, Tensor) else output["loss"]
@@ -225,7 +228,9 @@ def _look_at_nll(given: dict[str, Any]) -> None:
     classes = scores.shape[1] if scores.ndim > 1 else scores.shape[0]
     _look_at_class_labels("nll_loss", scores, target, classes, given["ignore_index"])
     if bool((scores > 1e-3).any()):
-        _refuse("nll_loss got positive scores, but it wants log-probabilities. Use log_softmax first, or cross_entropy.")
+        _refuse(
+            "nll_loss got positive scores, but it wants log-probabilities. Use log_softmax first, or cross_entropy."
+        )
 
 
 def _look_at_class_labels(loss: str, scores: Tensor, target: Tensor, classes: int, ignore: int) -> None:
@@ -256,8 +261,8 @@ def _look_at_bce_logits(given: dict[str, Any]) -> None:
     logits = given["input"]
     if logits.numel() >= 16 and bool(((logits >= 0) & (logits <= 1)).all()):
         warnings.warn(
-            "binary_cross_entropy_with_logits got values that all lie in [0, 1]. It applies sigmoid itself: if there is "
-            "a sigmoid before it, remove it.",
+            "binary_cross_entropy_with_logits got values that all lie in [0, 1]. It applies sigmoid itself: if there "
+            "is a sigmoid before it, remove it.",
             stacklevel=2,
         )
 

@@ -35,8 +35,9 @@ class Core(Plugin):
     def forge_build_loader(self, trainer: Trainer, stage: str) -> Any:
         given = trainer.given_loaders.get(stage)
         for loader in given.values() if isinstance(given, dict) else [given]:
-            if trainer.seed is not None and hasattr(loader, "set_default_seed"):
-                loader.set_default_seed(trainer.seed)
+            hand_on = getattr(loader, "set_default_seed", None)
+            if hand_on is not None and trainer.seed is not None:
+                hand_on(trainer.seed)
         return given
 
     @default
@@ -83,7 +84,7 @@ class Core(Plugin):
     def forge_optimizer_step(self, step: Step) -> bool:
         entry = step.trainer.optimizers.entries[step.name]
         if entry.needs_closure:
-            entry.optimizer.step(step.closure())  # pyright: ignore[reportArgumentType]
+            entry.optimizer.step(step.closure())  # pyright: ignore[reportCallIssue, reportArgumentType]
         else:
             entry.optimizer.step()
         return True

@@ -135,8 +135,8 @@ def forge_train_step(step: Step) -> bool:
 
 @hookspec(firstresult=True)
 def forge_micro_step(step: Step, batch: Any) -> bool:
-    """Action. Forward, record metrics, backward, for one prepared micro-batch. `step.micro` and `step.is_last_micro` say
-    which. Wrap: no_sync, detect_anomaly. An owner returns True."""
+    """Action. Forward, record metrics, backward, for one prepared micro-batch; `step.micro` and `step.is_last_micro`
+    say which. Wrap: no_sync, detect_anomaly. An owner returns True."""
     ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -104,10 +105,10 @@ def field_docs(config: type) -> dict[str, str]:
         return {}
     body = getattr(tree.body[0], "body", [])
     docs: dict[str, str] = {}
-    for statement, following in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    for statement, following in itertools.pairwise(body):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
     return docs
 
 

@@ -26,7 +26,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge import options
 from forge.errors import RecipeError, StackError, did_you_mean
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from forge.step import Step
 
 
+@dataclass(kw_only=True, slots=True)
+class NoOptions:
+    """The Config of a plugin without options."""
+
+
 class Plugin:
     """A set of hook implementations with typed options.
 
@@ -45,9 +50,8 @@ class Plugin:
     in `__init__`; ownership and `provides` are per instance.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config:
-        """No options."""
+    Config: ClassVar[type[Any]] = NoOptions
+    """The options, a keyword-only dataclass; a string under a field describes it."""
 
     provides: tuple[str, ...] = ()
     """What this plugin does to a run; two plugins that provide the same thing are refused."""
@@ -114,7 +118,9 @@ class Callback(Plugin):
         return f"<callback {self.name} on {self.event}{f' every {self.every}' if self.every else ''}>"
 
 
-def on(event: str, *, every: str | Interval | None = None, mutates: bool = False) -> Callable[[Callable[..., Any]], Callback]:
+def on(
+    event: str, *, every: str | Interval | None = None, mutates: bool = False
+) -> Callable[[Callable[..., Any]], Callback]:
     """Make the smallest plugin: one function, one event, an interval if wanted.
 
     ::

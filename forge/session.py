@@ -22,6 +22,7 @@ from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
 from forge.run import group_of, make_card, new_run_dir, write_card
 from forge.seeding import seed_all
+from forge.stack import TASK
 from forge.state import load_weights
 from forge.task import TaskModule, defines
 
@@ -138,7 +139,7 @@ class Session:
             built = trainer.hooks.forge_build_loader(trainer, stage)
             if built is None and stage == "val" and trainer.verb == "fit":
                 continue
-            named = built if isinstance(built, dict) else {None: built}
+            named: dict[str | None, Any] = built if isinstance(built, dict) else {None: built}
             for name, loader in named.items():
                 check_loader(loader, stage if name is None else f"{stage}/{name}")
             trainer.loaders[stage] = named
@@ -164,18 +165,20 @@ class Session:
         return min(planned, default=None)
 
     def _owner_replays(self) -> bool:
-        owners = [call.plugin for call in self.trainer.stack.calls()["forge_train_step"] if call.role == "own"]
-        return any(
-            getattr(self.trainer.stack[name] if name in self.trainer.stack else self.trainer.task, "replays", False)
-            for name in owners
-        )
+        """Whether the owner of the train step, a plugin or the task, runs its window more than once."""
+        stack, task = self.trainer.stack, self.trainer.task
+        owners = [call.plugin for call in stack.calls()["forge_train_step"] if call.role == "own"]
+        return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
 
     def _choose_run_dir(self) -> None:
         """fit makes a run folder and puts the run card in it; the other verbs write only where they are told to."""
-        trainer, wanted = self.trainer, self.trainer.wanted_run_dir
-        if wanted is False or (wanted is None and trainer.verb != "fit"):
+        trainer = self.trainer
+        wanted: Any = trainer.wanted_run_dir
+        if wanted is None and trainer.verb == "fit":
+            wanted = new_run_dir(group_of(trainer))
+        if not wanted:
             return
-        trainer.run_dir = Path(wanted) if wanted is not None else new_run_dir(group_of(trainer))
+        trainer.run_dir = Path(wanted)
         if trainer.verb == "fit" and trainer.env.is_main:
             write_card(make_card(trainer), trainer.run_dir)
             if trainer.recipe is not None:

@@ -28,9 +28,7 @@ SPECS: dict[str, tuple[str, ...]] = {
 ACTIONS = frozenset(name for name in SPECS if getattr(contract, name).forge_spec["firstresult"])
 EVENTS = frozenset(SPECS) - ACTIONS
 CORE, TASK = "core", "task"
-ONE_BY_ONE = frozenset(
-    {"forge_configure", "forge_state_dict", "forge_load_state_dict", "forge_exception", "forge_end"}
-)
+ONE_BY_ONE = frozenset({"forge_configure", "forge_state_dict", "forge_load_state_dict", "forge_exception", "forge_end"})
 """Events that the Trainer calls plugin by plugin, so that one cannot keep another from its turn: no wrappers."""
 
 
@@ -118,7 +116,7 @@ class Stack:
         return table
 
     def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
-        """(plugin name, function taking the hook's arguments by position) in call order, for hooks called one by one."""
+        """Per plugin, in call order, the function that takes the hook's arguments by position; for ONE_BY_ONE hooks."""
         impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())
         return [(impl.plugin_name, _by_position(impl, SPECS[hook])) for impl in impls]
 
@@ -184,7 +182,7 @@ class Stack:
                     raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}. Remove one of them.")
 
 
-def make_plugins(given: Iterable[Plugin | type[Plugin] | str] | Mapping[str, Any]) -> list[Plugin]:
+def make_plugins(given: Any) -> list[Plugin]:
     """Plugins from what a person writes: a list of plugins, classes or names, or a mapping of name to options.
 
     In a mapping `None` leaves the plugin out, and `ema@slow` is a second `ema` with a name of its own.

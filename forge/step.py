@@ -136,11 +136,12 @@ class Step:
         self._record, self.loss = record, None
         if self._keep:
             self._rng = RNGState.capture(self.trainer.env.device)
-        for self.micro, raw in enumerate(self.window):
+        for micro, raw in enumerate(self.window):
+            self.micro = micro
             if not self._keep:
                 batch = hooks.forge_prepare_batch(self, raw)
-            elif self.micro < len(self._prepared):
-                batch = self._prepared[self.micro]
+            elif micro < len(self._prepared):
+                batch = self._prepared[micro]
             else:
                 batch = hooks.forge_prepare_batch(self, raw)
                 self._prepared.append(batch)
@@ -170,7 +171,8 @@ class Step:
         now, recorded = RNGState.capture(device), self._record
         self._rng.restore(device)
         self._record, self.loss = record, None
-        for self.micro, batch in enumerate(self._prepared):
+        for micro, batch in enumerate(self._prepared):
+            self.micro = micro
             self.trainer.hooks.forge_micro_step(self, batch)
         self._record = recorded
         now.restore(device)

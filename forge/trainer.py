@@ -12,8 +12,9 @@ The rhythm (every hook in its place: :mod:`forge.hooks`)::
         boundary; capture and save if requested
     on error: exception, then re-raise                      always: end
 
-`Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.core`, the two halves of a train step
-in :mod:`forge.step`, evaluation in :mod:`forge.evaluation`, the build and the end of a run in :mod:`forge.session`.
+`Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.core`, the two halves of a train
+step in :mod:`forge.step`, evaluation in :mod:`forge.evaluation`, the build and the end of a run in
+:mod:`forge.session`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from forge.core import Core
-from forge.data.feed import Feed, batch_size
+from forge.data.feed import Feed, count_samples
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
 from forge.errors import ForgeError
@@ -178,7 +179,7 @@ class Trainer:
             self._deliver_log()
             if self.run_dir is not None and self.env.is_main:
                 save_weights(task, self.run_dir / "weights.safetensors")
-        numbers = {name: value for name, value in self.metrics.items() if isinstance(value, (int, float))}
+        numbers = {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
 
     def validate(self, task: TaskModule, val: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
@@ -265,8 +266,8 @@ class Trainer:
         asked = time.perf_counter()
         window = feed.take(self.hooks.forge_plan_step(self), self.progress.epoch)
         waited = time.perf_counter() - asked
-        items = [task.num_items(batch) for batch in window]
-        samples = sum(items) if self.items_are_samples else _count_samples(window, items)
+        items: list[Any] = [task.num_items(batch) for batch in window]
+        samples = sum(items) if self.items_are_samples else count_samples(window, items)
         self.step = Step(self, "train", window, items, samples, feed.ends_epoch, waited, self.keep_batches)
         return self.step
 
@@ -337,15 +338,14 @@ class Trainer:
 
 def _stack_plugins(recipe: Recipe | None, given: Plugins | None) -> list[Plugin]:
     """The recipe's plugins with `given` merged over them."""
-    base = dict(recipe.plugins) if recipe is not None else {}
+    base: dict[str, Any] = dict(recipe.plugins) if recipe is not None else {}
     if given is None:
         return make_plugins(base)
     if isinstance(given, Mapping):
-        merged = {**base, **given}
-        for name in base.keys() & given.keys():
-            if given[name] is not None:
-                merged[name] = {**base[name], **given[name]}  # pyright: ignore[reportCallIssue, reportOptionalMemberAccess]
-        return make_plugins(merged)
+        for name, values in given.items():
+            assert isinstance(name, str)
+            base[name] = {**base.get(name, {}), **values} if isinstance(values, Mapping) else values
+        return make_plugins(base)
     own = make_plugins(given)
     names = {plugin.name for plugin in own}
     return [plugin for plugin in make_plugins(base) if plugin.name not in names] + own
@@ -355,9 +355,3 @@ def _at_least(name: str, value: Any, least: int) -> Any:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise ForgeError(f"{name}={value!r}: it must be a whole number of at least {least}.")
     return value
-
-
-def _count_samples(window: list[Any], items: list[Any]) -> int:
-    """Samples in a window whose task weighs batches by something else."""
-    sizes = [batch_size(batch) for batch in window]
-    return sum(size if size is not None else n for size, n in zip(sizes, items, strict=True) if size or isinstance(n, int))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import startup
+from benchmarks.command_line import some_of
+
 ROOT = Path(__file__).parent.parent
 KEYS = {
     "case",
@@ -18,8 +22,9 @@ KEYS = {
     "us_per_update",
     "us_over_bare",
     "us_spread",
-    "us_over_bare_quiet",
     "ratio",
+    "us_over_bare_quiet",
+    "ratio_quiet",
     "weights_identical",
     "updates",
     "rounds",
@@ -27,10 +32,12 @@ KEYS = {
 }
 
 
-def run_benchmark(*words: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def overhead() -> list[dict[str, Any]]:
     paths = [str(ROOT), str(ROOT / "plugins"), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")]
+    words = ["-m", "benchmarks.overhead", "--json", "--peers", "none", "--updates", "20", "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
@@ -39,11 +46,6 @@ def run_benchmark(*words: str) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def overhead() -> list[dict[str, Any]]:
-    return run_benchmark("benchmarks.overhead", "--json", "--peers", "none", "--updates", "20", "--rounds", "1")
 
 
 def test_overhead_begins_with_the_machine(overhead: list[dict[str, Any]]) -> None:
@@ -62,14 +64,17 @@ def test_every_contender_trains_the_same_weights_bit_for_bit(overhead: list[dict
     assert [row["contender"] for row in overhead[1:] if not row["weights_identical"]] == []
 
 
-def test_a_peer_that_does_not_exist_is_refused_by_name() -> None:
-    words = [sys.executable, "-m", "benchmarks.overhead", "--peers", "lightening"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "'lightening' is not one of lightning" in done.stderr
+def test_startup_times_fresh_processes_and_compares_them_with_the_first() -> None:
+    first, second = startup.measure({"nothing": "pass", "json": "import json"}, rounds=2)
+    assert (first.name, first.ratio, first.rounds) == ("nothing", 1.0, 2)
+    assert second.ratio > 0
 
 
-def test_startup_compares_forge_with_torch() -> None:
-    rows = run_benchmark("benchmarks.startup", "--json", "--rounds", "1", "--only", "torch,forge")[1:]
-    assert [row["name"] for row in rows] == ["torch", "forge"]
-    assert all(row.keys() == {"name", "program", "cpu_s", "ratio", "ratio_quiet", "rounds"} for row in rows)
+def test_startup_stops_at_a_program_that_fails() -> None:
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
+        startup.cpu_seconds("import no_such_module")
+
+
+def test_a_name_on_the_command_line_that_is_not_known_is_refused_with_what_there_is() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'lightening' is not one of lightning, hf, all"):
+        some_of(["lightning", "hf"], all=["lightning", "hf"])("lightening")

@@ -24,9 +24,7 @@ class Net(forge.TaskModule):
     def __init__(self, optimizer: str = "sgd"):
         super().__init__()
         self.optimizer = optimizer
-        self.net = nn.Sequential(
-            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)
-        )
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
@@ -50,9 +48,7 @@ def loss_of(net: Net, batch: Any) -> torch.Tensor:
 
 def batches(sizes: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes
-    ]
+    return [(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
 
 
 def same_state(first: nn.Module, second: nn.Module) -> bool:
@@ -109,7 +105,15 @@ def test_any_subset_and_order_of_plugins_equals_the_hand_written_loop(
 
 
 def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: Schedule.ratio("cosine", update, warmup, total))
+    """Linear warm-up to the peak at update `warmup - 1`, then half a cosine towards 0 at update `total`."""
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / warmup
+        share = (update - (warmup - 1)) / (total - (warmup - 1)) if update < total else 1.0
+        return (1 + math.cos(math.pi * share)) / 2
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))

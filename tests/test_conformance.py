@@ -195,7 +195,7 @@ class Censor(forge.Plugin):
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self) -> Any:
         metrics = yield
-        return {name: 0.0 for name in metrics} if isinstance(metrics, dict) else metrics
+        return dict.fromkeys(metrics, 0.0) if isinstance(metrics, dict) else metrics
 
 
 class Unpackable(forge.Plugin):

@@ -82,7 +82,9 @@ def test_stop_iteration_in_a_dataset_is_an_error_that_points_at_it() -> None:
                 raise StopIteration
             return torch.zeros(8), 0
 
-    with pytest.raises(forge.DataError, match=r"gave 2 batches.*length says 4.*Stops.__getitem__.*raised StopIteration"):
+    with pytest.raises(
+        forge.DataError, match=r"gave 2 batches.*length says 4.*Stops.__getitem__.*raised StopIteration"
+    ):
         fit(train=DataLoader(Stops(), batch_size=2))
 
 
@@ -165,7 +167,7 @@ class TestMoving:
         assert move(packed, torch.device("meta")).data.device.type == "meta"
 
     def test_a_device_that_is_not_there_is_refused_with_what_there_is(self) -> None:
-        with pytest.raises(forge.ForgeError, match="is no device. Use 'auto'"):
+        with pytest.raises(forge.ForgeError, match=r"is no device\. Use 'auto'"):
             fit(device="gpu")
         with pytest.raises(forge.ForgeError, match=r"this machine has \d+ CUDA devices"):
             fit(device="cuda:99")

@@ -28,8 +28,6 @@ class Boom(Exception):
     pass
 
 
-
-
 ERRORS = {"boom": Boom, "stop": StopIteration, "base": KeyboardInterrupt, "runtime": RuntimeError}
 
 PLAIN = ["none", "value", "boom", "stop", "base"]

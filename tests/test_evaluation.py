@@ -23,7 +23,9 @@ class Watching(Classifier):
         self.seen: list[Any] = []
 
     def validation_step(self, batch: Any) -> Any:
-        self.seen.append((self.training, self.dropout.training, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        self.seen.append(
+            (self.training, self.dropout.training, torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        )
         torch.rand(3)
         return super().training_step(batch)
 

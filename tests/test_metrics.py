@@ -104,13 +104,16 @@ class TestIntervals:
 
     @pytest.mark.parametrize("text", ["", "5", "often", "0 updates", "-1 epoch", "1.5 epochs", "3 weeks", 7])
     def test_anything_else_is_refused_with_examples(self, text: Any) -> None:
-        with pytest.raises(forge.ForgeError, match="is not an interval.*'500 updates', '1 epoch'"):
+        with pytest.raises(forge.ForgeError, match=r"is not an interval.*'500 updates', '1 epoch'"):
             Interval(text)
 
     def test_updates_and_epochs_are_functions_of_the_counters(self) -> None:
         assert [u for u in range(1, 10) if Interval("3 updates").due(at(update=u))] == [3, 6, 9]
         epochs = [(e, ends) for e in range(4) for ends in (False, True)]
-        assert [e for e in epochs if Interval("2 epochs").due(at(epoch=e[0], ends_epoch=e[1]))] == [(1, True), (3, True)]
+        assert [e for e in epochs if Interval("2 epochs").due(at(epoch=e[0], ends_epoch=e[1]))] == [
+            (1, True),
+            (3, True),
+        ]
 
     @given(sizes=st.lists(st.integers(1, 7), max_size=30), every=st.integers(1, 10))
     def test_samples_are_due_whenever_a_multiple_is_crossed(self, sizes: list[int], every: int) -> None:

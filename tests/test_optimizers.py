@@ -51,7 +51,14 @@ class TestSchedules:
         assert rates_of(scheduled(halving), train=make_batches(5), plugins=[Accumulate(2)]) == [1.0, 0.5, 0.25]
 
     def test_a_schedule_by_interval_steps_at_it(self) -> None:
-        assert rates_of(scheduled(halving, "1 epoch"), train=make_batches(2), max_epochs=3) == [1, 1, 0.5, 0.5, 0.25, 0.25]
+        assert rates_of(scheduled(halving, "1 epoch"), train=make_batches(2), max_epochs=3) == [
+            1,
+            1,
+            0.5,
+            0.5,
+            0.25,
+            0.25,
+        ]
         assert rates_of(scheduled(halving, "3 updates"), train=make_batches(4)) == [1, 1, 1, 0.5]
 
     def test_a_schedule_does_not_move_when_the_update_was_skipped(self) -> None:

@@ -69,7 +69,9 @@ def test_at_most_10_forge_frames_from_fit_to_training_step() -> None:
         def training_step(self, batch: Any) -> Any:
             frame, depth = sys._getframe(1), 0
             while frame is not None:
-                inside_forge = frame.f_code.co_filename.startswith(KERNEL) or "forge dispatch" in frame.f_code.co_filename
+                inside_forge = (
+                    frame.f_code.co_filename.startswith(KERNEL) or "forge dispatch" in frame.f_code.co_filename
+                )
                 depth += inside_forge
                 frame = frame.f_back
             depths.append(depth)

@@ -58,7 +58,10 @@ def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
 def test_an_argument_a_hook_does_not_get_is_refused_with_those_it_gets() -> None:
     def forge_step_end(self: Any, trainer: Any) -> None: ...
 
-    refused("asks for 'trainer', which it does not get. It can take: step", plugin(forge_step_end=forge.hookimpl(forge_step_end)))
+    refused(
+        "asks for 'trainer', which it does not get. It can take: step",
+        plugin(forge_step_end=forge.hookimpl(forge_step_end)),
+    )
 
 
 def test_a_default_for_a_hook_argument_is_refused() -> None:
@@ -90,7 +93,7 @@ def test_hooks_called_plugin_by_plugin_cannot_be_wrapped() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
-    with pytest.raises(forge.RecipeError, match="Clip has no option 'max_nrom'. Did you mean 'max_norm'"):
+    with pytest.raises(forge.RecipeError, match=r"Clip has no option 'max_nrom'\. Did you mean 'max_norm'"):
         Clip(max_nrom=1.0)
 
 
@@ -134,7 +137,9 @@ def test_ownership_is_per_instance() -> None:
 
 
 def test_two_providers_of_one_thing_are_refused() -> None:
-    refused("'first' and 'second' both provide 'x'", plugin("First", provides=("x",)), plugin("Second", provides=("x",)))
+    refused(
+        "'first' and 'second' both provide 'x'", plugin("First", provides=("x",)), plugin("Second", provides=("x",))
+    )
 
 
 def test_a_missing_requirement_is_refused_with_how_to_add_it() -> None:
@@ -163,9 +168,7 @@ def test_a_cycle_is_refused_with_its_members_in_order() -> None:
 @given(st.permutations(["a", "b", "c", "d"]), st.sets(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"))))
 def test_sorting_obeys_every_edge_or_names_a_cycle_and_is_stable(order: list[str], edges: set[tuple[str, str]]) -> None:
     edges = {(first, second) for first, second in edges if first != second}
-    plugins = [
-        plugin(name.upper(), after=tuple(first for first, second in edges if second == name)) for name in order
-    ]
+    plugins = [plugin(name.upper(), after=tuple(first for first, second in edges if second == name)) for name in order]
     try:
         names = resolved(*plugins)
     except forge.StackError:
@@ -312,7 +315,7 @@ class Nested(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         rate: float = 1.0
-        best: Best | None = None
+        best: Nested.Best | None = None
         layers: tuple[str, ...] = ()
 
 

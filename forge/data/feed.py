@@ -45,6 +45,17 @@ def batch_size(batch: Any) -> int | None:
     return None
 
 
+def count_samples(window: list[Any], items: list[Any]) -> int:
+    """Samples in a window whose task weighs batches by something else; a batch of unknown size counts its items."""
+    counted = 0
+    for batch, n in zip(window, items, strict=True):
+        size = batch_size(batch)
+        if size is None and isinstance(n, int):  # a tensor is not read for this
+            size = n
+        counted += size or 0
+    return counted
+
+
 def check_loader(loader: Any, stage: str) -> None:
     """Refuse what cannot feed a stage, by name."""
     if isinstance(loader, Dataset):

@@ -19,8 +19,8 @@ class TensorLoader:
 
         TensorLoader(images, labels, batch_size=64, shuffle=True)
 
-    yields `(images[i], labels[i])`. The order of an epoch is a function of (seed, epoch); without a `seed` of its own the
-    loader uses the Trainer's. `transform` maps a whole batch (its tensors as arguments) to what is yielded.
+    yields `(images[i], labels[i])`. The order of an epoch is a function of (seed, epoch); without a `seed` of its own
+    the loader uses the Trainer's. `transform` maps a whole batch (its tensors as arguments) to what is yielded.
     """
 
     def __init__(

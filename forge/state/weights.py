@@ -12,7 +12,7 @@ from forge.errors import TaskError
 
 
 def save_weights(task: nn.Module, path: Path) -> None:
-    """Write parameters and buffers to `path`: beside it first, then renamed, so that the name never holds a torn file."""
+    """Write parameters and buffers beside `path`, then rename, so that the name never holds a torn file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,0 +1,355 @@
+"""The command line: every verb, what it prints, and how it answers a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forge import __version__, registry
+from forge.cli import VERBS, main
+
+QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
+
+
+class Forge:
+    """Runs commands in this process and keeps what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]):
+        self.capsys = capsys
+
+    def __call__(self, *words: str) -> str:
+        """The standard output of a command that must succeed."""
+        code = main(words)
+        self.out, self.err = self.capsys.readouterr()
+        assert code == 0, self.err
+        return self.out
+
+    def refused(self, *words: str) -> str:
+        """The message of a command that must fail as a mistake of the user's: one line, no traceback."""
+        code = main(words)
+        self.out, self.err = self.capsys.readouterr()
+        assert code == 2
+        assert self.err.startswith("error: ")
+        assert "Traceback" not in self.err
+        return self.err
+
+
+@pytest.fixture
+def forge(capsys, monkeypatch) -> Forge:
+    monkeypatch.setenv("COLUMNS", "160")
+    return Forge(capsys)
+
+
+@pytest.fixture
+def ring(forge) -> Path:
+    """A task file as `forge new task ring` writes it."""
+    forge("new", "task", "ring")
+    return Path("ring.py")
+
+
+@pytest.fixture
+def broken_plugin(tmp_path, monkeypatch):
+    """An installed package whose plugin cannot be imported."""
+    info = tmp_path / "broken_plugin-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[forge.plugins]\nbroken = broken_module:Broken\n")
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('it is broken')")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.installed.cache_clear()
+    yield
+    registry.installed.cache_clear()
+
+
+# -- the command itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in VERBS)])
+def test_help_and_lists_do_not_import_torch(words):
+    code = f"import sys; from forge.cli import main; code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_help_names_every_verb(forge):
+    text = forge("--help")
+    assert all(verb in text for verb in VERBS)
+    assert forge() == text
+
+
+def test_version(forge):
+    assert forge("--version") == f"forge {__version__}\n"
+
+
+def test_python_dash_m_forge_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "forge", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"forge {__version__}\n"
+
+
+def test_a_mistyped_verb_is_answered_with_the_nearest(forge):
+    assert "Did you mean 'validate'?" in forge.refused("validte")
+
+
+def test_a_crash_prints_its_traceback_and_notes_and_exits_with_1(capsys):
+    Path("crash.py").write_text(
+        "import forge, torch\n"
+        "class Crash(forge.TaskModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.layer = torch.nn.Linear(1, 1)\n"
+        "    def training_step(self, batch): raise RuntimeError('no way')\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "def data(): return forge.data.Splits(train=[torch.zeros(2, 1)])\n"
+    )
+    assert main(["fit", "crash.py:Crash"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "no way" in error
+    assert "forge: raised in Crash.training_step" in error
+
+
+def test_an_interrupt_is_one_line_and_exits_with_130(capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forge.cli.plugins.run", interrupt)
+    assert main(["plugins"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+# -- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_trains_a_recipe_and_prints_metrics_run_folder_and_what_comes_next(forge):
+    out = forge("fit", "quickstart", "task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2")
+    (run,) = Path("runs/quickstart").iterdir()
+    assert "val/accuracy" in out
+    assert str(run) in out
+    assert f"tensorboard --logdir {run}" in out
+    assert f"forge test quickstart task.hidden=16 --weights {run}/weights.safetensors" in out
+    assert {"weights.safetensors", "config.yaml", "metrics.jsonl"} <= {path.name for path in run.iterdir()}
+
+
+def test_quickstart_reads_digits_with_at_least_97_percent(forge):
+    forge("fit", "quickstart", "--run-dir", "run", "-p", "no:tensorboard")
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    accuracies = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
+    assert accuracies[-1] >= 0.97
+
+
+def test_the_same_command_gives_the_same_weights(forge):
+    for name in ("a", "b"):
+        forge("fit", "quickstart", *QUICK, "--run-dir", name)
+    one, two = (load_file(f"{name}/weights.safetensors") for name in ("a", "b"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_runs_config_is_a_recipe_that_gives_the_same_weights(forge):
+    forge("fit", "quickstart", *QUICK, "--run-dir", "a")
+    forge("fit", "a/config.yaml", "--run-dir", "b")
+    one, two = (load_file(f"{name}/weights.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_overrides_may_stand_anywhere_among_the_options(forge):
+    forge("fit", "quickstart", "-p", "no:tensorboard", "trainer.max_epochs=1", "--run-dir", "run", "schedule.warmup=2")
+    assert "max_epochs: 1" in Path("run/config.yaml").read_text()
+
+
+def test_trace_prints_every_hook_call(forge):
+    forge("fit", "quickstart", *QUICK, "trainer.max_updates=1", "--trace")
+    assert "forge_optimizer_step" in forge.err
+
+
+def test_a_wrong_option_is_one_message_before_any_work(forge):
+    assert "plugins.clip.max_nrom (command line)" in forge.refused("fit", "quickstart", "clip.max_nrom=1")
+    assert not Path("runs").exists()
+
+
+def test_a_stack_recipe_alone_says_what_is_missing(forge):
+    assert "names no task" in forge.refused("fit", "default")
+
+
+# -- a task from the user's own file ----------------------------------------------------------------------------------
+
+
+def test_a_task_from_a_file_trains_with_any_stack_recipe(forge, ring):
+    forge("fit", "ring.py:Ring", "--recipe", "fast", "task.lr=0.02", "data.batch_size=128", "--run-dir", "run")
+    config = Path("run/config.yaml").read_text()
+    assert "lr: 0.02" in config
+    assert "log_every: 200" in config
+
+
+def test_a_file_with_one_task_needs_no_name(forge, ring):
+    assert "task.hidden" in forge("plan", "ring.py")
+
+
+def test_a_missing_task_file_or_class_is_named(forge, ring):
+    assert "no file 'rong.py'" in forge.refused("fit", "rong.py:Ring")
+    assert "Did you mean 'Ring'?" in forge.refused("fit", "ring.py:Rong")
+    assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
+
+
+def test_data_come_from_another_file_when_asked(forge, ring):
+    Path("more.py").write_text("import ring\ndef few():\n    return ring.data(points=200)\n")
+    out = forge("fit", "ring.py:Ring", "--data", "more.py:few", "trainer.max_epochs=1", "-p", "no:tensorboard")
+    assert "3 updates" in out
+
+
+def test_a_task_without_data_says_where_to_give_them(forge, ring):
+    source = ring.read_text()
+    Path("bare.py").write_text(source[: source.index("def data")])
+    assert "--data FILE.py:function" in forge.refused("fit", "bare.py:Ring")
+
+
+def test_a_recipe_does_not_take_a_second_recipe(forge):
+    assert "extends: [fast, quickstart]" in forge.refused("fit", "quickstart", "--recipe", "fast")
+
+
+# -- validate, test, predict ------------------------------------------------------------------------------------------
+
+
+def test_trained_weights_are_validated_tested_and_predicted_with(forge):
+    forge("fit", "quickstart", *QUICK, "--run-dir", "run")
+    same = ["quickstart", "task.hidden=16", "--weights", "run/weights.safetensors"]
+    assert "val/accuracy" in forge("validate", *same)
+    assert "test/accuracy" in forge("test", *same)
+    assert "warning" not in forge.err
+    forge("predict", *same, "--out", "out/p.safetensors")
+    assert load_file("out/p.safetensors")["predictions"].shape == (180,)
+
+
+def test_without_weights_a_warning_says_so(forge):
+    forge("test", "quickstart", "task.hidden=16")
+    assert "freshly initialised" in forge.err
+    assert not Path("runs").exists()
+
+
+def test_a_missing_split_is_named(forge, ring):
+    assert "no test split" in forge.refused("test", "ring.py:Ring")
+
+
+def test_predictions_of_all_batches_are_joined_by_name():
+    from forge.cli.predict import gather
+
+    joined = gather([{"a": torch.zeros(2, 3), "b": torch.tensor(1)}, {"a": torch.ones(1, 3), "b": torch.tensor(2)}])
+    assert joined["a"].shape == (3, 3)
+    assert joined["b"].tolist() == [1, 2]
+
+
+def test_predictions_that_are_no_tensors_are_refused():
+    from forge.cli.predict import gather
+    from forge.errors import TaskError
+
+    with pytest.raises(TaskError, match="str"):
+        gather(["a"])
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_shows_who_owns_and_wraps_and_where_values_come_from(forge):
+    out = forge("plan", "quickstart", "-p", "accumulate", "accumulate.window=4")
+    assert "accumulate owns" in out
+    assert "schedule wraps > core does it" in out
+    assert "quickstart.yaml:" in out
+    assert "command line" in out
+    assert not Path("runs").exists()
+
+
+def test_plan_as_json_holds_every_hook_and_value(forge):
+    plan = json.loads(forge("plan", "quickstart", "clip.max_norm=0.5", "--json"))
+    assert plan["stack"] == ["progress", "jsonl", "tensorboard", "clip", "schedule"]
+    assert plan["hooks"]["forge_edit_grads"] == [{"plugin": "clip", "role": "event"}]
+    assert plan["hooks"]["forge_backward"] == [{"plugin": "core", "role": "default"}]
+    assert plan["values"]["plugins.clip.max_norm"] == {"value": 0.5, "from": "command line"}
+    assert plan["values"]["trainer.device"]["from"] == "default"
+
+
+def test_plan_loads_no_data(forge, ring):
+    ring.write_text(ring.read_text().replace("    generator =", "    raise RuntimeError('loaded')\n    generator ="))
+    assert "data.points" in forge("plan", "ring.py:Ring")
+
+
+def test_plan_shows_the_hooks_of_the_task(forge, ring):
+    hook = "    @forge.hookimpl\n    def forge_step_end(self, step): pass\n\n    validation_step ="
+    ring.write_text(ring.read_text().replace("    validation_step =", hook))
+    plan = json.loads(forge("plan", "ring.py:Ring", "--json"))
+    assert plan["hooks"]["forge_step_end"] == [{"plugin": "task", "role": "event"}]
+
+
+# -- recipes and plugins ----------------------------------------------------------------------------------------------
+
+
+def test_recipes_lists_names_and_descriptions(forge):
+    out = forge("recipes")
+    assert "quickstart" in out
+    assert "handwritten digits" in out
+
+
+def test_a_shown_recipe_is_merged_annotated_and_loads_again(forge):
+    from forge.recipe import load_recipe
+
+    out = forge("recipes", "quickstart")
+    assert "# default.yaml:" in out
+    Path("shown.yaml").write_text(out)
+    assert load_recipe("shown.yaml").config == load_recipe("quickstart").config
+
+
+def test_a_recipe_is_copied_and_never_over_another_file(forge):
+    assert "forge fit mine.yaml" in forge("recipes", "copy", "quickstart", "mine.yaml")
+    assert "--force" in forge.refused("recipes", "copy", "fast", "mine.yaml")
+    forge("recipes", "copy", "fast", "mine.yaml", "--force")
+    assert "extends: [default]" in Path("mine.yaml").read_text()
+
+
+def test_plugins_lists_every_plugin_with_its_package(forge):
+    out = forge("plugins")
+    assert "clip" in out
+    assert f"forge-trainer {__version__}" in out
+
+
+def test_a_shown_plugin_has_its_docstring_options_declarations_and_hooks(forge):
+    out = forge("plugins", "clip")
+    for part in ("Clip gradients", "max_norm", "float or None", "1.0", "provides clip", "forge_edit_grads"):
+        assert part in out
+
+
+def test_an_unknown_plugin_is_answered_with_the_nearest(forge):
+    assert "Did you mean 'clip'?" in forge.refused("plugins", "clpi")
+
+
+def test_a_broken_plugin_is_listed_and_named_when_asked_for(forge, broken_plugin):
+    assert "broken-plugin 1.2" in forge("plugins")
+    message = forge.refused("plugins", "broken")
+    assert "broken-plugin 1.2" in message
+    assert "it is broken" in message
+    assert "val/accuracy" in forge("fit", "quickstart", *QUICK)
+
+
+# -- new --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_task_trains_at_once(forge, ring):
+    out = forge("fit", "ring.py:Ring")
+    assert "10 epochs" in out
+    assert "val/accuracy" in out
+
+
+def test_a_new_plugin_is_a_package_whose_own_tests_pass(forge):
+    forge("new", "plugin", "weight-norm")
+    folder = Path("forge-weight-norm")
+    assert 'weight_norm = "forge_weight_norm:WeightNorm"' in (folder / "pyproject.toml").read_text()
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(tests, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_new_overwrites_nothing_and_refuses_what_is_no_name(forge, ring):
+    assert "exists" in forge.refused("new", "task", "Ring")
+    assert "letter first" in forge.refused("new", "plugin", "3d")

@@ -1,0 +1,114 @@
+"""The wheel holds everything, and works away from the checkout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO, Run
+
+BUILT_IN = ("accumulate", "clip", "jsonl", "progress", "schedule", "tensorboard")
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The distribution, built as a release would be."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", REPO, "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a clean environment that holds the wheel, over the torch that is here."""
+    folder = tmp_path_factory.mktemp("clean")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    pip("--python", python, "install", "--no-deps", "--no-index", wheel)
+    # Only now does it see our packages. A path file inside them is not followed from here, so an editable install of
+    # forge stays invisible.
+    own = Path(
+        subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        ).strip()
+    )
+    (own / "packages_of_the_tests.pth").write_text("\n".join(packages_of_this_python()))
+    return python
+
+
+def packages_of_this_python() -> list[str]:
+    """Every folder of installed packages on this interpreter's path, but not the checkout."""
+    homes = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    return [p for p in sys.path if p in homes or "site-packages" in p or "dist-packages" in p]
+
+
+def pip(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_kernel_plugins_and_recipes(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for needed in (
+        "forge/__init__.py",
+        "forge/py.typed",
+        "forge/cli/__init__.py",
+        "forge/testing/__init__.py",
+        "forge_plugins/__init__.py",
+        "forge_plugins/py.typed",
+        "forge_plugins/clip.py",
+        "forge_recipes/__init__.py",
+        "forge_recipes/quickstart.yaml",
+        "forge_recipes/default.yaml",
+        "forge_recipes/digits.npz",
+    ):
+        assert needed in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
+    """What is in the folders of the three packages is shipped; tests, benchmarks and examples are not."""
+    packages = {"forge": "forge", "forge_plugins": "plugins/forge_plugins", "forge_recipes": "recipes/forge_recipes"}
+    sources = {
+        f"{package}/{path.relative_to(REPO / folder)}"
+        for package, folder in packages.items()
+        for path in (REPO / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    shipped = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert shipped == sources
+
+
+def test_the_installed_files_are_the_wheels(installed: Path, run_python: Run) -> None:
+    code = "import forge, forge_plugins as p, forge_recipes as r; print(*forge.__path__, *p.__path__, *r.__path__)"
+    done = run_python("-c", code, python=installed)
+    assert done.returncode == 0, done.stderr
+    home = installed.parent.parent
+    assert all(Path(place).is_relative_to(home) for place in done.stdout.split()), done.stdout
+
+
+def test_an_installed_forge_finds_its_plugins(installed: Path, run_python: Run) -> None:
+    done = run_python("-m", "forge", "plugins", python=installed)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in BUILT_IN)
+
+
+def test_an_installed_forge_finds_its_recipes(installed: Path, run_python: Run) -> None:
+    done = run_python("-m", "forge", "recipes", python=installed)
+    assert done.returncode == 0, done.stderr
+    assert "quickstart" in done.stdout
+    assert "default" in done.stdout
+
+
+def test_an_installed_forge_trains_through_its_command(installed: Path, empty_folder: Path) -> None:
+    command = [installed.with_name("forge"), "fit", "quickstart", "trainer.max_epochs=1"]
+    done = subprocess.run(command, cwd=empty_folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(empty_folder.glob("runs/quickstart/*/weights.safetensors"))

@@ -1,0 +1,162 @@
+"""A plugin package that forge does not know: installed by pip, found by its entry point, run in a recipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO, Run
+
+EXAMPLE = REPO / "plugins" / "example-lookahead"
+
+BROKEN = {
+    "pyproject.toml": """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "forge-example-broken"
+version = "1.2.3"
+
+[project.entry-points."forge.plugins"]
+broken = "forge_broken:Broken"
+
+[tool.hatch.build.targets.wheel]
+packages = ["forge_broken"]
+""",
+    "forge_broken/__init__.py": '''
+import a_package_that_nobody_has
+import forge
+
+
+class Broken(forge.Plugin):
+    """Would do wonders if it could be imported."""
+''',
+}
+
+
+@pytest.fixture(scope="session")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the example package was installed into."""
+    return install(EXAMPLE, tmp_path_factory.mktemp("example"))
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a package with a failing import was installed into."""
+    source = tmp_path_factory.mktemp("broken-source")
+    for name, text in BROKEN.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    return install(source, tmp_path_factory.mktemp("broken"))
+
+
+def install(source: Path, target: Path) -> Path:
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A good one
+
+
+def test_forge_does_not_know_the_example() -> None:
+    folders = [REPO / "forge", REPO / "plugins" / "forge_plugins", REPO / "recipes"]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".yaml", ".tmpl", ".toml")
+    ]
+    assert files
+    assert not [path for path in [*files, REPO / "pyproject.toml"] if "lookahead" in path.read_text().lower()]
+
+
+def test_it_is_not_there_until_it_is_installed(run_forge: Run) -> None:
+    done = run_forge("plugins")
+    assert done.returncode == 0, done.stderr
+    assert "lookahead" not in done.stdout
+
+
+def test_an_installed_plugin_is_listed_with_its_package(example: Path, run_forge: Run) -> None:
+    done = run_forge("plugins", paths=[example])
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "lookahead" in line]
+    assert "forge-example-lookahead" in line
+
+
+def test_an_installed_plugin_is_documented_by_its_own_words(example: Path, run_forge: Run) -> None:
+    done = run_forge("plugins", "lookahead", paths=[example])
+    assert done.returncode == 0, done.stderr
+    assert "Let slow weights follow" in done.stdout
+    assert "How far the slow weights move" in done.stdout
+    assert "forge_step_end" in done.stdout
+
+
+def test_its_recipe_is_listed_and_planned(example: Path, run_forge: Run) -> None:
+    listed = run_forge("recipes", paths=[example])
+    assert "digits_lookahead" in listed.stdout, listed.stderr
+    planned = run_forge("plan", "digits_lookahead", paths=[example])
+    assert planned.returncode == 0, planned.stderr
+    assert "lookahead" in planned.stdout
+
+
+def test_its_recipe_trains(example: Path, run_forge: Run, empty_folder: Path) -> None:
+    done = run_forge("fit", "digits_lookahead", "trainer.max_epochs=2", "lookahead.every=3", paths=[example])
+    assert done.returncode == 0, done.stderr
+    (run,) = empty_folder.glob("runs/digits_lookahead/*")
+    stack = json.loads((run / "card.json").read_text())["stack"]
+    assert {"name": "lookahead", "class": "Lookahead", "options": {"every": 3, "alpha": 0.5}} in stack
+    assert "lookahead/distance" in (run / "metrics.jsonl").read_text()
+
+
+def test_it_can_be_added_to_any_recipe_by_name(example: Path, run_forge: Run, empty_folder: Path) -> None:
+    done = run_forge("fit", "quickstart", "-p", "lookahead", "trainer.max_updates=10", paths=[example])
+    assert done.returncode == 0, done.stderr
+    (run,) = empty_folder.glob("runs/quickstart/*")
+    assert "lookahead" in (run / "card.md").read_text()
+
+
+def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run) -> None:
+    done = run_forge("fit", "digits_lookahead", "lookahead.alfa=0.1", paths=[example])
+    assert done.returncode == 2
+    assert "Did you mean 'alpha'?" in done.stdout + done.stderr
+
+
+def test_its_own_tests_pass(example: Path, run_python: Run) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", str(EXAMPLE / "pyproject.toml")]
+    done = run_python("-m", "pytest", *options, str(EXAMPLE / "tests"), paths=[example])
+    assert done.returncode == 0, done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A broken one
+
+
+def test_a_broken_package_is_listed_and_breaks_nothing(broken: Path, run_forge: Run) -> None:
+    done = run_forge("plugins", paths=[broken])
+    assert done.returncode == 0, done.stderr
+    assert "broken" in done.stdout
+    assert "clip" in done.stdout
+
+
+def test_training_without_the_broken_plugin_goes_on(broken: Path, run_forge: Run) -> None:
+    done = run_forge("fit", "quickstart", "trainer.max_updates=2", paths=[broken])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["plugins", "broken"], ["fit", "quickstart", "-p", "broken"]], ids=" ".join)
+def test_naming_the_broken_plugin_says_which_package_is_broken(
+    command: list[str], broken: Path, run_forge: Run
+) -> None:
+    done = run_forge(*command, paths=[broken])
+    assert done.returncode == 2
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "forge-example-broken 1.2.3" in said
+    assert "a_package_that_nobody_has" in said
+    assert "Traceback" not in said
