@@ -51,8 +51,10 @@ class Session:
             self._configure()
         except BaseException as error:
             self._close()
-            explain(self.trainer, error)
-            raise
+            told = explain(self.trainer, error)
+            if told is error:
+                raise
+            raise told from error
         try:
             self.flags.enter_context(deterministic_flags(self.trainer.deterministic))
             self._build()

@@ -78,6 +78,10 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def __init__(self) -> None:
         super().__init__()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle of a task takes no running Trainer with it."""
+        return {**self.__dict__, "trainer": None}
+
     def training_step(self, batch: Any) -> Any:
         """Return the loss, or `{"loss": loss, **metrics}`; metrics are scalars, detached for you.
 

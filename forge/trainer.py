@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
@@ -66,7 +66,10 @@ class FitResult:
     run_dir: Path | None
 
 
-def _settings_from_recipe(init: Callable[..., None]) -> Callable[..., None]:
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _settings_from_recipe(init: Init) -> Init:
     """What is not passed comes from the recipe's `trainer` section."""
 
     @functools.wraps(init)
@@ -80,7 +83,7 @@ def _settings_from_recipe(init: Callable[..., None]) -> Callable[..., None]:
             recipe = load_recipe(recipe)
         init(self, **{**(recipe.trainer if recipe is not None else {}), **given, "recipe": recipe})
 
-    return with_recipe
+    return with_recipe  # pyright: ignore[reportReturnType]
 
 
 class Trainer:

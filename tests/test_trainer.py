@@ -508,3 +508,17 @@ def test_custom_autograd_functions_optimizers_and_double_backward_work_unchanged
     task = Penalised()
     fit(task, max_updates=1)
     torch.testing.assert_close(task.weight.detach(), torch.full((8,), 0.99))
+
+
+def test_a_copy_of_a_running_task_takes_no_trainer_with_it() -> None:
+    copies: list[forge.TaskModule] = []
+
+    @forge.on("step_end")
+    def keep(step: forge.Step) -> None:
+        assert step.trainer.task.trainer is step.trainer
+        copies.append(copy.deepcopy(step.trainer.task))
+
+    task = Classifier()
+    fit(task, plugins=[keep], max_updates=1)
+    assert copies[0].trainer is None
+    assert task.trainer is None
