@@ -21,6 +21,7 @@ help:  ## show this list
 
 quickstart: $(INSTALLED)  ## train a small network on handwritten digits
 	@$(BIN)/forge fit quickstart
+	@echo "These commands are in $(VENV); to have them at hand: source $(BIN)/activate"
 
 test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
 	@$(BIN)/python -m pytest

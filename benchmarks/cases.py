@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 Batch = tuple[Tensor, Tensor]
 
-WARM_UP = 50
-"""Updates before the clock starts: allocator, optimizer state, first log and progress line."""
+WARM_UP = 60
+"""Updates before the clock starts: allocator, optimizer state, and the first log (at 50), which opens the log files."""
 TAIL = 2
 """Updates after the clock stops, so that a loader which looks ahead has something to look at."""
 POOL = 16
@@ -152,7 +152,7 @@ CASES = {
     case.name: case
     for case in (
         Case("mlp", "MLP 784-64-10, batch 32, Adam", _mlp, _images),
-        Case("transformer", "2 blocks of width 64, 6 × 32 tokens, Adam", Transformer, _tokens, share=0.2),
-        Case("stack", "the MLP, accumulation 4 + clip 1.0 + schedule", _mlp, _images, 4, 1.0, True, 0.4),
+        Case("transformer", "2 blocks of width 64, 6 × 32 tokens, Adam", Transformer, _tokens, share=0.25),
+        Case("stack", "the MLP, accumulation 4 + clip 1.0 + schedule", _mlp, _images, 4, 1.0, True, 0.5),
     )
 }

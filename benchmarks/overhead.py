@@ -1,8 +1,8 @@
 """Host overhead: what a framework adds to each optimizer update, on the CPU, over a loop written by hand.
 
-    python -m benchmarks.overhead                                  # everything installed, about 10 minutes
+    python -m benchmarks.overhead                                  # everything installed, about 15 minutes
     python -m benchmarks.overhead --peers none                     # forge and the bare loop only
-    python -m benchmarks.overhead --case mlp --peers lightning,ignite --updates 200 --rounds 5
+    python -m benchmarks.overhead --case mlp --peers lightning,ignite --updates 100 --rounds 5
     python -m benchmarks.overhead --json > overhead.jsonl          # one JSON object a line: the machine, then the rows
     python -m benchmarks.overhead --peers none --updates 20 --rounds 1 --json     # smoke test, seconds
 
@@ -57,8 +57,9 @@ class Row:
     us_per_update: float
     us_over_bare: float
     us_spread: float
-    us_over_bare_quiet: float
     ratio: float
+    us_over_bare_quiet: float
+    ratio_quiet: float
     weights_identical: bool
     updates: int
     rounds: int
@@ -147,13 +148,13 @@ def table(case: Case, rows: list[Row]) -> Table:
     first = rows[0]
     shown = Table(title=f"{case.name}: {case.note}\n{first.rounds} rounds of {first.updates} updates")
     shown.add_column("", no_wrap=True)
-    for heading in ("µs/update", "over bare", "±", "quiet", "ratio"):
+    for heading in ("µs/update", "over bare", "±", "ratio", "quiet over", "quiet ratio"):
         shown.add_column(heading, justify="right")
     shown.add_column("identical")
     for row in rows:
-        over = (f"{row.us_over_bare:+,.0f}", f"{row.us_spread:,.0f}", f"{row.us_over_bare_quiet:+,.0f}")
-        identical = "yes" if row.weights_identical else "NO"
-        shown.add_row(row.contender, f"{row.us_per_update:,.0f}", *over, f"{row.ratio:.3f}×", identical)
+        median = f"{row.us_per_update:,.0f}", f"{row.us_over_bare:+,.0f}", f"{row.us_spread:,.0f}", f"{row.ratio:.3f}×"
+        quiet = f"{row.us_over_bare_quiet:+,.0f}", f"{row.ratio_quiet:.3f}×"
+        shown.add_row(row.contender, *median, *quiet, "yes" if row.weights_identical else "NO")
     return shown
 
 
@@ -169,8 +170,9 @@ def _row(
         us_per_update=round(statistics.median(own), 1),
         us_over_bare=round(statistics.median(over), 1),
         us_spread=round((high - low) / 2, 1),
-        us_over_bare_quiet=round(_quiet(own) - _quiet(bare), 1),
         ratio=round(statistics.median(mine / base for mine, base in zip(own, bare, strict=True)), 4),
+        us_over_bare_quiet=round(_quiet(own) - _quiet(bare), 1),
+        ratio_quiet=round(_quiet(own) / _quiet(bare), 4),
         weights_identical=identical[contender.name],
         updates=updates,
         rounds=len(own),
@@ -199,8 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     parser.add_argument("--peers", type=peer_names, default="all", help=f"{','.join(peers.PEERS)}, all or none")
     parser.add_argument("--case", type=some_of(CASES), default=",".join(CASES), help=f"of {','.join(CASES)}")
-    parser.add_argument("--updates", type=int, default=500, help="updates timed in each run (default 500)")
-    parser.add_argument("--rounds", type=int, default=15, help="runs of each contender (default 15)")
+    parser.add_argument("--updates", type=int, default=200, help="updates timed in each run (default 200)")
+    parser.add_argument("--rounds", type=int, default=25, help="runs of each contender (default 25)")
     return parser
 
 

@@ -29,7 +29,8 @@ def new_run_dir(group: str) -> Path:
 def group_of(trainer: Trainer) -> str:
     """Runs are grouped by recipe; a stack recipe, which names no task, leaves the task's name."""
     recipe = trainer.recipe
-    return recipe.name if recipe is not None and "task" in recipe.config else snake_case(type(trainer.task).__name__)
+    names_task = recipe is not None and "name" in (recipe.config.get("task") or {})
+    return recipe.name if recipe is not None and names_task else snake_case(type(trainer.task).__name__)
 
 
 def make_card(trainer: Trainer) -> dict[str, Any]:

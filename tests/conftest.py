@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ settings.load_profile(PROFILE)
 torch.set_num_threads(1)
 
 Completed = subprocess.CompletedProcess[str]
-RunForge = Callable[..., Completed]
+Run = Callable[..., Completed]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,20 +62,30 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def run_forge(empty_folder: Path) -> RunForge:
-    """Run the command line in a process of its own: `run_forge("fit", "quickstart", paths=[folder])`."""
+def run_python(empty_folder: Path) -> Run:
+    """Run Python in a process of its own, away from the checkout: `run_python("-c", code, paths=[folder])`.
 
-    def run(*words: str, paths: Sequence[Path] = (), python: str = sys.executable) -> Completed:
-        command = [python, "-P", "-c", "import sys; from forge.cli import main; sys.exit(main())", *words]
+    `paths` come first on its import path; packages installed there are found, entry points included.
+    """
+
+    def run(*words: str, paths: Sequence[Path] = (), python: str | Path = sys.executable) -> Completed:
+        inherited = filter(None, [os.environ.get("PYTHONPATH", "")])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "160",
+            "NO_COLOR": "1",
+        }
         return subprocess.run(
-            command, cwd=empty_folder, env=environment(paths), capture_output=True, text=True, timeout=300
+            [python, *words], cwd=empty_folder, env=environment, capture_output=True, text=True, timeout=300
         )
 
     return run
 
 
-def environment(paths: Sequence[Path] = ()) -> dict[str, str]:
-    """The environment of a child: these folders in front of its path, plain output, one thread."""
-    inherited = os.environ.get("PYTHONPATH", "")
-    found = os.pathsep.join([*map(str, paths), *([inherited] if inherited else [])])
-    return {**os.environ, "PYTHONPATH": found, "COLUMNS": "160", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+@pytest.fixture
+def run_forge(run_python: Run) -> Run:
+    """Run the command line in a process of its own: `run_forge("fit", "quickstart")`."""
+    return partial(run_python, "-m", "forge")

@@ -49,14 +49,20 @@ def blocks(page: str, language: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_the_python_on_a_page_runs_from_top_to_bottom(page: str, empty_folder: Path) -> None:
-    module = import_page(page, empty_folder)
+def test_the_python_on_a_page_runs_from_top_to_bottom(
+    page: str, empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = page_as_module(page, empty_folder)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is not None
+    module.__spec__.loader.exec_module(module)
     for name, value in list(vars(module).items()):
         if name.startswith("test_"):
             value()
 
 
-def import_page(page: str, folder: Path) -> ModuleType:
+def page_as_module(page: str, folder: Path) -> ModuleType:
     """The Python of a page as one module, each line where it stands on the page, so that tracebacks point there."""
     lines: list[str] = []
     for block in blocks(page, "python"):
@@ -65,14 +71,7 @@ def import_page(page: str, folder: Path) -> ModuleType:
     path.write_text("\n".join(lines) + "\n")
     spec = importlib.util.spec_from_file_location(f"page_{path.stem}", path)
     assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
+    return importlib.util.module_from_spec(spec)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")])
@@ -122,7 +121,8 @@ def hooks_table() -> str:
     """Every hook, its arguments, its kind and the first sentence of what it is for."""
     rows = ["| hook | kind | what |", "|---|---|---|"]
     for hook, arguments in SPECS.items():
-        kind, _, text = " ".join((inspect.getdoc(getattr(hooks, hook)) or "").split()).partition(" ")
+        paragraph = (inspect.getdoc(getattr(hooks, hook)) or "").partition("\n\n")[0]
+        kind, _, text = " ".join(paragraph.split()).partition(" ")
         sentences = re.split(r"(?<=\.)\s+(?=[A-Z`])", text)
         # "Action, only in fit. Return ...": a condition comes before what it does
         shown = " ".join(sentences[: 1 if kind.endswith(".") else 2])

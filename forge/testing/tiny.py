@@ -106,13 +106,13 @@ def fit_tiny(
     Two epochs with seed 0 on the CPU, without a run folder, unless the Trainer's options say otherwise:
     `fit_tiny([MyPlugin()], task=TinyGAN(), max_epochs=5, run_dir=folder)`.
     """
-    task = TinyTask() if task is None else task
+    trained: TaskModule = task or TinyTask()
     options: dict[str, Any] = {"seed": 0, "run_dir": False, "device": "cpu", "log_every": 2, **trainer_options}
     if "max_updates" not in options:
         options.setdefault("max_epochs", 2)
     trainer = Trainer(plugins=list(plugins), **options)
-    result = trainer.fit(task, tiny_batches() if train is None else train, tiny_batches(seed=1) if val is None else val)
-    return task, result
+    train = tiny_batches() if train is None else train
+    return trained, trainer.fit(trained, train, tiny_batches(seed=1) if val is None else val)
 
 
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:

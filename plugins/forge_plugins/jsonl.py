@@ -19,8 +19,8 @@ class JSONL(forge.Plugin):
     name; images and texts are left out. What is not finite (NaN, infinity) is written as null, because JSON has no
     number for it and a column keeps its type.
 
-    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued. Without
-    a run folder nothing is written. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued.
+    Without a run folder nothing is written. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
     """
 
     observer = True

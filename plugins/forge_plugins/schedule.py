@@ -115,7 +115,9 @@ class Schedule(forge.Plugin):
             assert config.step_size is not None
             size = _updates(config.step_size, trainer, "step_size")
             if size <= peak:
-                raise RecipeError(f"schedule: the first drop, after {size} updates, is inside the warm-up of {peak + 1}.")
+                raise RecipeError(
+                    f"schedule: the first drop, after {size} updates, is inside the warm-up of {peak + 1}."
+                )
             return lambda i: max(config.gamma ** (i // size), config.min_ratio)
         assert trainer.planned_updates is not None
         return falling(config.kind, peak, trainer.planned_updates, config.min_ratio)
@@ -134,8 +136,8 @@ class Schedule(forge.Plugin):
             _counted(config.warmup, "warmup")
         elif config.warmup < 0 or (isinstance(config.warmup, float) and config.warmup >= 1):
             raise RecipeError(
-                f"schedule.warmup is {config.warmup!r}. Write updates as a whole number (500), a share of the run between "
-                "0 and 1 (0.05), or an interval ('500 updates', '1 epoch')."
+                f"schedule.warmup is {config.warmup!r}. Write updates as a whole number (500), a share of the run "
+                "between 0 and 1 (0.05), or an interval ('500 updates', '1 epoch')."
             )
         if not 0 <= config.min_ratio <= 1:
             raise RecipeError(f"schedule.min_ratio is {config.min_ratio:g}; it is a share of the peak, from 0 to 1.")
@@ -160,8 +162,8 @@ class Schedule(forge.Plugin):
         kind = self.config.kind
         if kind == "task" and not returned:
             raise ForgeError(
-                f"schedule: kind 'task' keeps the schedule of {task}.configure_optimizers, but it returned none. Return "
-                "(optimizer, schedule), or pick another kind."
+                f"schedule: kind 'task' keeps the schedule of {task}.configure_optimizers, but it returned none. "
+                "Return (optimizer, schedule), or pick another kind."
             )
         if kind != "task" and returned:
             raise ForgeError(

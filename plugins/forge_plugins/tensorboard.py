@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ class Tensorboard(forge.Plugin):
             if isinstance(value, forge.Image):
                 add_image(writer, name, value, update)
             elif isinstance(value, forge.Text):
-                writer.add_text(name, value.text, update)
+                add_text(writer, name, value.text, update)
 
     @forge.hookimpl
     def forge_exception(self) -> None:
@@ -78,7 +79,7 @@ class Tensorboard(forge.Plugin):
             str(trainer.run_dir / "tensorboard"), max_queue=1000, flush_secs=self.config.flush_seconds
         )
         if trainer.verb == "fit":
-            self._writer.add_text("run card", run_card(trainer), 0)
+            add_text(self._writer, "run card", run_card(trainer), 0)
         return self._writer
 
 
@@ -93,9 +94,9 @@ def run_card(trainer: forge.Trainer) -> str:
     return file.read_text() if file.exists() else card_as_markdown(make_card(trainer))
 
 
-def add_scalars(writer: SummaryWriter, scalars: dict[str, float], update: int) -> None:
+def add_scalars(writer: SummaryWriter, scalars: Mapping[str, float], update: int) -> None:
     """All scalars of a log in one event: add_scalar makes, queues and checksums one for each."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
     _file(writer).add_summary(Summary(value=values), update)
@@ -107,7 +108,16 @@ def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int)
     data = data.float() if data.is_floating_point() else data
     writer.add_image(name, data, update, dataformats="HW" if data.ndim == 2 else "CHW")
     if image.caption:
-        writer.add_text(f"{name}/caption", image.caption, update)
+        add_text(writer, f"{name}/caption", image.caption, update)
+
+
+def add_text(writer: SummaryWriter, name: str, markdown: str, update: int) -> None:
+    """A text under its own name; the writer's add_text would put "/text_summary" behind it."""
+    from torch.utils.tensorboard.summary import text
+
+    summary = text(name, markdown)
+    summary.value[0].tag = name
+    _file(writer).add_summary(summary, update)
 
 
 def hyperparameters(trainer: forge.Trainer) -> dict[str, Hyperparameter]:
