@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SHELL := /bin/bash
+SHELL := bash
 
 # a stamp is as old as the last installation: it is redone when pyproject.toml changes
 INSTALLED := $(VENV)/.installed
@@ -12,6 +12,9 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 # one line per package while pip works; what goes wrong is shown in full
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable
 SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  unpacking/p'
+
+# two workers, a file each: fixtures that build a wheel or install a package run once
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: help quickstart test check test-full clean
 .DEFAULT_GOAL := help
@@ -24,10 +27,10 @@ quickstart: $(INSTALLED)  ## train a small network on handwritten digits
 	@echo "These commands are in $(VENV); to have them at hand: source $(BIN)/activate"
 
 test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
-	@FORGE_PROFILE=full $(BIN)/python -m pytest
+	@FORGE_PROFILE=full $(PYTEST)
 
 check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and pyright
 	@$(BIN)/ruff check
@@ -38,17 +41,18 @@ clean:  ## remove what make made: .venv, caches, builds; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/bin/python:
-	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or say which one: make PYTHON=/path/to/python3"; exit 1; }
+# pip is the last thing that venv writes: where it is missing, an attempt was cut short
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or say which one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("forge needs Python 3.11 or newer; $(PYTHON) is %d.%d. Say which one to use: make PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml | $(VENV)/bin/python
+$(INSTALLED): pyproject.toml | $(BIN)/pip
 	@echo "Installing forge into $(VENV): once, and a few minutes if PyTorch must be downloaded"
 	@set -o pipefail; $(PIP_INSTALL) . | $(SHOW_PACKAGES)
 	@touch $@
 
-$(INSTALLED_DEV): pyproject.toml | $(VENV)/bin/python
+$(INSTALLED_DEV): pyproject.toml | $(BIN)/pip
 	@echo "Installing forge and its development tools into $(VENV): once, and a few minutes if PyTorch must be downloaded"
 	@set -o pipefail; $(PIP_INSTALL) '.[dev]' | $(SHOW_PACKAGES)
 	@touch $(INSTALLED) $@

@@ -234,7 +234,9 @@ def ignite() -> list[Contender]:
 def hf() -> list[Contender]:
     """The Trainer of transformers, with the user's `compute_loss`.
 
-    `max_grad_norm` is the case's, not HF's default of 1.0, because clipping would train other weights.
+    `max_grad_norm` is the case's, not HF's default of 1.0, because clipping would train other weights. HF always steps a
+    schedule; where the case has none it is a constant. Its default log and checkpoint come every 500 updates, which is
+    beyond the default number of timed updates.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -273,12 +275,12 @@ def hf() -> list[Contender]:
 
     return [
         Contender("hf least", least, "no bar, log, save or NaN filter; the batches as they are"),
-        Contender("hf default", default, "bar, log and checkpoint every 500, prepared DataLoader"),
+        Contender("hf default", default, "bar, NaN filter, log and checkpoint every 500, prepared DataLoader"),
     ]
 
 
 def _forget_accelerate() -> None:
-    """accelerate keeps one process-wide state; a second Accelerator with other options would inherit the first's."""
+    """accelerate keeps one state for the process: what the newest Accelerator sets, older ones have too."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

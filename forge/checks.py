@@ -120,14 +120,10 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
         )
 
 
-def not_finished(step: Step) -> None:
-    """An owner of forge_train_step that forgets to return True hands a finished step on to core."""
-    if step._finished:
-        raise RuntimeError(
-            "forge_train_step reached core although the step was finished already: its owner returned None. "
-            "Return True from an owner of an action."
-        )
-
+OWNER_RETURNED_NONE = (
+    "forge_train_step reached core although the step was finished already: its owner returned None. "
+    "Return True from an owner of an action."
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The first batch

@@ -32,7 +32,13 @@ class Env:
 
     def move(self, batch: Any) -> Any:
         """The batch with every tensor in it on the device: tuples, lists, dicts, dataclasses, anything with `.to`."""
-        return move(batch, self.device)
+        device, kind = self.device, type(batch)
+        if kind is tuple or kind is list:  # almost every batch: look at its tensors before anything is rebuilt
+            for item in batch:
+                if not isinstance(item, torch.Tensor) or item.device != device:
+                    return move(batch, device)
+            return batch
+        return move(batch, device)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""
@@ -77,10 +83,8 @@ def move(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
     kind = type(value)
-    if kind is tuple:
-        return tuple([move(item, device) for item in value])
-    if kind is list:
-        return [move(item, device) for item in value]
+    if kind is tuple or kind is list:
+        return kind(move(item, device) for item in value)
     if kind is dict:
         return {key: move(item, device) for key, item in value.items()}
     if hasattr(value, "to") and callable(value.to):  # packed sequences, tokenizer outputs, graph batches

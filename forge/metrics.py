@@ -46,24 +46,36 @@ class Means:
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
         """Count `value` in the mean of `name`."""
-        if self.on_host:
+        self.add_all("", {name: value}, weight)
+
+    def add_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
+        """Count every metric in the mean of its name; once per micro-batch, so written out in one function."""
+        if not self.on_host:
+            self._keep_all(prefix, metrics, weight)
+            return
+        if isinstance(weight, Tensor):
+            weight = int(weight)
+        for name, value in metrics.items():
             if isinstance(value, Tensor):
-                value = _item(name, value)
-            if isinstance(weight, Tensor):
-                weight = int(weight)
-            sums = self._sums.get(name)
+                try:
+                    value = value.item()
+                except RuntimeError as error:
+                    raise _no_scalar(prefix + name, value) from error
+            sums = self._sums.get(prefix + name)
             if sums is None:
-                self._sums[name] = [value * weight, weight]
+                self._sums[prefix + name] = [value * weight, weight]
             else:
                 sums[0] += value * weight
                 sums[1] += weight
-            return
-        values, weights = self._kept.setdefault(name, ([], []))
-        values.append(_keep(name, value) if isinstance(value, Tensor) else float(value))
-        weights.append(weight)
-        if len(values) >= FOLD_AFTER:
-            total, mass = self._reduce(values, weights)
-            self._kept[name] = ([total / mass], [mass])
+
+    def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
+        for name, value in metrics.items():
+            values, weights = self._kept.setdefault(prefix + name, ([], []))
+            values.append(_detached(prefix + name, value) if isinstance(value, Tensor) else float(value))
+            weights.append(weight)
+            if len(values) >= FOLD_AFTER:
+                total, mass = self._reduce(values, weights)
+                self._kept[prefix + name] = ([total / mass], [mass])
 
     @property
     def empty(self) -> bool:
@@ -134,18 +146,15 @@ def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _item(name: str, value: Tensor) -> float:
-    try:
-        return value.item()
-    except RuntimeError as error:
-        raise TaskError(
-            f"The metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar. Reduce it with .mean()."
-        ) from error
+def _no_scalar(name: str, value: Tensor) -> TaskError:
+    return TaskError(
+        f"The metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar. Reduce it with .mean()."
+    )
 
 
-def _keep(name: str, value: Tensor) -> Tensor:
+def _detached(name: str, value: Tensor) -> Tensor:
     """The value without its graph, safe against later changes in place (a parameter, a buffer, a view of one)."""
     if value.numel() != 1:
-        _item(name, value)
-    value_is_fresh = value.grad_fn is not None and not value._is_view()
-    return value.detach() if value_is_fresh else value.detach().clone()
+        raise _no_scalar(name, value)
+    is_fresh = value.grad_fn is not None and not value._is_view()
+    return value.detach() if is_fresh else value.detach().clone()

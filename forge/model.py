@@ -21,9 +21,16 @@ class TaskCall(nn.Module):
         self.task = task
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        task = self._modules["task"]
         if stage == "train" and name is not None:
-            return self.task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
-        return getattr(self.task, STAGE_METHODS[stage])(batch)
+            return task.training_step(batch, name)  # pyright: ignore
+        return getattr(task, STAGE_METHODS[stage])(batch)
+
+    def __call__(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        # torch's __call__ is for hooks and compiled modules; this shell has neither unless a strategy gave it some
+        if self._compiled_call_impl is not None or self._forward_hooks or self._forward_pre_hooks or name is not None:
+            return super().__call__(batch, stage, name)
+        return getattr(self._modules["task"], STAGE_METHODS[stage])(batch)
 
 
 @dataclass(slots=True)

@@ -103,6 +103,7 @@ class Session:
                 ask(trainer, config)
         stack.lock()
         trainer.hooks = stack.freeze(trainer.trace, trainer.instrument)
+        trainer.core.look_around(trainer.hooks)
 
     # -- build --------------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class Session:
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
-        trainer.items_are_samples = not defines(task, "num_items")
+        trainer.weighs_by_itself = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_batches = len(trainer.optimizers) > 1 or needs_replay or self._owner_replays()
 

@@ -23,30 +23,26 @@ if TYPE_CHECKING:
 class Step:
     """What hooks are given: where the run is, and what may be asked of it."""
 
-    __slots__ = (
-        "_divisor",
-        "_factors",
-        "_finished",
-        "_keep",
-        "_prepared",
-        "_record",
-        "_rng",
-        "data_wait",
-        "ends_epoch",
-        "epoch",
-        "index",
-        "items",
-        "loss",
-        "micro",
-        "name",
-        "samples",
-        "skip_reason",
-        "stage",
-        "trainer",
-        "updated",
-        "updated_names",
-        "window",
-    )
+    micro: int = 0
+    "The current micro-batch of the window (in evaluation: the batch)."
+    name: str | None = None
+    "The optimizer whose turn it is; None with one optimizer, and in forge_step_end."
+    prefix: str = "train/"
+    "What the names of the current optimizer's metrics begin with."
+    updated: bool = False
+    "Whether the weights were changed."
+    updated_names: tuple[str, ...] = ()
+    "With several optimizers, which of them stepped."
+    skip_reason: str | None = None
+    "Why this update is skipped, if it is."
+    loss: Tensor | None = None
+    "The window's weighted loss; kept only for owners that replay."
+    _prepared: list[Any] | None = None
+    _rng: RNGState | None = None
+    _record: bool = True
+    _finished: bool = False
+    _divisor: int = 1
+    _factors: list[float | Tensor] | None = None
 
     def __init__(
         self,
@@ -57,17 +53,15 @@ class Step:
         samples: int = 0,
         ends_epoch: bool = False,
         data_wait: float = 0.0,
-        keep: bool = False,
     ):
+        progress = trainer.progress
         self.trainer: Trainer = trainer
         self.stage: str = stage
         "train, val, test or predict."
-        self.index: int = trainer.progress.update
+        self.index: int = progress.update
         "Updates done before this one."
-        self.epoch: int = trainer.progress.epoch
+        self.epoch: int = progress.epoch
         "Epochs done before this step."
-        self.micro: int = 0
-        "The current micro-batch of the window (in evaluation: the batch)."
         self.window: Sequence[Any] = window
         "The raw micro-batches."
         self.items: Sequence[int | Tensor] = items
@@ -78,22 +72,8 @@ class Step:
         "Whether this is the last step of its epoch."
         self.data_wait: float = data_wait
         "Seconds spent waiting for the loader."
-        self.name: str | None = None
-        "The optimizer whose turn it is; None with one optimizer, and in forge_step_end."
-        self.updated: bool = False
-        "Whether the weights were changed."
-        self.updated_names: tuple[str, ...] = ()
-        "With several optimizers, which of them stepped."
-        self.skip_reason: str | None = None
-        "Why this update is skipped, if it is."
-        self.loss: Tensor | None = None
-        "The window's weighted loss; kept only for owners that replay."
-        self._divisor, self._factors = window_weights(items)
-        self._keep = keep
-        self._prepared: list[Any] = []
-        self._rng: RNGState | None = None
-        self._record = True
-        self._finished = False
+        if len(items) > 1 or (items and type(items[0]) is not int):
+            self._divisor, self._factors = window_weights(items)
 
     # -- asked by plugins ---------------------------------------------------------------------------------------------
 
@@ -134,28 +114,27 @@ class Step:
             return
         hooks = self.trainer.hooks
         self._record, self.loss = record, None
-        if self._keep:
-            self._rng = RNGState.capture(self.trainer.env.device)
+        kept = self._kept_batches()
         for micro, raw in enumerate(self.window):
             self.micro = micro
-            if not self._keep:
+            if kept is None:
                 batch = hooks.forge_prepare_batch(self, raw)
-            elif micro < len(self._prepared):
-                batch = self._prepared[micro]
             else:
-                batch = hooks.forge_prepare_batch(self, raw)
-                self._prepared.append(batch)
+                if micro == len(kept):
+                    kept.append(hooks.forge_prepare_batch(self, raw))
+                batch = kept[micro]
             hooks.forge_micro_step(self, batch)
 
     def finish(self) -> None:
         """Second half: gradients through their three phases, the optimizer's step, and zero_grad."""
         hooks = self.trainer.hooks
-        self._through_gradient_phases()
+        self.gradient_phases()
         self.updated = self.skip_reason is None and bool(hooks.forge_optimizer_step(self))
         self.optimizer.zero_grad(set_to_none=True)
         self._finished = True
 
-    def _through_gradient_phases(self) -> None:
+    def gradient_phases(self) -> None:
+        """Finalize, inspect, edit."""
         hooks = self.trainer.hooks
         if hooks.forge_finalize_grads is not None:
             hooks.forge_finalize_grads(self)
@@ -164,8 +143,17 @@ class Step:
         if hooks.forge_edit_grads is not None:
             hooks.forge_edit_grads(self)
 
+    def _kept_batches(self) -> list[Any] | None:
+        """The prepared batches, where they are kept for another run or another optimizer; the RNG is kept with them."""
+        if not self.trainer.keep_batches:
+            return None
+        self._rng = RNGState.capture(self.trainer.env.device)
+        if self._prepared is None:
+            self._prepared = []
+        return self._prepared
+
     def _replay(self, record: bool) -> None:
-        if not self._keep or self._rng is None:
+        if self._prepared is None or self._rng is None:
             raise RuntimeError("run_window(replay=True) needs a first run, and `replays = True` on the owner's class.")
         device = self.trainer.env.device
         now, recorded = RNGState.capture(device), self._record
@@ -182,6 +170,7 @@ class Step:
     def begin_turn(self, name: str | None) -> None:
         """Hand the step to one of several optimizers."""
         self.name, self.updated, self.skip_reason, self._finished = name, False, None, False
+        self.prefix = "train/" if name is None else f"train/{name}/"
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss as it counts in its window."""
@@ -189,7 +178,7 @@ class Step:
             weighed = loss * self._factors[self.micro]
         else:
             weighed = loss if self._divisor == 1 else loss / self._divisor
-        if self._keep:
+        if self._prepared is not None:
             self.loss = weighed.detach() if self.loss is None else self.loss + weighed.detach()
         return weighed
 
@@ -206,7 +195,7 @@ class Step:
             recorded, self._record = self._record, False
             self.run_window(record=False, replay=True)
             self._record = False
-            self._through_gradient_phases()
+            self.gradient_phases()
             self._record = recorded
             assert self.loss is not None
             return self.loss
@@ -219,7 +208,7 @@ def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Ten
 
     Tensors are never compared, because that would read the device.
     """
-    if len(items) <= 1 and not (items and isinstance(items[0], Tensor)):
+    if not items:
         return 1, None
     if any(isinstance(n, Tensor) for n in items):
         total = sum(items[1:], start=items[0])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from torch import nn
 
 from forge.core import Core
-from forge.data.feed import Feed, count_samples
+from forge.data.feed import Feed, batch_size, count_samples
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
 from forge.errors import ForgeError
@@ -118,7 +118,7 @@ class Trainer:
     run_dir: Path | None
     # set by the session: what the loop needs to know of the task
     keep_batches: bool
-    items_are_samples: bool
+    weighs_by_itself: bool
 
     @_settings_from_recipe
     def __init__(
@@ -177,6 +177,7 @@ class Trainer:
         if self.max_epochs is None and self.max_updates is None:
             raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
         with Session(self, "fit", task, {"train": train, "val": val}, weights):
+            self._validates = "val" in self.loaders
             stop_reason = self._train()
             self._log()
             self._deliver_log()
@@ -221,16 +222,15 @@ class Trainer:
     # -- the rhythm ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
-        hooks, progress = self.hooks, self.progress
-        while (reason := self._done()) is None:
-            step = self._next_step()
-            if self.optimizers.named:
+        hooks, progress, optimizers, requests = self.hooks, self.progress, self.optimizers, self.requests
+        for step in self._steps():
+            if optimizers.named:
                 self._take_turns(step)
             else:
                 hooks.forge_train_step(step)
-
-            for parameter in self.optimizers.orphans:
+            for parameter in optimizers.orphans:
                 parameter.grad = None
+
             progress.update += 1
             progress.micro += len(step.window)
             progress.sample += step.samples
@@ -244,35 +244,37 @@ class Trainer:
                 self._deliver_log()
             if progress.update % self.log_every == 0 or step.ends_epoch:
                 self._log()
-            if self.optimizers.has_schedules:
-                self.optimizers.advance(step)
-            if self._validation_due(step):
+            if optimizers.has_schedules:
+                optimizers.advance(step)
+            if self._validates and self._validation_due(step):
                 self._validate()
             if hooks.forge_boundary is not None:
                 hooks.forge_boundary(self, step)
-            if self.requests.open:
+            if requests.open:
                 self._grant_requests(step)
-        return reason
+        return self._stop_reason or "max_updates"
 
-    def _done(self) -> str | None:
-        if self._stop_reason is not None:
-            return self._stop_reason
-        if self.max_updates is not None and self.progress.update >= self.max_updates:
-            return "max_updates"
-        if self.max_epochs is not None and self.progress.epoch >= self.max_epochs:
-            return "max_epochs"
-        return None
-
-    def _next_step(self) -> Step:
-        """The next window: its batches, what each weighs, whether it ends the epoch."""
-        feed, task = self.feed, self.task
-        asked = time.perf_counter()
-        window = feed.take(self.hooks.forge_plan_step(self), self.progress.epoch)
-        waited = time.perf_counter() - asked
-        items: list[Any] = [task.num_items(batch) for batch in window]
-        samples = sum(items) if self.items_are_samples else count_samples(window, items)
-        self.step = Step(self, "train", window, items, samples, feed.ends_epoch, waited, self.keep_batches)
-        return self.step
+    def _steps(self) -> Iterator[Step]:
+        """Windows as steps, epoch after epoch, until the run is done or a stop was granted."""
+        feed, progress, clock = self.feed, self.progress, time.perf_counter
+        plan = functools.partial(self.hooks.forge_plan_step, self)
+        num_items = self.task.num_items if self.weighs_by_itself else batch_size
+        while progress.epoch != self.max_epochs:
+            asked = clock()
+            for window, ends_epoch in feed.epoch(progress.epoch, plan):
+                waited = clock() - asked
+                items: list[Any] = []
+                for batch in window:
+                    items.append(num_items(batch))
+                    if items[-1] is None:
+                        items[-1] = self.task.num_items(batch)  # refuses, and says what to define
+                samples = count_samples(window, items) if self.weighs_by_itself else sum(items)
+                self.step = Step(self, "train", window, items, samples, ends_epoch, waited)
+                yield self.step
+                if self._stop_reason is not None or progress.update == self.max_updates:
+                    return
+                asked = clock()
+        self._stop_reason = "max_epochs"
 
     def _take_turns(self, step: Step) -> None:
         """Several optimizers: each trains its own parameters on the same window, in order."""
@@ -290,8 +292,6 @@ class Trainer:
     # -- around the steps ---------------------------------------------------------------------------------------------
 
     def _validation_due(self, step: Step) -> bool:
-        if "val" not in self.loaders:
-            return False
         due = self.validate_every is not None and self.validate_every.due(step)
         return due or "validation" in self.requests.open
 

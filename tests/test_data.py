@@ -35,15 +35,15 @@ def test_windows_cover_each_epoch_in_order_and_the_last_one_says_so(
     items = list(range(count))
     feed = Feed(items if sized else Endless(items))
     for epoch in range(epochs):
-        seen: list[int] = []
-        while True:
-            taken = feed.take(window, epoch)
-            seen += taken
-            assert len(taken) == window or feed.ends_epoch
-            assert feed.ends_epoch == (len(seen) == count)
-            if feed.ends_epoch:
-                break
-        assert seen == items
+        windows, ends = zip(*feed.epoch(epoch, lambda: window), strict=True)
+        assert [item for taken in windows for item in taken] == items
+        assert all(len(taken) == window for taken in windows[:-1])
+        assert ends == (False,) * (len(windows) - 1) + (True,)
+
+
+def test_a_window_may_change_its_length_on_the_way() -> None:
+    plans = iter([1, 2, 3])
+    assert [window for window, _ in Feed(list(range(6))).epoch(0, lambda: next(plans))] == [[0], [1, 2], [3, 4, 5]]
 
 
 def test_a_loader_with_a_length_is_never_read_ahead() -> None:
@@ -55,7 +55,7 @@ def test_a_loader_with_a_length_is_never_read_ahead() -> None:
                 taken.append(item)
                 yield item
 
-    Feed(Counted([1, 2, 3])).take(1, 0)
+    next(Feed(Counted([1, 2, 3])).epoch(0, lambda: 1))
     assert taken == [1]
 
 

@@ -154,7 +154,9 @@ class TestLengths:
         assert accumulated == rates_of(Schedule(warmup=3), 6)
 
     def test_max_updates_alone_is_enough_to_plan(self) -> None:
-        assert rates_of(Schedule(), max_epochs=None, max_updates=5, train=iter(make_batches(9))) == rates_of(Schedule(), 5)
+        assert rates_of(Schedule(), max_epochs=None, max_updates=5, train=iter(make_batches(9))) == rates_of(
+            Schedule(), 5
+        )
 
     def test_a_warm_up_longer_than_the_run_warns_and_rises_to_the_end(self) -> None:
         with pytest.warns(UserWarning, match="warmup is 20 updates, but the run has only 10"):
@@ -231,14 +233,18 @@ class TestSkippedUpdates:
 
 class TestTheTasksSchedule:
     def test_kind_task_keeps_what_the_task_returned(self) -> None:
-        assert rates_of(Schedule("task"), 6, ReturnsOne()) == pytest.approx([PEAK] * 2 + [PEAK / 2] * 2 + [PEAK / 4] * 2)
+        assert rates_of(Schedule("task"), 6, ReturnsOne()) == pytest.approx(
+            [PEAK] * 2 + [PEAK / 2] * 2 + [PEAK / 4] * 2
+        )
 
     def test_kind_task_without_a_schedule_is_refused(self) -> None:
         with pytest.raises(ForgeError, match=r"Classifier\.configure_optimizers, but it returned none"):
             rates_of(Schedule("task"))
 
     def test_a_second_schedule_beside_the_tasks_is_refused_naming_both(self) -> None:
-        with pytest.raises(ForgeError, match=r"ReturnsOne.* returned StepLR, .*'schedule' is set to 'linear'.*kind=task"):
+        with pytest.raises(
+            ForgeError, match=r"ReturnsOne.* returned StepLR, .*'schedule' is set to 'linear'.*kind=task"
+        ):
             rates_of(Schedule("linear"), task=ReturnsOne())
 
     def test_a_plateau_schedule_counts_as_a_schedule(self) -> None:

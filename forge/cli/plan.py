@@ -74,7 +74,7 @@ def _print_stack(recipe: Recipe, stack: Stack) -> None:
     console.print(Text.assemble((recipe.name, "bold"), f"  {recipe.description}"), soft_wrap=True)
     console.print()
     console.print(show.heading("Stack, outermost first"))
-    grid = show.table("plugin", "options", "from", wrap="options")
+    grid = show.table("plugin", "options", "from", wrap=["options"])
     for plugin in stack:
         given = recipe.resolved["plugins"][plugin.name]
         options = ", ".join(f"{key}={_shown(value)}" for key, value in given.items())
@@ -86,7 +86,7 @@ def _print_hooks(calls: dict[str, list[Call]]) -> None:
     console = show.console()
     console.print()
     console.print(show.heading("Hooks, in the order of a run"))
-    grid = show.table("hook", "kind", "who, in call order", wrap="who, in call order")
+    grid = show.table("hook", "kind", "who, in call order", wrap=["who, in call order"])
     for hook, who in calls.items():
         if any(call.plugin != CORE for call in who):
             grid.add_row(hook, Text("action" if hook in ACTIONS else "event", "dim"), _chain(hook, who))
@@ -112,7 +112,7 @@ def _print_values(recipe: Recipe, values: dict[str, Any]) -> None:
     console = show.console()
     console.print()
     console.print(show.heading("Values"))
-    grid = show.table("key", "value", "from", wrap="value")
+    grid = show.table("key", "value", "from", wrap=["value"])
     for key, entry in values.items():
         if key != "description":
             style = "dim" if entry["from"] == "default" else ""

@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
 
 def _list() -> int:
     """Read from package metadata and source alone, so that a broken package is listed like any other."""
-    grid = show.table("plugin", "what it does", "package", wrap="what it does")
+    grid = show.table("plugin", "what it does", "package", wrap=["what it does"])
     for name, entry in registry.installed("plugin").items():
         grid.add_row(name, registry.summary(entry), registry.origin(entry))
     console = show.console()
@@ -50,7 +50,7 @@ def _show(name: str) -> int:
     console.print()
     known = options.of_config(kind.Config)
     if known:
-        grid = show.table("option", "type", "default", "what it is for", wrap="what it is for")
+        grid = show.table("option", "type", "default", "what it is for", wrap=["type", "what it is for"])
         for option in known:
             grid.add_row(Text(option.name), Text(options.type_name(option.type)), _default(option), Text(option.doc))
         console.print(grid)
@@ -58,7 +58,7 @@ def _show(name: str) -> int:
         console.print(Text("no options", "dim"))
     console.print()
     _print_declarations(kind)
-    grid = show.table("hook", "role", "when", wrap="when")
+    grid = show.table("hook", "role", "when", wrap=["when"])
     for hook, role in _hooks(kind):
         grid.add_row(hook, role, Text(_when(hook), "dim"))
     console.print(grid)

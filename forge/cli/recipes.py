@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
 
 
 def _list() -> int:
-    grid = show.table("recipe", "description", "package", wrap="description")
+    grid = show.table("recipe", "description", "package", wrap=["description"])
     for name, file in list_recipes().items():
         grid.add_row(name, file.description, file.package)
     console = show.console()

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,11 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, highlight=False, width=width)
 
 
-def table(*columns: str, wrap: str = "") -> Table:
-    """A table without lines; only the column called `wrap` folds when there is little room."""
+def table(*columns: str, wrap: Sequence[str] = ()) -> Table:
+    """A table without lines; only the columns named in `wrap` fold when there is little room."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
-        grid.add_column(column, no_wrap=column != wrap, overflow="fold")
+        grid.add_column(column, no_wrap=column not in wrap, overflow="fold")
     return grid
 
 

@@ -6,7 +6,7 @@ The feed knows before a window's first backward how long the window is and wheth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ import torch
 from torch.utils.data import Dataset
 
 from forge.errors import DataError
-
-_NOTHING: Any = object()
 
 
 def length_of(loader: Any) -> int | None:
@@ -28,10 +26,10 @@ def length_of(loader: Any) -> int | None:
 
 def batch_size(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension of the first tensor found in it, or None."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, (tuple, list)):
         parts = batch
+    elif isinstance(batch, torch.Tensor):
+        parts = (batch,)
     elif isinstance(batch, dict):
         parts = batch.values()
     elif is_dataclass(batch):
@@ -39,8 +37,10 @@ def batch_size(batch: Any) -> int | None:
     else:
         return None
     for part in parts:
-        size = batch_size(part)
-        if size is not None:
+        if isinstance(part, torch.Tensor):
+            if part.ndim:
+                return part.size(0)
+        elif (size := batch_size(part)) is not None:
             return size
     return None
 
@@ -70,76 +70,69 @@ def check_loader(loader: Any, stage: str) -> None:
 
 
 class Feed:
-    """Takes windows from a training loader."""
+    """Windows of batches from a training loader."""
 
     def __init__(self, loader: Any):
         check_loader(loader, "train")
         self.loader = loader
         self.length = length_of(loader)
-        self.ends_epoch = False
-        "Whether the window taken last was the last of its epoch."
-        self._iterator: Iterator[Any] | None = None
-        self._given = 0
-        self._ahead: Any = _NOTHING
         self._used_up = False
 
-    def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch: tell the loader, or its sampler, which one it is."""
-        set_epoch(self.loader, epoch)
-        iterator = iter(self.loader)
-        if iterator is self.loader and self._used_up:
+    def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
+        """The windows of one epoch: (batches, whether this is the last). `plan` says how many batches come next.
+
+        A window is shorter than planned only at the end, and never empty. A loader without a length is read one batch
+        ahead; one with a length is not, so no sample is drawn before its turn.
+        """
+        batches, length, given = self._start(number), self.length, 0
+        ahead: list[Any] = []
+        last = False
+        while not last:
+            window, ahead = ahead, []
+            count = plan() if length is None else min(plan(), length - given)
+            try:
+                while len(window) < count:
+                    window.append(next(batches))
+            except StopIteration as stop:
+                self._refuse_short_epoch(given + len(window), stop)
+            given += len(window)
+            if length is None or given == length:
+                last = not self._look_ahead(batches, ahead)
+            yield window, last
+
+    def _start(self, number: int) -> Iterator[Any]:
+        """Tell the loader, or its sampler, which epoch begins; then begin it."""
+        set_epoch(self.loader, number)
+        batches = iter(self.loader)
+        if batches is self.loader and self._used_up:
             raise DataError(
                 f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is used up. Pass a "
                 "loader or a list that can be iterated again, or set max_epochs=1."
             )
-        self._iterator, self._given, self._ahead, self.ends_epoch = iterator, 0, _NOTHING, False
         self._used_up = True
+        return batches
 
-    def take(self, count: int, epoch: int) -> list[Any]:
-        """The next window of up to `count` batches; it is shorter only at an epoch's end, and never empty."""
-        if self._iterator is None:
-            self.start_epoch(epoch)
-        if self.length is not None:
-            count = min(count, self.length - self._given)
-        window = []
-        while len(window) < count:
-            batch = self._next()
-            if batch is _NOTHING:
-                break
-            window.append(batch)
-        if not window:
-            raise DataError("The train loader gave no batch in this epoch. Check its dataset, sampler and drop_last.")
-        self._settle()
-        return window
-
-    def _next(self) -> Any:
-        if self._ahead is not _NOTHING:
-            batch, self._ahead = self._ahead, _NOTHING
-            return batch
+    def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
+        """Whether there is another batch; it is kept in `ahead`."""
         try:
-            batch = next(self._iterator)  # pyright: ignore[reportArgumentType]
-        except StopIteration as stop:
-            if self.length is not None and self._given < self.length:
-                raise DataError(
-                    f"The train loader gave {self._given} batches in this epoch, but its length says {self.length}. "
-                    f"Mend its __len__{_raised_by(stop)}."
-                ) from stop
-            return _NOTHING
-        self._given += 1
-        return batch
-
-    def _settle(self) -> None:
-        """Find out whether the epoch is over. A known length needs no look ahead, so no sample is drawn early."""
-        if self.length is not None and self._given < self.length:
-            return
-        self._ahead = self._next()
-        if self._ahead is _NOTHING:
-            self.ends_epoch, self._iterator = True, None
-        elif self.length is not None:
+            ahead.append(next(batches))
+        except StopIteration:
+            return False
+        if self.length is not None:
             raise DataError(
                 f"The train loader gave more than the {self.length} batches that its length says. "
                 "Mend its __len__, or remove it for an endless stream."
             )
+        return True
+
+    def _refuse_short_epoch(self, given: int, stop: StopIteration) -> None:
+        if self.length is not None:
+            raise DataError(
+                f"The train loader gave {given} batches in this epoch, but its length says {self.length}. "
+                f"Mend its __len__{_raised_by(stop)}."
+            ) from stop
+        if given == 0:
+            raise DataError("The train loader gave no batch in this epoch. Check its dataset, sampler and drop_last.")
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -157,7 +150,7 @@ def _raised_by(stop: StopIteration) -> str:
     trace = stop.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or trace.tb_frame.f_code is Feed._next.__code__:
+    if trace is None or trace.tb_frame.f_code is Feed.epoch.__code__:
         return ""
     code = trace.tb_frame.f_code
     return f", or mend {code.co_qualname} ({code.co_filename}:{trace.tb_lineno}), which raised StopIteration"

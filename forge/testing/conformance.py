@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge import options
+from forge.errors import StackError
 from forge.hooks import hookimpl
 from forge.plugin import Plugin
 from forge.stack import check_hooks
@@ -76,7 +77,10 @@ def check_plugin(make: Make, *, beside: Callable[[], Iterable[Plugin]] = tuple, 
 def check_class(plugin: Plugin) -> None:
     """The plugin's documentation and the form of its hooks: what can be judged without running it."""
     kind = type(plugin)
-    check_hooks(plugin, f"plugin {plugin.name!r}")
+    try:
+        check_hooks(plugin, f"plugin {plugin.name!r}")
+    except StackError as error:
+        raise AssertionError(str(error)) from error
     assert (kind.__doc__ or "").strip(), (
         f"{kind.__name__} has no docstring: write under `class` what it does, for `forge plugins {plugin.name}`."
     )
@@ -142,7 +146,7 @@ def _fit(plugins: Iterable[Plugin], situation: Situation) -> tuple[TaskModule, F
 
 def _owns(plugin: Plugin, hook: str) -> bool:
     method = getattr(plugin, hook, None)
-    return method is not None and not method.forge_impl["wrapper"]
+    return method is not None and not getattr(method, "forge_impl", {}).get("wrapper")
 
 
 @contextmanager

@@ -153,16 +153,17 @@ class Status:
     @property
     def average_speed(self) -> float:
         """Updates per second over the whole run, evaluation included."""
-        if self._first is None or self.update <= self._first[1]:
+        if self._first is None:
             return 0.0
-        return (self.update - self._first[1]) / (time.monotonic() - self._first[0])
+        spent, done = time.monotonic() - self._first[0], self.update - self._first[1]
+        return done / spent if spent > 0 else 0.0
 
     @property
     def remaining(self) -> float | None:
         """Seconds to the end, if everything goes on as it went."""
         if self.planned is None or not self.average_speed:
             return None
-        return (self.planned - self.update) / self.average_speed
+        return max(self.planned - self.update, 0) / self.average_speed
 
 
 class View(Protocol):

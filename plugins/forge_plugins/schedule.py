@@ -33,19 +33,22 @@ USES = {
 class Schedule(forge.Plugin):
     """Move the learning rate over the run: warm up, then decay.
 
-    The optimizer's own lr (each parameter group's) is the peak. With N updates planned, W of them warm-up, the update
-    number i (from 0) uses peak x factor:
+    The optimizer's own lr (each parameter group's) is the peak. With N updates planned and W of them warm-up, update i
+    (from 0) uses the peak times a factor:
 
-    - warm-up, i < W: `(i + 1) / W`, so the first update moves and the W-th has the peak. No warm-up starts at the peak.
-    - `cosine`: from 1 to `min_ratio` along half a cosine, `linear`: along a line. Both begin at the peak's update p
-      (W - 1, or 0) and would reach `min_ratio` at update N, one after the last: no update is spent at lr 0. Without
-      warm-up they are torch's CosineAnnealingLR(T_max=N) and LinearLR(total_iters=N).
-    - `constant`: 1.
-    - `step`: `gamma ** (i // step_size)`, not below `min_ratio`. Steps count from the run's first update.
-    - `one_cycle`: torch's OneCycleLR with each group's lr as its maximum: from lr / 25 up, then down to `min_ratio` (if
-      0: lr / 250,000) in the last update, on cosines. The peak is at the end of `warmup` (if 0: 30 % of the run). Where
-      the optimizer uses momentum or betas, that goes from 0.95 to 0.85 and back.
-    - `task`: what `configure_optimizers` returned.
+    - warm-up, i < W: (i + 1) / W. The first update moves, the W-th has the peak.
+      Without warm-up the first update has the peak.
+    - cosine, linear: from 1 at the peak's update to min_ratio at update N, one
+      after the last, so that no update is spent at lr 0. Without warm-up they are
+      torch's CosineAnnealingLR(T_max=N) and LinearLR(total_iters=N).
+    - constant: 1.
+    - step: gamma ** (i // step_size), not below min_ratio; i counts from the
+      run's first update, warm-up included.
+    - one_cycle: torch's OneCycleLR with each group's lr as its maximum. From 1/25
+      up to 1 at the end of the warm-up (if 0: after 30 % of the run), down to
+      min_ratio (if 0: 1/250,000) in the last update. Momentum or beta1, where the
+      optimizer uses one, goes from 0.95 to 0.85 and back.
+    - task: what configure_optimizers returned.
 
     Counts updates, not micro-batches. An update that is skipped does not count. With several optimizers each has its
     own schedule, which moves when that optimizer does.
