@@ -234,9 +234,9 @@ def ignite() -> list[Contender]:
 def hf() -> list[Contender]:
     """The Trainer of transformers, with the user's `compute_loss`.
 
-    `max_grad_norm` is the case's, not HF's default of 1.0, because clipping would train other weights. HF always steps a
-    schedule; where the case has none it is a constant. Its default log and checkpoint come every 500 updates, which is
-    beyond the default number of timed updates.
+    `max_grad_norm` is the case's, not HF's default of 1.0, because clipping would train other weights. HF always steps
+    a schedule; where the case has none it is a constant. Its default log and checkpoint come every 500 updates, which
+    is beyond the default number of timed updates.
     """
     from transformers import Trainer, TrainingArguments
 

@@ -71,8 +71,9 @@ class Core(Plugin):
         for micro, raw in enumerate(step.window):
             step.micro = micro
             output = model(move(raw), "train", step.name)
-            loss = output if isinstance(output, Tensor) else output["loss"]
-            means.add_all(step.prefix, {"loss": output} if loss is output else output, step.items[micro])
+            metrics = {"loss": output} if isinstance(output, Tensor) else output
+            means.add_all(step.prefix, metrics, step.items[micro])
+            loss = metrics["loss"]
             if step._factors is not None:
                 loss = loss * step._factors[micro]
             elif step._divisor != 1:
@@ -103,11 +104,10 @@ class Core(Plugin):
         else:
             output = checks.first_forward(step, batch)
             self.looked_at.add(step.name)
-        loss = output if isinstance(output, Tensor) else output["loss"]
+        metrics = {"loss": output} if isinstance(output, Tensor) else output
         if step._record:
-            metrics = {"loss": output} if loss is output else output
             step.trainer.means.add_all(step.prefix, metrics, step.items[step.micro])
-        hooks.forge_backward(step, step.weigh(loss))
+        hooks.forge_backward(step, step.weigh(metrics["loss"]))
         return True
 
     @default

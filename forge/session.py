@@ -151,7 +151,7 @@ class Session:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
         trainer, task = self.trainer, self.trainer.task
         trainer.feed = Feed(trainer.loaders["train"][None])
-        trainer.planned_updates = self._planned_updates()
+        self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
@@ -159,13 +159,16 @@ class Session:
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_batches = len(trainer.optimizers) > 1 or needs_replay or self._owner_replays()
 
-    def _planned_updates(self) -> int | None:
+    def _count_updates(self) -> None:
+        """How many updates an epoch and the whole run have, where that is known."""
         trainer = self.trainer
         planned = [] if trainer.max_updates is None else [trainer.max_updates]
-        if trainer.max_epochs is not None and trainer.feed.length is not None:
+        if trainer.feed.length is not None:
             window = trainer.hooks.forge_plan_step(trainer)
-            planned.append(trainer.max_epochs * -(-trainer.feed.length // window))
-        return min(planned, default=None)
+            trainer.updates_per_epoch = -(-trainer.feed.length // window)
+            if trainer.max_epochs is not None:
+                planned.append(trainer.max_epochs * trainer.updates_per_epoch)
+        trainer.planned_updates = min(planned, default=None)
 
     def _owner_replays(self) -> bool:
         """Whether the owner of the train step, a plugin or the task, runs its window more than once."""

@@ -107,6 +107,7 @@ class Trainer:
     given_loaders: dict[str, Any]
     loaders: dict[str, dict[str | None, Any]]
     feed: Feed
+    updates_per_epoch: int | None
     planned_updates: int | None
     # where the run is
     verb: str | None
@@ -160,7 +161,8 @@ class Trainer:
 
     def reset(self) -> None:
         """Forget the last run; every verb begins so."""
-        self.verb = self.run_dir = self.planned_updates = self.step = None
+        self.verb = self.run_dir = self.step = None
+        self.updates_per_epoch = self.planned_updates = None
         self.progress = Progress()
         self.requests = Requests(self)
         self.metrics, self.given_loaders, self.loaders = {}, {}, {}

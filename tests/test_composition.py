@@ -116,6 +116,31 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+@given(
+    stack=st.lists(st.sampled_from(["accumulate", "clip", "schedule"]), unique=True),
+    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
+    wrapped=st.sampled_from(["prepare_batch", "micro_step", "forward", "backward", "optimizer_step", "train_step"]),
+)
+def test_the_written_out_step_and_the_step_through_hooks_end_in_the_same_bits(
+    stack: list[str], sizes: list[int], wrapped: str
+) -> None:
+    def around(self: Any) -> Any:
+        return (yield)
+
+    nothing = type("Nothing", (forge.Plugin,), {f"forge_{wrapped}": forge.hookimpl(wrapper=True)(around)})
+    torch.manual_seed(1)
+    written_out = Net()
+    through_hooks = copy.deepcopy(written_out)
+    data, metrics = batches(sizes), []
+    for task, extra in ((written_out, []), (through_hooks, [nothing()])):
+        plugins = [*extra, *(PLUGINS[name]() for name in stack)]
+        trainer = forge.Trainer(max_epochs=2, seed=7, plugins=plugins, run_dir=False)
+        metrics.append(trainer.fit(task, data).metrics)
+        assert trainer.core.alone == (not extra or wrapped == "train_step")
+    assert same_state(written_out, through_hooks)
+    assert metrics[0] == metrics[1]
+
+
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_micro_batches_of_any_sizes_give_the_gradient_of_the_one_big_batch(sizes: list[int], seed: int) -> None:
     torch.manual_seed(seed)

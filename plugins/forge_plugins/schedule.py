@@ -234,10 +234,9 @@ def _updates(length: int | float | str, trainer: forge.Trainer, option: str) -> 
     interval = _counted(length, option)
     if interval.unit == "update":
         return int(interval.count)
-    batches = trainer.feed.length
-    if batches is None:
+    if trainer.updates_per_epoch is None:
         raise ForgeError(
             f"schedule.{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an "
             f"epoch has. Give {option} in updates."
         )
-    return int(interval.count) * math.ceil(batches / trainer.hooks.forge_plan_step(trainer))
+    return int(interval.count) * trainer.updates_per_epoch
