@@ -62,8 +62,7 @@ class Env:
 def pick_device(device: str | torch.device) -> torch.device:
     """ "auto" is CUDA, then MPS, then CPU; a device that is not there is refused with what there is."""
     if device == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        device = name
+        device = auto_device()
     try:
         picked = torch.device(device)
     except RuntimeError as error:
@@ -76,6 +75,13 @@ def pick_device(device: str | torch.device) -> torch.device:
     elif picked.type == "mps" and not torch.backends.mps.is_available():
         raise ForgeError("device='mps' is not available on this machine. Use device='auto'.")
     return picked
+
+
+def auto_device() -> str:
+    """The best there is."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def move(value: Any, device: torch.device) -> Any:

@@ -99,6 +99,13 @@ def type_name(kind: Any) -> str:
 
 def field_docs(config: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, read from its source; empty without source."""
+    docs: dict[str, str] = {}
+    for kind in reversed(config.__mro__[:-1]):  # fields that a base class brings are described there
+        docs |= _own_field_docs(kind)
+    return docs
+
+
+def _own_field_docs(config: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     except (OSError, TypeError, SyntaxError):

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -46,12 +46,15 @@ STAGE_METHODS = {
 }
 
 
+Made = TypeVar("Made")
+
+
 class _TaskMeta(ABCMeta):
     """Sees a task being made: refuses a forgotten `super().__init__()` and keeps the arguments."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
         try:
-            task = super().__call__(*args, **kwargs)
+            task = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError as error:
             if "Module.__init__() call" in str(error):  # torch: "cannot assign module before Module.__init__() call"
                 raise _forgotten_init(cls) from error

@@ -54,6 +54,13 @@ def repo() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests compare bits with plain loops on the CPU, so "auto" means the CPU, except where a test is about a GPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("forge.env.auto_device", lambda: "cpu")
+
+
+@pytest.fixture(autouse=True)
 def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test stands in an empty folder of its own, so that no run is written into the checkout."""
     folder = tmp_path_factory.mktemp("cwd")

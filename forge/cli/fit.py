@@ -56,9 +56,9 @@ def _report(result: FitResult, data: Splits, args: Namespace) -> None:
     weights = result.run_dir / "weights.safetensors"
     lines = {"run folder": str(result.run_dir)}
     if (result.run_dir / "tensorboard").is_dir():
-        lines["look"] = shlex.join(["tensorboard", "--logdir", str(result.run_dir)])
+        lines["look"] = shlex.join([show.command("tensorboard"), "--logdir", str(result.run_dir)])
     if data.test is not None:
-        lines["test"] = shlex.join(["forge", "test", *_same_task(args), "--weights", str(weights)])
+        lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", str(weights)])
     for label, text in lines.items():
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
 

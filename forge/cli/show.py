@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +44,16 @@ def warning(text: str) -> None:
 def message(text: str, style: str = "") -> None:
     """A line on stderr that is neither result nor error."""
     console(stderr=True).print(Text(text, style), soft_wrap=True)
+
+
+def command(name: str) -> str:
+    """How to call a program of this environment: by name where the shell finds this very one, else by its path."""
+    here = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not here.exists() or (found and Path(found).resolve() == here.resolve()):
+        return name
+    near = Path(os.path.relpath(here))
+    return str(here if near.parts[0] == ".." else near)
 
 
 @contextmanager
