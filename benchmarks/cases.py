@@ -6,18 +6,21 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 Batch = tuple[Tensor, Tensor]
 
 WARM_UP = 60
 """Updates before the clock starts: allocator, optimizer state, and the first log (at 50), which opens the log files."""
+PIECE = 50
+"""Updates between two stamps: every piece holds one log of those who log every 50."""
 TAIL = 2
 """Updates after the clock stops, so that a loader which looks ahead has something to look at."""
 POOL = 16
@@ -62,48 +65,48 @@ class Case:
 
 
 class Batches:
-    """The loader everyone trains from: batches in memory, and two stamps of CPU time taken as they are handed out.
+    """The loader everyone trains from: batches in memory, and stamps of CPU time taken as they are handed out.
 
-    The clock runs from the batch that opens update `WARM_UP` to the one that opens update `WARM_UP + updates`, so
+    The clock runs from the batch that opens update `WARM_UP` to the one that opens update `WARM_UP + timed`, so that
     building a trainer and its first and last updates are not counted, and no contender runs a hook for it. A loop that
-    fetches a constant number of batches ahead is ahead at both stamps alike.
+    fetches a constant number of batches ahead is ahead at every stamp alike.
     """
 
-    def __init__(self, pool: list[Batch], case: Case, updates: int):
-        self.pool, self.micro = pool, case.accumulate
-        self.timed = updates
-        self.updates = WARM_UP + updates + TAIL
+    def __init__(self, pool: list[Batch], case: Case, timed: int):
+        self.pool, self.micro, self.timed = pool, case.accumulate, timed
+        self.updates = WARM_UP + timed + TAIL
+        self.stamped = [*range(WARM_UP, WARM_UP + timed, PIECE), WARM_UP + timed]
         self.stamps: list[float] = []
 
     def __len__(self) -> int:
         return self.updates * self.micro
 
     def __iter__(self) -> Iterator[Batch]:
-        self.stamps = []
         turn = itertools.cycle(self.pool)
-        for updates in (WARM_UP, self.timed, TAIL):
-            yield from itertools.islice(turn, updates * self.micro)
+        for since, update in itertools.pairwise([0, *self.stamped]):
+            yield from itertools.islice(turn, (update - since) * self.micro)
             self.stamps.append(time.process_time())
+        yield from itertools.islice(turn, TAIL * self.micro)
+
+    def __getitem__(self, index: int) -> Batch:
+        """The same for a DataLoader, which asks by index, in order."""
+        if index % self.micro == 0 and index // self.micro in self.stamped:
+            self.stamps.append(time.process_time())
+        return self.pool[index % POOL]
 
     def microseconds(self) -> float:
         """CPU time of one update, all threads of the process together."""
-        return (self.stamps[1] - self.stamps[0]) / self.timed * 1e6
+        return (self.stamps[-1] - self.stamps[0]) / self.timed * 1e6
 
-
-class _Stream(IterableDataset):
-    def __init__(self, batches: Batches):
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
+    def pieces(self) -> list[float]:
+        """The same for each piece of the run."""
+        ends = zip(itertools.pairwise(self.stamped), itertools.pairwise(self.stamps), strict=True)
+        return [(t1 - t0) / (u1 - u0) * 1e6 for (u0, u1), (t0, t1) in ends]
 
 
 def as_dataloader(batches: Batches) -> DataLoader:
     """A torch DataLoader for those who insist on one: no workers, no collating, the least that it can cost."""
-    return DataLoader(_Stream(batches), batch_size=None)
+    return DataLoader(cast(Dataset, batches), batch_size=None)
 
 
 def loss_of(network: nn.Module, batch: Batch) -> Tensor:

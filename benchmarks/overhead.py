@@ -12,9 +12,9 @@ CPU time (`time.process_time`, all threads of the process) per update between tw
 first updates are not in it.
 
 "over bare" is the median over rounds of the difference to the bare loop of the same round, "±" half the distance
-between its quartiles. Other users of a machine only ever add time, so "quiet" compares the least disturbed fifth of the
-rounds instead: trust it when "±" is large. The row "bare again" shows what is noise. "identical" says whether the
-trained weights equal the bare loop's bit for bit, in every round.
+between its quartiles. Other users of a machine only ever add time, so "quiet" compares the fastest fifth of all pieces
+of 50 updates instead: trust it when "±" is large. The row "bare again" shows what is noise. "identical" says whether
+the trained weights equal the bare loop's bit for bit, in every round.
 """
 
 from __future__ import annotations
@@ -87,31 +87,39 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_case(case: Case, contenders: list[Contender], updates: int, rounds: int, talk: Console) -> list[Row]:
-    """All contenders in turn, `rounds` times; the first of `contenders` is the one the others are compared with."""
+    """All contenders in turn, `rounds` times, each round beginning with another; the first listed is the measure."""
     pool, updates = case.pool(), case.timed(updates)
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    identical = dict.fromkeys(times, True)
-    reference: Weights = {}
+    reference = run_once(contenders[0], case, pool, updates).weights
+    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
-        for contender in contenders:
+        for place in range(len(contenders)):
+            contender = contenders[(number + place) % len(contenders)]
             if talk.is_terminal:  # a line, not a spinner: a spinner's thread would be in the CPU time
                 talk.print(f"{case.name}: round {number + 1} of {rounds}, {contender.name:<30}", end="\r")
-            microseconds, weights = run_chunk(contender, case, pool, updates)
-            reference = reference or weights
-            times[contender.name].append(microseconds)
-            identical[contender.name] &= same(weights, reference)
-    return [_row(case, contender, times, identical, updates) for contender in contenders]
+            runs[contender.name].append(run_once(contender, case, pool, updates))
+    bare = runs[contenders[0].name]
+    return [_row(case, contender, runs[contender.name], bare, reference) for contender in contenders]
 
 
-def run_chunk(contender: Contender, case: Case, pool: list[Batch], updates: int) -> tuple[float, Weights]:
-    """One whole run of one contender: CPU microseconds per update, and the weights it ends with."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one contender: CPU microseconds per update, as a whole and piece by piece, and the trained weights."""
+
+    updates: int
+    microseconds: float
+    pieces: list[float]
+    weights: Weights
+
+
+def run_once(contender: Contender, case: Case, pool: list[Batch], updates: int) -> Run:
     batches = Batches(pool, case, updates)
     gc.collect()
     gc.freeze()  # a full collection should not walk what the imports of the other contenders left on the heap
     with tempfile.TemporaryDirectory() as folder, silence(), mock.patch.dict(os.environ, contender.environ):
         network = contender.train(case, batches, Path(folder))
     gc.unfreeze()
-    return batches.microseconds(), {name: value.detach().clone() for name, value in network.state_dict().items()}
+    weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
+    return Run(updates, batches.microseconds(), batches.pieces(), weights)
 
 
 def same(weights: Weights, reference: Weights) -> bool:
@@ -158,31 +166,31 @@ def table(case: Case, rows: list[Row]) -> Table:
     return shown
 
 
-def _row(
-    case: Case, contender: Contender, times: dict[str, list[float]], identical: dict[str, bool], updates: int
-) -> Row:
-    own, bare = times[contender.name], next(iter(times.values()))
-    over = [mine - base for mine, base in zip(own, bare, strict=True)]
+def _row(case: Case, contender: Contender, own: list[Run], bare: list[Run], reference: Weights) -> Row:
+    pairs = [(mine.microseconds, base.microseconds) for mine, base in zip(own, bare, strict=True)]
+    over = [mine - base for mine, base in pairs]
     low, _, high = statistics.quantiles(over, n=4) if len(over) > 1 else (over[0], over[0], over[0])
+    quiet, quiet_bare = _quiet(own), _quiet(bare)
     return Row(
         case=case.name,
         contender=contender.name,
-        us_per_update=round(statistics.median(own), 1),
+        us_per_update=round(statistics.median(mine for mine, _ in pairs), 1),
         us_over_bare=round(statistics.median(over), 1),
         us_spread=round((high - low) / 2, 1),
-        ratio=round(statistics.median(mine / base for mine, base in zip(own, bare, strict=True)), 4),
-        us_over_bare_quiet=round(_quiet(own) - _quiet(bare), 1),
-        ratio_quiet=round(_quiet(own) / _quiet(bare), 4),
-        weights_identical=identical[contender.name],
-        updates=updates,
+        ratio=round(statistics.median(mine / base for mine, base in pairs), 4),
+        us_over_bare_quiet=round(quiet - quiet_bare, 1),
+        ratio_quiet=round(quiet / quiet_bare, 4),
+        weights_identical=all(same(run.weights, reference) for run in own),
+        updates=own[0].updates,
         rounds=len(own),
         note=contender.note,
     )
 
 
-def _quiet(times: list[float]) -> float:
-    """The mean of the fastest fifth."""
-    return statistics.mean(sorted(times)[: max(1, len(times) // 5)])
+def _quiet(runs: list[Run]) -> float:
+    """The mean of the fastest fifth of all pieces."""
+    pieces = sorted(piece for run in runs for piece in run.pieces)
+    return statistics.mean(pieces[: max(1, len(pieces) // 5)])
 
 
 def _wanted_peers(names: list[str], talk: Console) -> list[Contender]:

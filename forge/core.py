@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from forge import checks, evaluation
-from forge.dispatch import Hooks
 from forge.env import Env
 from forge.hooks import hookimpl
-from forge.optimizers import Optimizers
+from forge.model import direct_call
+from forge.optimizers import Optimizers, drop_gradients
 from forge.plugin import Plugin
 from forge.step import Step
 
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from forge.trainer import Trainer
 
 default = hookimpl(trylast=True)
+
+STEP_ACTIONS = (
+    "forge_train_step",
+    "forge_prepare_batch",
+    "forge_micro_step",
+    "forge_forward",
+    "forge_backward",
+    "forge_optimizer_step",
+)
 
 
 class Core(Plugin):
@@ -27,12 +37,8 @@ class Core(Plugin):
         super().__init__()
         self.looked_at: set[str | None] = set()
         "Optimizer names whose first batch has been checked."
-        self.alone = False
-        "Whether nobody owns or wraps an action inside the train step, so that it can run written out."
-
-    def look_around(self, hooks: Hooks) -> None:
-        """Find out whether core is alone, once dispatch is frozen."""
-        self.alone = all(getattr(hooks, name) == getattr(self, name) for name in INNER_ACTIONS)
+        self.direct: Callable[[Any], Any] | None = None
+        "The task's training_step, once it is known that nothing stands between it and the Trainer."
 
     @default
     def forge_setup_env(self, trainer: Trainer) -> Env:
@@ -57,22 +63,23 @@ class Core(Plugin):
 
     @default
     def forge_train_step(self, step: Step) -> bool:
-        trainer = step.trainer
-        if step._finished:
-            raise RuntimeError(checks.OWNER_RETURNED_NONE)
-        if not self.alone or trainer.keep_batches or step.name not in self.looked_at:
+        training_step = self.direct
+        if training_step is None:
+            if step._finished:
+                raise RuntimeError(checks.OWNER_RETURNED_NONE)
             step.run_window()
             step.finish()
+            self.direct = self._direct(step.trainer)
             return True
-        # The same two halves with core's own actions written out, which is most of what forge saves: between two calls
-        # of ours torch evicts the caches, so that every function, object and attribute touched counts. A test holds
-        # both paths equal, bit for bit.
-        hooks, model, means, move = trainer.hooks, trainer.model, trainer.means, trainer.env.move
+        # The same two halves with core's own actions written out: between two calls of ours torch evicts the caches, so
+        # every function, object and attribute touched costs. A test holds both paths equal, bit for bit.
+        trainer = step.trainer
+        hooks, means, move = trainer.hooks, trainer.means, trainer.env.move
         for micro, raw in enumerate(step.window):
             step.micro = micro
-            output = model(move(raw), "train", step.name)
+            output = training_step(move(raw))
             metrics = {"loss": output} if isinstance(output, Tensor) else output
-            means.add_all(step.prefix, metrics, step.items[micro])
+            means.add_all("train/", metrics, step.items[micro])
             loss = metrics["loss"]
             if step._factors is not None:
                 loss = loss * step._factors[micro]
@@ -85,12 +92,19 @@ class Core(Plugin):
             hooks.forge_inspect_grads(step)
         if hooks.forge_edit_grads is not None:
             hooks.forge_edit_grads(step)
-        optimizer = trainer.optimizers.entries[step.name].optimizer
+        optimizer = trainer.optimizers.entries[None].optimizer
         if step.skip_reason is None:
             optimizer.step()
             step.updated = True
-        optimizer.zero_grad(set_to_none=True)
+        drop_gradients(optimizer)
         return True
+
+    def _direct(self, trainer: Trainer) -> Callable[[Any], Any] | None:
+        """The task's training_step, if the step can run written out: one optimizer, no replays, core alone inside."""
+        alone = all(getattr(trainer.hooks, name) == getattr(self, name) for name in STEP_ACTIONS)
+        if not alone or trainer.keep_batches or trainer.optimizers.named:
+            return None
+        return direct_call(trainer.model)
 
     @default
     def forge_prepare_batch(self, step: Step, batch: Any) -> Any:
@@ -131,12 +145,3 @@ class Core(Plugin):
     @default
     def forge_evaluate(self, trainer: Trainer, stage: str) -> Any:
         return evaluation.run(trainer, stage)
-
-
-INNER_ACTIONS = (
-    "forge_prepare_batch",
-    "forge_micro_step",
-    "forge_forward",
-    "forge_backward",
-    "forge_optimizer_step",
-)

@@ -20,6 +20,7 @@ class Env:
     def __init__(self, device: str | torch.device = "auto", rank: int = 0, world: int = 1):
         self.device = pick_device(device)
         self.rank, self.world = rank, world
+        self._on_cpu = self.device.type == "cpu"
 
     @property
     def is_main(self) -> bool:
@@ -32,13 +33,13 @@ class Env:
 
     def move(self, batch: Any) -> Any:
         """The batch with every tensor in it on the device: tuples, lists, dicts, dataclasses, anything with `.to`."""
-        device, kind = self.device, type(batch)
-        if kind is tuple or kind is list:  # almost every batch: look at its tensors before anything is rebuilt
-            for item in batch:
-                if not isinstance(item, torch.Tensor) or item.device != device:
-                    return move(batch, device)
-            return batch
-        return move(batch, device)
+        if self._on_cpu and isinstance(batch, (tuple, list)):
+            for item in batch:  # most batches are flat tuples of tensors in host memory: nothing to move
+                if not isinstance(item, torch.Tensor) or not item.is_cpu:
+                    break
+            else:
+                return batch
+        return move(batch, self.device)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks."""

@@ -43,13 +43,16 @@ class Entry:
 
     optimizer: Optimizer
     schedules: list[Schedule] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(init=False)
     needs_closure: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """As the optimizer has them now: groups may be added on the way."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class Optimizers(Mapping[str | None, Optimizer]):
@@ -150,6 +153,16 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """`optimizer.zero_grad(set_to_none=True)`, without the profiler range that makes torch's own cost 30 µs."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _entry(value: Any, where: str) -> Entry:

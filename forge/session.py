@@ -103,7 +103,6 @@ class Session:
                 ask(trainer, config)
         stack.lock()
         trainer.hooks = stack.freeze(trainer.trace, trainer.instrument)
-        trainer.core.look_around(trainer.hooks)
 
     # -- build --------------------------------------------------------------------------------------------------------
 

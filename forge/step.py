@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forge.errors import DataError
+from forge.optimizers import drop_gradients
 from forge.seeding import RNGState
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Step:
         hooks = self.trainer.hooks
         self.gradient_phases()
         self.updated = self.skip_reason is None and bool(hooks.forge_optimizer_step(self))
-        self.optimizer.zero_grad(set_to_none=True)
+        drop_gradients(self.optimizer)
         self._finished = True
 
     def gradient_phases(self) -> None:
@@ -191,7 +192,7 @@ class Step:
         def evaluate() -> Tensor:
             if first:
                 return first.pop()
-            self.optimizer.zero_grad(set_to_none=True)
+            drop_gradients(self.optimizer)
             recorded, self._record = self._record, False
             self.run_window(record=False, replay=True)
             self._record = False

@@ -20,6 +20,7 @@ step in :mod:`forge.step`, evaluation in :mod:`forge.evaluation`, the build and 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -259,7 +260,8 @@ class Trainer:
     def _steps(self) -> Iterator[Step]:
         """Windows as steps, epoch after epoch, until the run is done or a stop was granted."""
         feed, progress, clock = self.feed, self.progress, time.perf_counter
-        plan = functools.partial(self.hooks.forge_plan_step, self)
+        owned = self.hooks.forge_plan_step != self.core.forge_plan_step
+        plan = functools.partial(self.hooks.forge_plan_step, self) if owned else itertools.repeat(1).__next__
         num_items = self.task.num_items if self.weighs_by_itself else batch_size
         while progress.epoch != self.max_epochs:
             asked = clock()

@@ -58,8 +58,9 @@ def with_forge(updates: int) -> None:
 
 
 def test_at_most_60_python_calls_per_update_beyond_the_bare_loop() -> None:
-    added = calls_per_update(with_forge) - calls_per_update(bare)
-    assert 0 < added <= 60
+    by_hand, ours = calls_per_update(bare), calls_per_update(with_forge)
+    assert by_hand > 50
+    assert ours - by_hand <= 60
 
 
 def test_at_most_10_forge_frames_from_fit_to_training_step() -> None:
