@@ -19,8 +19,6 @@ Batch = tuple[Tensor, Tensor]
 
 WARM_UP = 60
 """Updates before the clock starts: allocator, optimizer state, and the first log (at 50), which opens the log files."""
-PIECE = 50
-"""Updates between two stamps: every piece holds one log of those who log every 50."""
 TAIL = 2
 """Updates after the clock stops, so that a loader which looks ahead has something to look at."""
 POOL = 16
@@ -75,7 +73,7 @@ class Batches:
     def __init__(self, pool: list[Batch], case: Case, timed: int):
         self.pool, self.micro, self.timed = pool, case.accumulate, timed
         self.updates = WARM_UP + timed + TAIL
-        self.stamped = [*range(WARM_UP, WARM_UP + timed, PIECE), WARM_UP + timed]
+        self.stamped = range(WARM_UP, WARM_UP + timed + 1)
         self.stamps: list[float] = []
 
     def __len__(self) -> int:
@@ -98,10 +96,9 @@ class Batches:
         """CPU time of one update, all threads of the process together."""
         return (self.stamps[-1] - self.stamps[0]) / self.timed * 1e6
 
-    def pieces(self) -> list[float]:
-        """The same for each piece of the run."""
-        ends = zip(itertools.pairwise(self.stamped), itertools.pairwise(self.stamps), strict=True)
-        return [(t1 - t0) / (u1 - u0) * 1e6 for (u0, u1), (t0, t1) in ends]
+    def each(self) -> list[float]:
+        """The same for each update by itself."""
+        return [(after - before) * 1e6 for before, after in itertools.pairwise(self.stamps)]
 
 
 def as_dataloader(batches: Batches) -> DataLoader:
