@@ -70,6 +70,7 @@ class Row:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # some contenders would take a GPU unasked
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     talk = Console(stderr=True)

@@ -187,7 +187,9 @@ class Session:
         if trainer.verb == "fit" and trainer.env.is_main:
             write_card(make_card(trainer), trainer.run_dir)
             if trainer.recipe is not None:
-                (trainer.run_dir / "config.yaml").write_text(trainer.recipe.to_yaml())
+                note = "# Plugins were given in code too: the whole stack is in card.json.\n"
+                text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
+                (trainer.run_dir / "config.yaml").write_text(text)
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:

@@ -82,7 +82,11 @@ def _settings_from_recipe(init: Init) -> Init:
             from forge.recipe import load_recipe
 
             recipe = load_recipe(recipe)
-        init(self, **{**(recipe.trainer if recipe is not None else {}), **given, "recipe": recipe})
+        if recipe is not None:
+            explicit = {key: value for key, value in given.items() if key not in ("recipe", "plugins", "run_dir")}
+            recipe = recipe.with_trainer(explicit)
+            given = {**recipe.trainer, **given}
+        init(self, **{**given, "recipe": recipe})
 
     return with_recipe  # pyright: ignore[reportReturnType]
 
@@ -139,6 +143,7 @@ class Trainer:
     ):
         self.recipe = recipe  # pyright: ignore[reportAttributeAccessIssue]
         self.stack = Stack(_stack_plugins(self.recipe, plugins))
+        self.plugins_in_code = plugins is not None
         self.max_epochs = _at_least("max_epochs", max_epochs, 1)
         self.max_updates = _at_least("max_updates", max_updates, 1)
         self.log_every = _at_least("log_every", log_every, 1)

@@ -385,3 +385,16 @@ def test_any_plain_options_survive_writing_and_reading(tmp_path_factory, options
 def test_errors_of_recipes_are_forge_errors():
     with pytest.raises(ForgeError):
         load_recipe("no such recipe")
+
+
+def test_the_config_of_a_run_holds_what_was_given_in_code(tmp_path: Path) -> None:
+    from forge.testing import TinyTask, tiny_batches
+
+    options = {"recipe": "default", "max_updates": 1, "seed": 9}
+    forge.Trainer(**options, run_dir=tmp_path / "a").fit(TinyTask(), tiny_batches())
+    again = load_recipe(tmp_path / "a" / "config.yaml")
+    assert again.trainer == {"max_updates": 1, "seed": 9}
+    assert list(again.plugins) == ["progress", "jsonl", "tensorboard"]
+
+    forge.Trainer(**options, plugins=["clip"], run_dir=tmp_path / "b").fit(TinyTask(), tiny_batches())
+    assert "Plugins were given in code too" in (tmp_path / "b" / "config.yaml").read_text()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,14 @@ class Recipe:
     def trainer(self) -> dict[str, Any]:
         """The Trainer's options as given."""
         return self.config.get("trainer", {})
+
+    def with_trainer(self, settings: Mapping[str, Any]) -> Recipe:
+        """This recipe with other settings for the Trainer, given in code."""
+        if not settings:
+            return self
+        origin = self.origin | {f"trainer.{key}": "code" for key in settings}
+        trainer = {**self.trainer, **settings}
+        return replace(self, config={**self.config, "trainer": trainer}, origin=origin)
 
     def make_task(self) -> TaskModule:
         """The task that the recipe names, built with its options."""
