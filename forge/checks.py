@@ -6,6 +6,7 @@ Everything here runs once per fit, before it can cost an hour; nothing here is i
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
     from forge.optimizers import Optimizers
     from forge.step import Step
 
+logger = logging.getLogger("forge")
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Before anything is built
+
+
+NOT_LAYERS = frozenset({"_parameters", "_buffers", "_modules", "trainer", "init_args"})
+"""Attributes of a module that are nobody's plain list of layers."""
 
 
 def check_task(task: Any, stages: Mapping[str, Any]) -> None:
@@ -45,12 +52,12 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
 
 
 def _refuse_hidden_layers(task: nn.Module) -> None:
-    registered = {id(module) for module in task.modules()} | {id(p) for p in task.parameters()}
+    registered = {id(parameter) for parameter in task.parameters()}
     for prefix, module in task.named_modules():
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules") or name.startswith("_forward") or name == "trainer":
+            if name in NOT_LAYERS or name.startswith("_forward"):
                 continue
-            hidden = [item for item in _trainable(value, depth=3) if id(item) not in registered]
+            hidden = [item for item in _trainable(value, depth=3) if not registered.issuperset(_parameter_ids(item))]
             if hidden:
                 path = f"{type(task).__name__}.{prefix + '.' if prefix else ''}{name}"
                 holder = "dict" if isinstance(value, dict) else type(value).__name__
@@ -62,6 +69,10 @@ def _refuse_hidden_layers(task: nn.Module) -> None:
                     f"{type(hidden[0]).__name__}{'s' if len(hidden) > 1 else ''}: no optimizer, device move or file "
                     f"would see them. Use {better}, or requires_grad_(False) if they are not to be trained."
                 )
+
+
+def _parameter_ids(item: nn.Module | nn.Parameter) -> set[int]:
+    return {id(item)} if isinstance(item, nn.Parameter) else {id(p) for p in item.parameters() if p.requires_grad}
 
 
 def _trainable(value: Any, depth: int) -> Iterator[nn.Module | nn.Parameter]:
@@ -139,7 +150,7 @@ def first_forward(step: Step, batch: Any) -> Any:
     else:
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
-        _check_training_output(output, where, task)
+        check_training_output(output, task)
     elif step.stage != "predict":
         check_metrics(output, where)
     return output
@@ -155,7 +166,9 @@ def check_metrics(output: Any, where: str) -> None:
         raise TaskError(f"{where} returned {type(output).__name__}; return a scalar loss or a dict of scalar metrics.")
 
 
-def _check_training_output(output: Any, where: str, task: TaskModule) -> None:
+def check_training_output(output: Any, task: TaskModule) -> None:
+    """A training step returns a scalar loss with its graph, or a dict with one under "loss" and scalar metrics."""
+    where = f"{type(task).__name__}.training_step"
     if not isinstance(output, Tensor) and not (isinstance(output, Mapping) and "loss" in output):
         shown = (
             f"a dict without 'loss' ({', '.join(map(str, output))})" if isinstance(output, Mapping) else repr(output)
@@ -184,7 +197,10 @@ def _check_training_output(output: Any, where: str, task: TaskModule) -> None:
 
 def _is_compiled(model: nn.Module) -> bool:
     # a mode around a compiled module would make it compile twice
-    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
 
 
 class LossWatch(TorchFunctionMode):
@@ -192,13 +208,20 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        look = _WATCHED.get(func)
-        if look is not None:
-            given = inspect.signature(func).bind(*args, **kwargs)
-            given.apply_defaults()
-            with torch.no_grad():
-                look(given.arguments)
+        if not torch.compiler.is_compiling() and func in _WATCHED:
+            self._look(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        try:
+            with torch.no_grad():
+                _WATCHED[func](given.arguments)
+        except TaskError:
+            raise
+        except Exception as error:  # under vmap, say, values cannot be read: a check must not be what fails
+            logger.debug("could not look at the arguments of %s: %s", func, error)
 
 
 def _look_at_cross_entropy(given: dict[str, Any]) -> None:
@@ -224,8 +247,9 @@ def _look_at_nll(given: dict[str, Any]) -> None:
     classes = scores.shape[1] if scores.ndim > 1 else scores.shape[0]
     _look_at_class_labels("nll_loss", scores, target, classes, given["ignore_index"])
     if bool((scores > 1e-3).any()):
-        _refuse(
-            "nll_loss got positive scores, but it wants log-probabilities. Use log_softmax first, or cross_entropy."
+        warnings.warn(
+            "nll_loss got positive scores, but it wants log-probabilities: if these are logits, use cross_entropy.",
+            stacklevel=2,
         )
 
 
@@ -286,7 +310,7 @@ def _look_at_regression(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 def _look_at_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
-    if scores.shape != target.shape:
+    if scores.shape != target.shape and target.ndim:  # a single number as target is meant for all
         fix = "y.unsqueeze(1)" if scores.ndim == target.ndim + 1 else "y.view_as(prediction)"
         _refuse(
             f"{loss} got predictions of shape {tuple(scores.shape)} and targets of shape {tuple(target.shape)}: "
@@ -305,7 +329,8 @@ _WATCHED: dict[Any, Callable[[dict[str, Any]], None]] = {
 
 def _are_probabilities(scores: Tensor, dim: int) -> bool:
     values = scores.detach().float()
-    return bool((values >= 0).all()) and bool(((values.sum(dim) - 1).abs() < 1e-3).all())
+    constant = len(values) > 1 and bool((values == values[:1]).all())  # a head that has not learnt anything yet
+    return not constant and bool((values >= 0).all()) and bool(((values.sum(dim) - 1).abs() < 1e-3).all())
 
 
 def _dtype(tensor: Tensor) -> str:

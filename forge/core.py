@@ -79,8 +79,12 @@ class Core(Plugin):
             step.micro = micro
             output = training_step(move(raw))
             metrics = {"loss": output} if isinstance(output, Tensor) else output
-            means.add_all("train/", metrics, step.items[micro])
-            loss = metrics["loss"]
+            try:
+                loss = metrics["loss"]
+                means.add_all("train/", metrics, step.items[micro])
+            except (TypeError, KeyError):
+                checks.check_training_output(output, trainer.task)
+                raise
             if step._factors is not None:
                 loss = loss * step._factors[micro]
             elif step._divisor != 1:
@@ -119,9 +123,14 @@ class Core(Plugin):
             output = checks.first_forward(step, batch)
             self.looked_at.add(step.name)
         metrics = {"loss": output} if isinstance(output, Tensor) else output
-        if step._record:
-            step.trainer.means.add_all(step.prefix, metrics, step.items[step.micro])
-        hooks.forge_backward(step, step.weigh(metrics["loss"]))
+        try:
+            loss = metrics["loss"]
+            if step._record:
+                step.trainer.means.add_all(step.prefix, metrics, step.items[step.micro])
+        except (TypeError, KeyError):
+            checks.check_training_output(output, step.trainer.task)
+            raise
+        hooks.forge_backward(step, step.weigh(loss))
         return True
 
     @default

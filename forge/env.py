@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -88,24 +90,23 @@ def auto_device() -> str:
 def move(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`; what is there already is returned as it is."""
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind(move(item, device) for item in value)
-    if kind is dict:
-        return {key: move(item, device) for key, item in value.items()}
-    if hasattr(value, "to") and callable(value.to):  # packed sequences, tokenizer outputs, graph batches
+        # towards the host a copy must have arrived before it is read
+        return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
+    if callable(getattr(type(value), "to", None)):  # packed sequences, tokenizer outputs, graph batches
         return value.to(device)
     if isinstance(value, tuple):
         items = [move(item, device) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        return kind(move(item, device) for item in value)
-    if isinstance(value, dict):
-        copied = value.copy()  # keeps what its constructor would need
-        copied.update({key: move(item, device) for key, item in value.items()})
+        return type(value)(move(item, device) for item in value)
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)  # of the same kind, with all that it holds beside its items
+        for key, item in value.items():
+            copied[key] = move(item, device)
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = {f.name: move(getattr(value, f.name), device) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **moved)
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, move(getattr(value, field.name), device))  # frozen ones too
+        return copied
     return value

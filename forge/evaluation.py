@@ -99,8 +99,7 @@ def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
     where = f"{type(trainer.task).__name__}.evaluation_end"
     scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text))}
     check_scalars(scalars, where)
-    read = {key: value.item() if isinstance(value, Tensor) else value for key, value in ending.items()}
-    return {f"{stage}/{key}": value for key, value in read.items()}
+    return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
 
 
 def _to_host(output: Any) -> Any:

@@ -12,6 +12,7 @@ from forge.task import STAGE_METHODS, TaskModule
 if TYPE_CHECKING:
     from forge.trainer import Trainer
 
+NAMED_METHODS = {*STAGE_METHODS.values(), "configure_optimizers", "num_items", "evaluation_end", "takes_turn"}
 HINTS = {
     "inference tensor": (
         "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
@@ -26,8 +27,11 @@ def explain(trainer: Trainer, error: BaseException) -> BaseException:
     """Add a note that names plugin, hook and update; turn a StopIteration out of user code into an error of its own."""
     if getattr(error, "__forge_explained__", False):
         return error
-    where = _where(trainer, error)
-    if isinstance(error, StopIteration):
+    # one that leaves a generator is a RuntimeError by then
+    out_of_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+    stopped = error.__cause__ if out_of_generator and error.__cause__ is not None else error
+    where = _where(trainer, stopped)
+    if isinstance(stopped, StopIteration):
         # left alone it would end somebody's for loop in silence
         error = TaskError(f"{where or 'The run'} raised StopIteration, which is an error here and no end of an epoch.")
     elif not isinstance(error, ForgeError) and where:
@@ -64,7 +68,7 @@ def _task_method(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         frame: FrameType = trace.tb_frame
-        if isinstance(frame.f_locals.get("self"), TaskModule) and frame.f_code.co_name in STAGE_METHODS.values():
+        if isinstance(frame.f_locals.get("self"), TaskModule) and frame.f_code.co_name in NAMED_METHODS:
             return frame.f_code.co_name
         trace = trace.tb_next
     return ""

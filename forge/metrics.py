@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Means:
             self._keep_all(prefix, metrics, weight)
             return
         if isinstance(weight, Tensor):
-            weight = int(weight)
+            weight = weight.item()  # pyright: ignore[reportAssignmentType]
+        if weight == 0:  # it drops its values, NaN or not
+            return
         for name, value in metrics.items():
             if isinstance(value, Tensor):
                 try:
@@ -128,7 +131,7 @@ class PendingMeans:
             self._arrived.synchronize()
         flat = self._packed.tolist() if isinstance(self._packed, Tensor) else self._packed
         pairs = zip(self._names, flat[::2], flat[1::2], strict=True)
-        return {name: total / mass for name, total, mass in pairs if mass}
+        return {name: float(total / mass) for name, total, mass in pairs if mass}
 
 
 def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
@@ -140,7 +143,7 @@ def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
                     f"{where} returned the metric {name!r} with shape {tuple(value.shape)}; a metric is a scalar. "
                     "Reduce it with .mean() or .sum()."
                 )
-        elif not isinstance(value, (int, float)):
+        elif not isinstance(value, Real):
             raise TaskError(
                 f"{where} returned {type(value).__name__} for the metric {name!r}; return a number or a scalar tensor."
             )

@@ -35,6 +35,8 @@ class Schedule:
     schedule: Any
     every: Interval | None = None
     monitor: str | None = None
+    moved: bool = False
+    "Whether its optimizer has stepped since this schedule last did."
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self.entries = dict(entries)
         self.named = None not in self.entries
         self.has_schedules = any(entry.schedules for entry in self.entries.values())
+        self.rates_used: dict[str, float] | None = None
+        "The learning rates of the last update, once schedules have moved on from them."
         self.orphans: list[nn.Parameter] = []
         "Trainable parameters in no optimizer: their gradients are dropped after every window."
 
@@ -83,12 +87,16 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self.has_schedules = True
 
     def advance(self, step: Step) -> None:
-        """Step every schedule whose optimizer has just been stepped and whose interval is due."""
+        """Step every schedule that is due, if its optimizer has stepped since the last time."""
+        self.rates_used = self.learning_rates()
         for name, entry in self.entries.items():
-            if step.updated and (name is None or name in step.updated_names):
-                for item in entry.schedules:
-                    if item.monitor is None and (item.every is None or item.every.due(step)):
-                        item.schedule.step()
+            updated = step.updated and (name is None or name in step.updated_names)
+            for item in entry.schedules:
+                item.moved |= updated
+                due = item.every is None or item.every.due(step)
+                if item.monitor is None and item.moved and due:
+                    item.schedule.step()
+                    item.moved = False
 
     def after_validation(self, metrics: Mapping[str, Any]) -> None:
         """Step the schedules that watch a metric."""

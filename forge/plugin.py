@@ -102,7 +102,7 @@ class Callback(Plugin):
 
     def __init__(self, function: Callable[..., Any], event: str, every: Interval | None, mutates: bool):
         super().__init__()
-        self.name = function.__name__
+        self.name = getattr(function, "__name__", "callback")
         self.function, self.event, self.every = function, event, every
         self.observer = not mutates
         self.__doc__ = function.__doc__
@@ -139,16 +139,28 @@ def on(
         kind = "is an action, not an event; write a Plugin to wrap or own it" if name in SPECS else "is no event"
         raise StackError(f"@forge.on({event!r}): {name} {kind}.{did_you_mean(name, EVENTS)}")
     interval = Interval(every) if every is not None else None
-    if interval is not None and "step" not in SPECS[name]:
-        raise StackError(f"@forge.on({event!r}, every=...): {name} has no step to count; it fires whenever it is due.")
-    return lambda function: Callback(function, name, interval, mutates)
+    if interval is not None and name not in ("forge_step_end", "forge_boundary"):
+        raise StackError(
+            f"@forge.on({event!r}, every=...): an interval counts finished updates. Use step_end or boundary with it."
+        )
+
+    def make(function: Callable[..., Any]) -> Callback:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise StackError(
+                f"@forge.on({event!r}): {function.__name__} is a generator or coroutine; write a function."
+            )
+        return Callback(function, name, interval, mutates)
+
+    return make
 
 
 def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[..., Any]:
     """The function as a hook implementation that runs when its interval is due."""
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters]
     asked = names if every is None or "step" in names else ["step", *names]
-    body = f"return function({', '.join(names)})"
+    given = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
+    body = f"return function({', '.join(given)})"
     # pluggy reads what a hook wants from its code, so the gate is written out with the function's own arguments
     source = f"def hook({', '.join(asked)}):\n    {body if every is None else f'if due(step): {body}'}"
     scope: dict[str, Any] = {"function": function, "due": every.due if every is not None else None}

@@ -44,11 +44,13 @@ class Interval:
     alone, so a resumed run keeps its beat; wall-clock ones count from the first time asked.
     """
 
-    __slots__ = ("_answer", "_last", "count", "unit")
+    __slots__ = ("_answer", "_last", "_run", "count", "unit")
 
     def __init__(self, text: str | int | Interval):
         self._last: float | None = None
-        self._answer: tuple[int, bool] = (-1, False)  # a clock answers once per update, however often it is asked
+        # a clock answers once per update, however often it is asked, and starts afresh with every run
+        self._run: Progress | None = None
+        self._answer: tuple[int, bool] = (-1, False)
         if isinstance(text, Interval):
             self.count, self.unit = text.count, text.unit
             return
@@ -76,6 +78,8 @@ class Interval:
             return step.ends_epoch and (step.epoch + 1) % self.count == 0
         if unit == "sample":
             return progress.sample // self.count > (progress.sample - step.samples) // self.count
+        if self._run is not progress:
+            self._run, self._last, self._answer = progress, None, (-1, False)
         if self._answer[0] != progress.update:
             self._answer = (progress.update, self._clock_due())
         return self._answer[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,8 @@ class Requests:
         self._trainer = trainer
         self.open: dict[str, Request] = {}
         "The first request of each kind that has not been granted."
-        self.log: list[Request] = []
-        "Every request of the run, in the order asked."
+        self.log: deque[Request] = deque(maxlen=1000)
+        "The latest requests of the run, in the order asked."
 
     def add(self, kind: str, reason: str = "") -> None:
         """Ask; a second request of a kind changes nothing."""
@@ -56,7 +57,8 @@ class Requests:
 
     def _asker(self) -> str:
         """The plugin, callback or task whose code is asking, found on the call stack."""
-        callbacks = {p.function.__code__: p.name for p in self._trainer.stack if isinstance(p, Callback)}
+        made = [plugin for plugin in self._trainer.stack if isinstance(plugin, Callback)]
+        callbacks = {getattr(plugin.function, "__code__", None): plugin.name for plugin in made}
         frame = sys._getframe(2)
         first = ""
         while frame is not None:

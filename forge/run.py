@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from forge import __version__, options
 from forge.plugin import Callback, Plugin, snake_case
@@ -43,8 +44,8 @@ def make_card(trainer: Trainer) -> dict[str, Any]:
         "task": {
             "class": type(task).__name__,
             "options": {key: plain(value) for key, value in task.init_args.items()},
-            "parameters": sum(p.numel() for p in task.parameters()),
-            "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad),
+            "parameters": sum(p.numel() for p in task.parameters() if not is_lazy(p)),
+            "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad and not is_lazy(p)),
         },
         "optimizers": {name or "optimizer": type(o).__name__ for name, o in trainer.optimizers.items()},
         "stack": [{"name": p.name, "class": type(p).__name__, "options": plugin_options(p)} for p in trainer.stack],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forge import checks
 from forge.core import Core
 from forge.data.feed import Feed, check_loader
-from forge.errors import ForgeError
+from forge.errors import DataError, ForgeError, TaskError
 from forge.failure import explain
 from forge.flags import deterministic_flags
 from forge.metrics import Means
@@ -41,6 +41,7 @@ class Session:
         checks.check_task(task, loaders)
         self.trainer, self.weights = trainer, weights
         self.plugins = list(trainer.stack)
+        self.outer_trainer = task.trainer
         self.flags = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
@@ -81,7 +82,7 @@ class Session:
     def _close(self) -> None:
         self.flags.close()
         self.trainer.stack.reset(self.plugins)
-        self.trainer.task.trainer = None
+        self.trainer.task.trainer = self.outer_trainer
         self.trainer.verb = None
 
     # -- configure ----------------------------------------------------------------------------------------------------
@@ -149,21 +150,40 @@ class Session:
     def _prepare_training(self) -> None:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
         trainer, task = self.trainer, self.trainer.task
+        self._refuse_unusable_loaders()
         trainer.feed = Feed(trainer.loaders["train"][None])
         self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
+        if "val" not in trainer.loaders and any(
+            i.monitor for e in trainer.optimizers.entries.values() for i in e.schedules
+        ):
+            raise TaskError(
+                "A ReduceLROnPlateau steps after each validation, but this fit has no val loader. Pass one."
+            )
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
         trainer.weighs_by_itself = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_batches = len(trainer.optimizers) > 1 or needs_replay or self._owner_replays()
+
+    def _refuse_unusable_loaders(self) -> None:
+        train = self.trainer.loaders["train"]
+        if None not in train:
+            raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
+        inner = getattr(train[None], "loader", train[None])
+        shared = any(loader is train[None] for loader in self.trainer.loaders.get("val", {}).values())
+        if shared and getattr(inner, "persistent_workers", False):
+            raise DataError(
+                "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
+                "is being trained on. Make a loader for each."
+            )
 
     def _count_updates(self) -> None:
         """How many updates an epoch and the whole run have, where that is known."""
         trainer = self.trainer
         planned = [] if trainer.max_updates is None else [trainer.max_updates]
         if trainer.feed.length is not None:
-            window = trainer.hooks.forge_plan_step(trainer)
+            window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
             trainer.updates_per_epoch = -(-trainer.feed.length // window)
             if trainer.max_epochs is not None:
                 planned.append(trainer.max_epochs * trainer.updates_per_epoch)

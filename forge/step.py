@@ -214,9 +214,9 @@ def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Ten
     if any(isinstance(n, Tensor) for n in items):
         total = sum(items[1:], start=items[0])
         return 1, [n / total for n in items]
+    total = sum(items)
+    if total == 0 and len(items) > 1:
+        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
     if all(n == items[0] for n in items):
         return len(items), None
-    total = sum(items)
-    if total == 0:
-        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
     return 1, [n / total for n in items]

@@ -34,7 +34,7 @@ from forge.core import Core
 from forge.data.feed import Feed, batch_size, count_samples
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
-from forge.errors import ForgeError
+from forge.errors import ForgeError, StackError, did_you_mean
 from forge.metrics import Means, PendingMeans
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
@@ -147,7 +147,8 @@ class Trainer:
         self.max_epochs = _at_least("max_epochs", max_epochs, 1)
         self.max_updates = _at_least("max_updates", max_updates, 1)
         self.log_every = _at_least("log_every", log_every, 1)
-        self.seed, self.device, self.deterministic = seed, device, deterministic
+        self.seed = None if seed is None else int(seed)
+        self.device, self.deterministic = str(device), deterministic
         self.validate_every = Interval(validate_every) if validate_every else None
         self.trace: Callable[[str], Any] | None = None
         "Set to `print`, say, to have pluggy trace every hook call of the next run."
@@ -156,9 +157,9 @@ class Trainer:
         self.settings = {
             "max_epochs": max_epochs,
             "max_updates": max_updates,
-            "seed": seed,
-            "device": device,
-            "validate_every": validate_every,
+            "seed": self.seed,
+            "device": self.device,
+            "validate_every": str(self.validate_every) if self.validate_every else None,
             "log_every": log_every,
             "deterministic": deterministic,
         }
@@ -187,7 +188,7 @@ class Trainer:
         with Session(self, "fit", task, {"train": train, "val": val}, weights):
             self._validates = "val" in self.loaders
             stop_reason = self._train()
-            self._log()
+            self._log(self.optimizers.rates_used)
             self._deliver_log()
             if self.run_dir is not None and self.env.is_main:
                 save_weights(task, self.run_dir / "weights.safetensors")
@@ -311,12 +312,12 @@ class Trainer:
         self.optimizers.after_validation(metrics)
         self._publish(self.progress.update, metrics)
 
-    def _log(self) -> None:
+    def _log(self, rates: dict[str, float] | None = None) -> None:
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
         if self.means.empty:
             return
         pending = self.means.read()
-        self._late_log = (self.progress.update, pending, self.optimizers.learning_rates())
+        self._late_log = (self.progress.update, pending, rates or self.optimizers.learning_rates())
         if pending.here:
             self._deliver_log()
 
@@ -356,6 +357,8 @@ def _stack_plugins(recipe: Recipe | None, given: Plugins | None) -> list[Plugin]
     if isinstance(given, Mapping):
         for name, values in given.items():
             assert isinstance(name, str)
+            if values is None and name not in base:
+                raise StackError(f"plugins={{{name!r}: None}} removes nothing.{did_you_mean(name, base)}")
             base[name] = {**base.get(name, {}), **values} if isinstance(values, Mapping) else values
         return make_plugins(base)
     own = make_plugins(given)

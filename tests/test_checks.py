@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
+from forge_plugins import Accumulate
 from tests.tasks import Classifier, fit, make_batches
 
 
@@ -80,8 +81,17 @@ class TestRegistration:
                 super().__init__()
                 self.shortcuts = [self.net[0]]
                 self.teacher = [nn.Linear(2, 2).requires_grad_(False)]
+                self.blocks = [nn.Sequential(self.net[0], nn.ReLU())]
 
         assert fit(Fine()).updates == 4
+
+    def test_layers_that_were_passed_to_the_task_are_not_hidden_by_having_been_passed(self) -> None:
+        class Transfer(Classifier):
+            def __init__(self, backbone: nn.Sequential):
+                super().__init__()
+                self.net = nn.Sequential(*list(backbone.children())[:-1], nn.Linear(8, 3))
+
+        assert fit(Transfer(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 99)))).updates == 4
 
     def test_a_task_without_parameters_or_with_all_of_them_frozen_is_refused(self) -> None:
         class Empty(forge.TaskModule):
@@ -182,7 +192,6 @@ class TestLoss:
             (lambda t, x, y: F.cross_entropy(t(x), y[:, None]), r"labels must have shape \(4,\)"),
             (lambda t, x, y: F.cross_entropy(t(x).softmax(1), y), "applies softmax itself.*remove the softmax"),
             (lambda t, x, y: nn.CrossEntropyLoss()(t(x).softmax(1), y), "applies softmax itself"),
-            (lambda t, x, y: F.nll_loss(t(x).exp(), y), "log-probabilities"),
             (lambda t, x, y: F.mse_loss(t(x)[:, :1], y.float()), "broadcasting would compare everything"),
             (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x)[:, 0], y), "it wants floats"),
             (lambda t, x, y: F.binary_cross_entropy(t(x)[:, 0] + 5, (y > 1).float()), "_with_logits on the raw"),
@@ -220,6 +229,37 @@ class TestLoss:
         with pytest.warns(UserWarning, match="if there is a sigmoid before it, remove it"):
             fit(with_loss(loss), make_batches(1, size=8))
 
+    def test_positive_scores_into_nll_loss_are_warned_of(self) -> None:
+        with pytest.warns(UserWarning, match="if these are logits, use cross_entropy"):
+            fit(with_loss(lambda t, x, y: F.nll_loss(t(x).exp(), y)), max_updates=1)
+
+    def test_one_number_as_target_a_constant_head_and_vmap_are_no_mistakes(self) -> None:
+        def loss(task: Any, x: Any, y: Any) -> Any:
+            constant = torch.full((4, 2), 0.5) + task(x)[:, :2] * 0
+            each = torch.func.vmap(lambda row, label: F.cross_entropy(row, label))(task(x), y)
+            return F.mse_loss(task(x), torch.tensor(1.0)) + F.cross_entropy(constant, y.clamp(max=1)) + each.mean()
+
+        assert fit(with_loss(loss), max_updates=1).updates == 1
+
+    def test_a_compiled_module_sees_the_first_batch_unwatched(self) -> None:
+        class Compiled(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fast = torch.compile(self.net, backend="eager", fullgraph=True)
+
+            def forward(self, x: Any) -> Any:
+                return self.fast(x)
+
+        assert fit(Compiled(), max_updates=2).updates == 2
+
+    def test_a_step_that_goes_wrong_on_a_later_batch_is_named_too(self) -> None:
+        class Later(Classifier):
+            def training_step(self, batch: Any) -> Any:
+                good = self.trainer is not None and self.trainer.progress.update < 2
+                return super().training_step(batch) if good else None
+
+        refused(Later(), "Later.training_step returned None: is its `return` missing")
+
     def test_a_validation_batch_is_checked_too(self) -> None:
         class Validates(Classifier):
             def validation_step(self, batch: Any) -> Any:
@@ -253,6 +293,30 @@ class TestData:
 
     def test_what_cannot_be_iterated_is_refused(self) -> None:
         refused(None, "train got a int, which cannot be iterated", 3, forge.DataError)
+
+    def test_a_dict_of_training_loaders_is_refused(self) -> None:
+        refused(None, "training takes one loader", {"a": make_batches()}, forge.DataError)
+
+    def test_one_loader_with_persistent_workers_cannot_train_and_validate_at_once(self) -> None:
+        data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
+        loader = forge.data.Loader(data, 2, num_workers=1)
+        with pytest.raises(forge.DataError, match="Make a loader for each"):
+            fit(train=loader, val=loader)
+
+    def test_windows_and_weights_that_hold_nothing_are_refused(self) -> None:
+        class Nothing(forge.Plugin):
+            @forge.hookimpl
+            def forge_plan_step(self, trainer: forge.Trainer) -> int:
+                return 1 - trainer.progress.update
+
+        class Weightless(Classifier):
+            def num_items(self, batch: Any) -> int:
+                return 0
+
+        with pytest.raises(forge.DataError, match="a window of 0 micro-batches"):
+            fit(plugins=[Nothing()])
+        with pytest.raises(forge.DataError, match="nothing to average"):
+            fit(Weightless(), plugins=[Accumulate(2)])
 
     def test_a_batch_whose_size_nobody_knows_names_num_items(self) -> None:
         refused(None, r"Define num_items\(self, batch\) on Classifier", ["text"], forge.DataError)

@@ -115,3 +115,15 @@ def test_labels_out_of_range_are_named_before_a_device_assert_kills_the_context(
     with pytest.raises(forge.TaskError, match="but the model has 3 outputs"):
         fit(train=bad, device="cuda")
     assert fit(device="cuda").updates == 4
+
+
+def test_predictions_have_arrived_when_predict_returns() -> None:
+    class Slow(Classifier):
+        def predict_step(self, batch: Any) -> Any:
+            out = torch.ones(4096, 4096, device="cuda")
+            for _ in range(20):
+                out = (out @ out).clamp(max=1)
+            return out
+
+    outputs = forge.Trainer(plugins=[], device="cuda").predict(Slow(), make_batches(2))
+    assert all(bool((output == 1).all()) for output in outputs)

@@ -119,7 +119,7 @@ def test_samplers_are_told_the_epoch() -> None:
 
 
 def test_nested_batches_of_every_shape_reach_the_task_and_are_counted() -> None:
-    from collections import namedtuple
+    from collections import UserDict, namedtuple
     from dataclasses import dataclass
 
     @dataclass
@@ -130,6 +130,9 @@ def test_nested_batches_of_every_shape_reach_the_task_and_are_counted() -> None:
     tensor = torch.zeros(5, 2)
     for batch in (tensor, [tensor], (1, tensor), {"a": {"b": tensor}}, Pair(tensor, 0), Record(tensor)):
         assert batch_size(batch) == 5
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 1), torch.zeros(1, 1)])
+    assert batch_size(UserDict(x=tensor)) == 5
+    assert batch_size((packed, 1)) == batch_size(packed) == 2
     assert batch_size("text") is None
     assert batch_size(torch.zeros(())) is None
 
@@ -153,6 +156,28 @@ class TestMoving:
         assert moved["a"][0].device == moved["a"][1][0].device == moved["b"].x.device == moved["c"].x.device == meta
         assert (type(moved["b"]), moved["c"].label, moved["a"][1][1]) == (Pair, "l", "text")
         assert type(move(OrderedDict(a=tensor), meta)) is OrderedDict
+
+    def test_subclasses_of_dict_and_odd_dataclasses_keep_all_that_they_hold(self) -> None:
+        from dataclasses import InitVar, dataclass, field
+
+        from forge.env import move
+
+        class Fields(dict):
+            @property
+            def x(self) -> torch.Tensor:
+                return self["x"]
+
+        @dataclass(frozen=True)
+        class Odd:
+            x: torch.Tensor
+            scale: InitVar[int]
+            late: list[int] = field(init=False, default_factory=list)
+
+        meta, odd = torch.device("meta"), Odd(torch.zeros(2), 3)
+        odd.late.append(1)
+        assert move(Fields(x=torch.zeros(2)), meta).x.device == meta
+        moved = move(odd, meta)
+        assert (moved.x.device, moved.late) == (meta, [1])
 
     def test_what_is_there_already_is_not_copied(self) -> None:
         from forge.env import move

@@ -36,6 +36,14 @@ def test_a_mean_is_weighted_and_takes_numbers_and_tensors(on_host: bool, values:
     assert made.read().result() == {}
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_weight_of_zero_drops_its_value_and_a_fraction_counts(on_host: bool) -> None:
+    made = means(on_host)
+    made.add("x", float("nan"), 0)
+    made.add("x", 2.0, torch.tensor(0.5))
+    assert made.read().result() == {"x": 2.0}
+
+
 def test_on_a_device_nothing_is_read_before_the_result_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = means(on_host=False)
 
@@ -130,8 +138,14 @@ class TestIntervals:
     ) -> None:
         now = [0.0]
         monkeypatch.setattr("time.monotonic", lambda: now[0])
-        interval, answers = Interval("10 s"), []
-        for update, now[0] in enumerate([0.0, 5.0, 11.0, 12.0, 22.0]):
-            answers.append(interval.due(at(update=update)))
-            assert interval.due(at(update=update)) == answers[-1]
-        assert answers == [False, False, True, False, True]
+        interval = Interval("10 s")
+
+        def answers() -> list[bool]:
+            step, given = at(), []
+            for step.trainer.progress.update, now[0] in enumerate([0.0, 5.0, 11.0, 12.0, 22.0]):
+                given.append(interval.due(step))
+                assert interval.due(step) == given[-1]
+            return given
+
+        assert answers() == [False, False, True, False, True]
+        assert answers() == [False, False, True, False, True]  # another run starts afresh

@@ -69,6 +69,19 @@ class TestSchedules:
 
         assert rates_of(scheduled(halving), plugins=[skip]) == [1.0, 0.5, 0.5, 0.25]
 
+    def test_a_schedule_by_interval_moves_although_the_intervals_last_update_was_skipped(self) -> None:
+        @forge.on("inspect_grads", mutates=True)
+        def skip(step: forge.Step) -> None:
+            if step.ends_epoch:
+                step.skip_update("test")
+
+        rates = rates_of(scheduled(halving, "1 epoch"), train=make_batches(2), max_epochs=3, plugins=[skip])
+        assert rates == [1, 1, 0.5, 0.5, 0.25, 0.25]
+
+    def test_a_plateau_schedule_without_validation_is_refused(self) -> None:
+        with pytest.raises(forge.TaskError, match="has no val loader"):
+            fit(scheduled(lambda o: ReduceLROnPlateau(o)))
+
     def test_a_plateau_schedule_watches_its_metric_after_each_validation(self) -> None:
         def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
             return ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
@@ -91,6 +104,7 @@ class TestSchedules:
 
     def test_the_logged_rate_is_the_one_the_last_update_used(self) -> None:
         assert fit(scheduled(halving), train=make_batches(3)).metrics["lr"] == 0.25
+        assert fit(scheduled(halving), train=make_batches(4), max_updates=3).metrics["lr"] == 0.25
 
     def test_rates_of_parameter_groups_are_told_apart(self) -> None:
         class Grouped(Classifier):

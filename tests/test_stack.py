@@ -336,7 +336,7 @@ class TestCallbacks:
             forge.on("backward")
 
     def test_an_interval_needs_a_step_to_count(self) -> None:
-        with pytest.raises(forge.StackError, match="has no step to count"):
+        with pytest.raises(forge.StackError, match="an interval counts finished updates"):
             forge.on("log", every="2 updates")
 
     def test_a_callback_takes_any_of_the_events_arguments(self) -> None:

@@ -328,6 +328,46 @@ def test_tied_weights_are_saved_and_loaded(tmp_path: Any) -> None:
     assert torch.equal(again.alias.weight, task.net[0].weight)
 
 
+def test_weights_of_modules_with_extra_state_expanded_buffers_and_lazy_layers_are_saved(tmp_path: Any) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    class Odd(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(8), Extra(8, 3))
+            self.register_buffer("mask", torch.ones(4, 4))
+
+    task = Odd()
+    task.mask = torch.ones(1).expand(4, 4)
+    with pytest.warns(UserWarning, match="extra state of net.1"):
+        forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path).fit(task, make_batches())
+    again = Odd()
+    again(make_batches()[0][0])  # makes the lazy layer
+    forge.Trainer(plugins=[]).validate(again, make_batches(), weights=tmp_path)
+    assert torch.equal(again.net[0].weight, task.net[0].weight)
+
+
+def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
+    settings = {"device": torch.device("cpu"), "seed": np.int64(3), "validate_every": forge.Interval("1 epoch")}
+    forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path, **settings).fit(Classifier(), make_batches())
+
+
+def test_another_trainer_may_use_the_task_in_between() -> None:
+    seen: list[Any] = []
+
+    @forge.on("boundary")
+    def probe(trainer: forge.Trainer) -> None:
+        forge.Trainer(plugins=[]).validate(trainer.task, make_batches(1))
+        seen.append(trainer.task.trainer is trainer)
+
+    fit(plugins=[probe], max_updates=2)
+    assert seen == [True, True]
+
+
 def test_a_run_folder_gets_a_card_for_people_and_for_programs(tmp_path: Any) -> None:
     import json
 

@@ -6,11 +6,12 @@ The feed knows before a window's first backward how long the window is and wheth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
 from forge.errors import DataError
@@ -26,11 +27,13 @@ def length_of(loader: Any) -> int | None:
 
 def batch_size(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension of the first tensor found in it, or None."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # these are always on the host
     if isinstance(batch, (tuple, list)):
         parts = batch
     elif isinstance(batch, torch.Tensor):
         parts = (batch,)
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         parts = batch.values()
     elif is_dataclass(batch):
         parts = [getattr(batch, field.name) for field in fields(batch)]
@@ -90,6 +93,8 @@ class Feed:
         while not last:
             window, ahead = ahead, []
             count = plan() if length is None else min(plan(), length - given)
+            if count < 1:
+                raise DataError(f"forge_plan_step asked for a window of {count} micro-batches; it must be at least 1.")
             try:
                 while len(window) < count:
                     window.append(next(batches))

@@ -58,5 +58,5 @@ class Loader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._generator.manual_seed(self.sampler.seed * 1_000_003 + self.sampler.epoch)
+        self._generator.manual_seed((self.sampler.seed * 1_000_003 + self.sampler.epoch) % 2**63)
         return iter(self.loader)

@@ -58,4 +58,5 @@ class Clip(forge.Plugin):
         step.record(f"{prefix}/after", after)
 
     def _norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
-        return get_total_norm([p.grad for p in parameters if p.grad is not None], self.config.norm_type)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return get_total_norm(gradients, self.config.norm_type) if gradients else torch.zeros(())

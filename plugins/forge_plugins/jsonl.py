@@ -46,7 +46,7 @@ class JSONL(forge.Plugin):
             self._file = (trainer.run_dir / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
         epoch, sample = counters_after(trainer, update)
         where = {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
-        self._file.write(as_json({**where, **scalars}) + "\n")
+        self._file.write(as_json({**where, **scalars, **where}) + "\n")
 
     @forge.hookimpl
     def forge_end(self) -> None:
