@@ -54,9 +54,8 @@ class Means:
         if not self.on_host:
             self._keep_all(prefix, metrics, weight)
             return
-        if isinstance(weight, Tensor):
-            weight = weight.item()  # pyright: ignore[reportAssignmentType]
-        if weight == 0:  # it drops its values, NaN or not
+        mass = weight.item() if isinstance(weight, Tensor) else weight
+        if mass == 0:  # it drops its values, NaN or not
             return
         for name, value in metrics.items():
             if isinstance(value, Tensor):
@@ -66,10 +65,10 @@ class Means:
                     raise _no_scalar(prefix + name, value) from error
             sums = self._sums.get(prefix + name)
             if sums is None:
-                self._sums[prefix + name] = [value * weight, weight]
+                self._sums[prefix + name] = [value * mass, mass]
             else:
-                sums[0] += value * weight
-                sums[1] += weight
+                sums[0] += value * mass
+                sums[1] += mass
 
     def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
         for name, value in metrics.items():
