@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -74,7 +75,9 @@ def measure(programs: dict[str, str], rounds: int) -> list[Row]:
 def cpu_seconds(program: str) -> float:
     """User + system time of a fresh interpreter that runs `program`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    # as after an installation: a framework whose bytecode may not be kept would be compiled anew every time
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0:
         raise RuntimeError(f"`{program}` failed:\n{done.stderr}")

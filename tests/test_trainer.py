@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from typing import Any
 
@@ -169,17 +170,27 @@ def test_recorded_values_are_unweighted_means() -> None:
     assert fit(plugins=[watch], log_every=4).metrics["index"] == pytest.approx(1.5)
 
 
-def test_logging_a_loss_keeps_no_graph_alive() -> None:
-    import gc
+def tensors_with_a_graph() -> set[int]:
+    gc.collect()
+    return {id(o) for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.grad_fn is not None}
 
+
+def test_logging_a_loss_keeps_no_graph_alive() -> None:
     class Watch(Classifier):
         def training_step(self, batch: Any) -> Any:
             output = super().training_step(batch)
             return {**output, "twin": output["loss"] * 1}
 
-    fit(Watch(), make_batches(50), log_every=1000)
-    gc.collect()
-    assert not [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.grad_fn is not None]
+    alive: list[set[int]] = []
+
+    @forge.on("boundary", every="20 updates")
+    def look() -> None:
+        alive.append(tensors_with_a_graph())
+
+    before = tensors_with_a_graph()  # what other tests left behind
+    fit(Watch(), make_batches(50), log_every=1000, plugins=[look])
+    assert len(alive) == 2
+    assert all(now <= before for now in [*alive, tensors_with_a_graph()])
 
 
 def test_num_items_decides_the_weights_of_a_window() -> None:
