@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             for row in rows:
                 print(json.dumps(asdict(row)), flush=True)
         else:
-            Console().print(table(CASES[name], rows))
+            Console(width=None if sys.stdout.isatty() else 120).print(table(CASES[name], rows))
     return 0
 
 
