@@ -51,7 +51,7 @@ def of_config(config: type) -> list[Option]:
 def of_callable(function: Callable[..., Any]) -> list[Option]:
     """The keyword options of a function or of a class's `__init__`."""
     target = function.__init__ if isinstance(function, type) else function
-    hints = _hints(target)
+    hints = _type_hints(target)
     parameters = list(inspect.signature(target).parameters.values())
     if isinstance(function, type):
         parameters = parameters[1:]  # self
@@ -122,29 +122,24 @@ def _own_field_docs(config: type) -> dict[str, str]:
 _NO: Any = object()
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The type of each parameter; one that exists only for the type checker is left out, alone."""
-    scope = getattr(inspect.unwrap(function), "__globals__", {})
-    hints: dict[str, Any] = {}
-    for name, annotation in getattr(function, "__annotations__", {}).items():
-        try:
-            hints[name] = eval(annotation, scope) if isinstance(annotation, str) else annotation
-        except (NameError, AttributeError, TypeError, SyntaxError):
-            continue
-    return hints
-
-
 def _type_hints(thing: Any) -> dict[str, Any]:
-    """The annotations of a class or function; names of the classes it is nested in count too."""
+    """The annotations of a class or function, each by itself: one that only the type checker can read is left out."""
+    thing = inspect.unwrap(thing)
+    module = vars(sys.modules.get(thing.__module__, types.ModuleType("")))
     enclosing: Any = sys.modules.get(thing.__module__)
     around: dict[str, Any] = {}
-    for part in thing.__qualname__.split(".")[:-1]:
+    for part in thing.__qualname__.split(".")[:-1]:  # names of the classes it is nested in count too
         enclosing = getattr(enclosing, part, None)
         around |= vars(enclosing) if isinstance(enclosing, type) else {}
-    try:
-        return typing.get_type_hints(thing, localns=around)
-    except (NameError, TypeError):  # annotations that exist for the type checker only, or inside a function
-        return {}
+    hints: dict[str, Any] = {}
+    for holder in reversed(thing.__mro__) if isinstance(thing, type) else [thing]:
+        for name, annotation in vars(holder).get("__annotations__", getattr(holder, "__annotations__", {})).items():
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            try:
+                hints |= typing.get_type_hints(alone, getattr(holder, "__globals__", module), around)
+            except (NameError, AttributeError, TypeError, SyntaxError):
+                continue
+    return hints
 
 
 def _field_default(field: dataclasses.Field[Any]) -> Any:

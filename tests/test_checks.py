@@ -15,7 +15,7 @@ from forge_plugins import Accumulate
 from tests.tasks import Classifier, fit, make_batches
 
 
-def refused(task: Any, message: str, train: Any = None, error: type[Exception] = forge.TaskError) -> None:
+def assert_refused(task: Any, message: str, train: Any = None, error: type[Exception] = forge.TaskError) -> None:
     with pytest.raises(error, match=message):
         fit(task, train)
 
@@ -60,7 +60,7 @@ class TestRegistration:
                 super().__init__()
                 self.blocks = hide(nn.Linear(8, 8))
 
-        refused(Hidden(), rf"Hidden.blocks is a plain .* hides 1 trainable .* Use {better}")
+        assert_refused(Hidden(), rf"Hidden.blocks is a plain .* hides 1 trainable .* Use {better}")
 
     def test_hidden_layers_are_found_inside_submodules(self) -> None:
         class Block(nn.Module):
@@ -73,7 +73,7 @@ class TestRegistration:
                 super().__init__()
                 self.block = Block()
 
-        refused(Outer(), "Outer.block.parts is a plain list")
+        assert_refused(Outer(), "Outer.block.parts is a plain list")
 
     def test_a_list_of_layers_registered_elsewhere_or_frozen_is_fine(self) -> None:
         class Fine(Classifier):
@@ -99,15 +99,15 @@ class TestRegistration:
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(self.parameters())
 
-        refused(Empty(), "Empty has nothing to train: it has no registered parameters")
-        refused(Classifier().requires_grad_(False), "nothing to train: all 4 of its parameters")
+        assert_refused(Empty(), "Empty has nothing to train: it has no registered parameters")
+        assert_refused(Classifier().requires_grad_(False), "nothing to train: all 4 of its parameters")
 
     def test_an_optimizer_over_another_models_parameters_is_refused(self) -> None:
         class Foreign(Classifier):
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(Classifier().parameters())
 
-        refused(Foreign(), "SGD has 4 parameters, but none of them belong to Foreign")
+        assert_refused(Foreign(), "SGD has 4 parameters, but none of them belong to Foreign")
 
     def test_trainable_parameters_in_no_optimizer_are_warned_of_and_keep_no_gradient(self) -> None:
         class Partial(Classifier):
@@ -120,13 +120,13 @@ class TestRegistration:
         assert task.net[0].weight.grad is None
 
     def test_a_class_a_plain_module_and_a_missing_method_are_refused(self) -> None:
-        refused(Classifier, "pass an instance: Classifier")
-        refused(nn.Linear(2, 2), "Linear is no forge.TaskModule")
+        assert_refused(Classifier, "pass an instance: Classifier")
+        assert_refused(nn.Linear(2, 2), "Linear is no forge.TaskModule")
 
         class Stepless(forge.TaskModule):
             pass
 
-        refused(Stepless(), r"Stepless defines no training_step")
+        assert_refused(Stepless(), r"Stepless defines no training_step")
 
     def test_validation_without_a_validation_step_is_refused_before_training(self) -> None:
         class NoValidation(forge.TaskModule):
@@ -153,7 +153,7 @@ class TestOptimizers:
             def configure_optimizers(self) -> Any:
                 return returned(torch.optim.SGD(self.parameters()))
 
-        refused(Odd(), message)
+        assert_refused(Odd(), message)
 
     def test_a_schedule_of_another_optimizer_is_refused(self) -> None:
         class Crossed(Classifier):
@@ -161,7 +161,7 @@ class TestOptimizers:
                 ours, other = (torch.optim.SGD(self.parameters()) for _ in range(2))
                 return ours, torch.optim.lr_scheduler.StepLR(other, 1)
 
-        refused(Crossed(), "drives another optimizer")
+        assert_refused(Crossed(), "drives another optimizer")
 
 
 class TestLoss:
@@ -179,7 +179,7 @@ class TestLoss:
         ],
     )
     def test_a_loss_that_cannot_train_is_refused_at_the_first_batch(self, loss: Any, message: str) -> None:
-        refused(with_loss(loss), message)
+        assert_refused(with_loss(loss), message)
 
     @pytest.mark.parametrize(
         ("loss", "message"),
@@ -199,10 +199,10 @@ class TestLoss:
         ],
     )
     def test_labels_and_scores_that_the_loss_cannot_mean_are_refused(self, loss: Any, message: str) -> None:
-        refused(with_loss(loss), message)
+        assert_refused(with_loss(loss), message)
 
     def test_the_message_points_at_the_users_line(self) -> None:
-        refused(with_loss(lambda t, x, y: F.cross_entropy(t(x), y + 5)), r"test_checks.py:\d+: cross_entropy")
+        assert_refused(with_loss(lambda t, x, y: F.cross_entropy(t(x), y + 5)), r"test_checks.py:\d+: cross_entropy")
 
     def test_right_uses_of_the_same_losses_pass(self) -> None:
         def every_loss(task: Any, x: Any, y: Any) -> Any:
@@ -258,7 +258,7 @@ class TestLoss:
                 good = self.trainer is not None and self.trainer.progress.update < 2
                 return super().training_step(batch) if good else None
 
-        refused(Later(), "Later.training_step returned None: is its `return` missing")
+        assert_refused(Later(), "Later.training_step returned None: is its `return` missing")
 
     def test_a_validation_batch_is_checked_too(self) -> None:
         class Validates(Classifier):
@@ -286,16 +286,18 @@ class TestLoss:
 class TestData:
     def test_a_bare_dataset_is_refused_with_the_loader_to_use(self) -> None:
         dataset = torch.utils.data.TensorDataset(torch.zeros(4, 8))
-        refused(None, r"forge.data.Loader\(tensordataset, batch_size=\.\.\., shuffle=True\)", dataset, forge.DataError)
+        assert_refused(
+            None, r"forge.data.Loader\(tensordataset, batch_size=\.\.\., shuffle=True\)", dataset, forge.DataError
+        )
 
     def test_an_empty_loader_is_refused(self) -> None:
-        refused(None, "The train loader is empty", [], forge.DataError)
+        assert_refused(None, "The train loader is empty", [], forge.DataError)
 
     def test_what_cannot_be_iterated_is_refused(self) -> None:
-        refused(None, "train got a int, which cannot be iterated", 3, forge.DataError)
+        assert_refused(None, "train got a int, which cannot be iterated", 3, forge.DataError)
 
     def test_a_dict_of_training_loaders_is_refused(self) -> None:
-        refused(None, "training takes one loader", {"a": make_batches()}, forge.DataError)
+        assert_refused(None, "training takes one loader", {"a": make_batches()}, forge.DataError)
 
     def test_one_loader_with_persistent_workers_cannot_train_and_validate_at_once(self) -> None:
         data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
@@ -319,4 +321,4 @@ class TestData:
             fit(Weightless(), plugins=[Accumulate(2)])
 
     def test_a_batch_whose_size_nobody_knows_names_num_items(self) -> None:
-        refused(None, r"Define num_items\(self, batch\) on Classifier", ["text"], forge.DataError)
+        assert_refused(None, r"Define num_items\(self, batch\) on Classifier", ["text"], forge.DataError)

@@ -25,7 +25,7 @@ def resolved(*plugins: forge.Plugin) -> list[str]:
     return stack.names
 
 
-def refused(message: str, *plugins: forge.Plugin) -> None:
+def assert_refused(message: str, *plugins: forge.Plugin) -> None:
     """The stack is refused, and no work was done for it."""
     worked = []
 
@@ -40,11 +40,15 @@ def refused(message: str, *plugins: forge.Plugin) -> None:
 
 
 def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
-    refused("forge_step_ende, which is no hook.*Did you mean 'forge_step_end'", plugin(forge_step_ende=lambda self: 0))
+    assert_refused(
+        "forge_step_ende, which is no hook.*Did you mean 'forge_step_end'", plugin(forge_step_ende=lambda self: 0)
+    )
 
 
 def test_an_unmarked_hook_is_refused() -> None:
-    refused("forge_step_end is not marked. Put @forge.hookimpl above it", plugin(forge_step_end=lambda self, step: 0))
+    assert_refused(
+        "forge_step_end is not marked. Put @forge.hookimpl above it", plugin(forge_step_end=lambda self, step: 0)
+    )
 
 
 def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
@@ -58,7 +62,7 @@ def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
 def test_an_argument_a_hook_does_not_get_is_refused_with_those_it_gets() -> None:
     def forge_step_end(self: Any, trainer: Any) -> None: ...
 
-    refused(
+    assert_refused(
         "asks for 'trainer', which it does not get. It can take: step",
         plugin(forge_step_end=forge.hookimpl(forge_step_end)),
     )
@@ -67,13 +71,13 @@ def test_an_argument_a_hook_does_not_get_is_refused_with_those_it_gets() -> None
 def test_a_default_for_a_hook_argument_is_refused() -> None:
     def forge_step_end(self: Any, step: Any = None) -> None: ...
 
-    refused("gives 'step' a default", plugin(forge_step_end=forge.hookimpl(forge_step_end)))
+    assert_refused("gives 'step' a default", plugin(forge_step_end=forge.hookimpl(forge_step_end)))
 
 
 def test_priorities_are_refused_in_favour_of_order() -> None:
     def forge_step_end(self: Any, step: Any) -> None: ...
 
-    refused("tryfirst or trylast", plugin(forge_step_end=forge.hookimpl(tryfirst=True)(forge_step_end)))
+    assert_refused("tryfirst or trylast", plugin(forge_step_end=forge.hookimpl(tryfirst=True)(forge_step_end)))
 
 
 def test_a_wrapper_without_a_yield_and_a_yield_without_wrapper_are_refused() -> None:
@@ -81,15 +85,15 @@ def test_a_wrapper_without_a_yield_and_a_yield_without_wrapper_are_refused() -> 
     def yields(self: Any, step: Any) -> Any:
         yield
 
-    refused("has no yield", plugin(forge_train_step=forge.hookimpl(wrapper=True)(plain)))
-    refused("not marked as a wrapper", plugin(forge_train_step=forge.hookimpl(yields)))
+    assert_refused("has no yield", plugin(forge_train_step=forge.hookimpl(wrapper=True)(plain)))
+    assert_refused("not marked as a wrapper", plugin(forge_train_step=forge.hookimpl(yields)))
 
 
 def test_hooks_called_plugin_by_plugin_cannot_be_wrapped() -> None:
     def yields(self: Any, trainer: Any) -> Any:
         yield
 
-    refused("forge_end cannot be wrapped", plugin(forge_end=forge.hookimpl(wrapper=True)(yields)))
+    assert_refused("forge_end cannot be wrapped", plugin(forge_end=forge.hookimpl(wrapper=True)(yields)))
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
@@ -117,7 +121,7 @@ class OwnsA(forge.Plugin):
 
 
 def test_two_owners_of_one_action_are_refused_by_name() -> None:
-    refused("'accumulate' and 'owns_a' both own forge_plan_step", OwnsA(), Accumulate(2))
+    assert_refused("'accumulate' and 'owns_a' both own forge_plan_step", OwnsA(), Accumulate(2))
 
 
 def test_a_task_is_an_owner_like_any_other() -> None:
@@ -137,13 +141,13 @@ def test_ownership_is_per_instance() -> None:
 
 
 def test_two_providers_of_one_thing_are_refused() -> None:
-    refused(
+    assert_refused(
         "'first' and 'second' both provide 'x'", plugin("First", provides=("x",)), plugin("Second", provides=("x",))
     )
 
 
 def test_a_missing_requirement_is_refused_with_how_to_add_it() -> None:
-    refused("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", plugin(requires=("grad_scaler",)))
+    assert_refused("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", plugin(requires=("grad_scaler",)))
 
 
 def test_a_requirement_is_met_by_name_or_by_what_somebody_provides() -> None:
@@ -152,7 +156,9 @@ def test_a_requirement_is_met_by_name_or_by_what_somebody_provides() -> None:
 
 
 def test_a_conflict_names_both() -> None:
-    refused("'sample' cannot run together with 'other'", plugin(conflicts=("y",)), plugin("Other", provides=("y",)))
+    assert_refused(
+        "'sample' cannot run together with 'other'", plugin(conflicts=("y",)), plugin("Other", provides=("y",))
+    )
 
 
 def test_before_and_after_move_a_plugin_and_nothing_else() -> None:
@@ -162,7 +168,7 @@ def test_before_and_after_move_a_plugin_and_nothing_else() -> None:
 
 
 def test_a_cycle_is_refused_with_its_members_in_order() -> None:
-    refused("'a' -> 'b' -> 'a'", plugin("A", after=("b",)), plugin("B", after=("a",)), plugin("C"))
+    assert_refused("'a' -> 'b' -> 'a'", plugin("A", after=("b",)), plugin("B", after=("a",)), plugin("C"))
 
 
 @given(st.permutations(["a", "b", "c", "d"]), st.sets(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"))))
@@ -186,7 +192,7 @@ def _has_cycle(edges: set[tuple[str, str]]) -> bool:
 
 
 def test_two_of_one_name_are_refused_in_a_list_and_told_apart_in_a_mapping() -> None:
-    refused("Two plugins are called 'clip'.*'clip@second'", Clip(1.0), Clip(2.0))
+    assert_refused("Two plugins are called 'clip'.*'clip@second'", Clip(1.0), Clip(2.0))
     second = plugin("Other")
     second.name = "clip@second"
     assert resolved(Clip(1.0), second) == ["clip", "clip@second"]

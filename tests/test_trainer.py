@@ -364,7 +364,9 @@ def test_weights_of_modules_with_extra_state_expanded_buffers_and_lazy_layers_ar
 
 def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
     settings = {"device": torch.device("cpu"), "seed": np.int64(3), "validate_every": forge.Interval("1 epoch")}
-    forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path, **settings).fit(Classifier(), make_batches())
+    trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=tmp_path, **settings)
+    assert trainer.fit(Classifier(), make_batches()).updates == 1
+    assert (trainer.settings["device"], trainer.settings["seed"]) == ("cpu", 3)
 
 
 def test_another_trainer_may_use_the_task_in_between() -> None:
