@@ -70,7 +70,7 @@ def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: St
 
 @contextmanager
 def evaluation_mode(trainer: Trainer) -> Iterator[None]:
-    """`eval()` and no gradients; afterwards every module's mode, the RNG and `.grad` are as they were."""
+    """`eval()` and the task's gradient mode; then modes and RNG are put back, and fit has no stray `.grad`."""
     task, device = trainer.task, trainer.env.device
     modes = [(module, module.training) for module in task.modules()]
     rng = RNGState.capture(device)
