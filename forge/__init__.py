@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge import data, testing
-    from forge.errors import DataError, ForgeError, RecipeError, StackError, TaskError
+    from forge.errors import (
+        CheckpointError,
+        DataError,
+        ForgeError,
+        Interrupted,
+        NonFiniteError,
+        RecipeError,
+        StackError,
+        TaskError,
+    )
     from forge.hooks import hookimpl
     from forge.metrics import Image, Text
     from forge.plugin import Plugin, on
@@ -30,11 +39,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CheckpointError": "forge.errors",
     "DataError": "forge.errors",
     "FitResult": "forge.trainer",
     "ForgeError": "forge.errors",
     "Image": "forge.metrics",
+    "Interrupted": "forge.errors",
     "Interval": "forge.progress",
+    "NonFiniteError": "forge.errors",
     "Plugin": "forge.plugin",
     "RecipeError": "forge.errors",
     "StackError": "forge.errors",
@@ -49,11 +61,14 @@ _HOME = {
 }
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "FitResult",
     "ForgeError",
     "Image",
+    "Interrupted",
     "Interval",
+    "NonFiniteError",
     "Plugin",
     "RecipeError",
     "StackError",

@@ -30,6 +30,27 @@ class RecipeError(ForgeError):
     """A recipe, an option or a command-line override is wrong."""
 
 
+class CheckpointError(ForgeError):
+    """A checkpoint, or a file that should be one, cannot be written, trusted or used."""
+
+
+class NonFiniteError(ForgeError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class Interrupted(SystemExit):
+    """A signal ended a fit and its state was saved. Left alone it ends the process with exit code 85: resume me."""
+
+    EXIT_CODE = 85
+
+    def __init__(self, message: str):
+        super().__init__(self.EXIT_CODE)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the nearest known word, else the list of what there is."""
     names = sorted(known)
