@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from forge.plugin import Plugin, on
     from forge.progress import Interval
     from forge.recipe import load_recipe
+    from forge.state import load_weights
     from forge.step import Step
     from forge.task import TaskModule
     from forge.trainer import FitResult, Trainer
@@ -57,6 +58,7 @@ _HOME = {
     "Trainer": "forge.trainer",
     "hookimpl": "forge.hooks",
     "load_recipe": "forge.recipe",
+    "load_weights": "forge.state",
     "on": "forge.plugin",
 }
 
@@ -80,6 +82,7 @@ __all__ = [
     "data",
     "hookimpl",
     "load_recipe",
+    "load_weights",
     "on",
     "testing",
 ]

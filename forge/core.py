@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forge import checks, evaluation
+from forge.data.adopt import adopt
+from forge.data.feed import check_loader
 from forge.env import Env
 from forge.hooks import hookimpl
 from forge.model import direct_call
@@ -47,11 +49,18 @@ class Core(Plugin):
     @default
     def forge_build_loader(self, trainer: Trainer, stage: str) -> Any:
         given = trainer.given_loaders.get(stage)
-        for loader in given.values() if isinstance(given, dict) else [given]:
-            hand_on = getattr(loader, "set_default_seed", None)
-            if hand_on is not None and trainer.seed is not None:
-                hand_on(trainer.seed)
-        return given
+        if isinstance(given, dict):
+            return {name: self._adopted(trainer, loader, stage) for name, loader in given.items()}
+        return None if given is None else self._adopted(trainer, given, stage)
+
+    def _adopted(self, trainer: Trainer, given: Any, stage: str) -> Any:
+        """The loader as one that can be continued exactly, where that is possible, with the Trainer's seed."""
+        check_loader(given, stage)
+        loader = adopt(given, stage, trainer.allow_inexact)
+        hand_on = getattr(loader, "set_default_seed", None)
+        if hand_on is not None and trainer.seed is not None:
+            hand_on(trainer.seed)
+        return loader
 
     @default
     def forge_build_optimizers(self, trainer: Trainer) -> Optimizers:

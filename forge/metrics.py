@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -83,6 +84,28 @@ class Means:
     def empty(self) -> bool:
         return not self._sums and not self._kept
 
+    def finite(self, name: str) -> bool:
+        """Whether everything counted in the mean of `name` since the last read is finite; known on the host only."""
+        sums = self._sums.get(name)
+        return sums is None or math.isfinite(sums[0])
+
+    def latest(self, name: str, count: int) -> list[Tensor | float]:
+        """On an accelerator: the last `count` values of `name`, not read; what was folded together is one value."""
+        return self._kept[name][0][-count:] if name in self._kept else []
+
+    def mark(self) -> Mapping[str, Any]:
+        """Where counting stands now, for `back_to`; cheap enough for every window."""
+        if self.on_host:
+            return {name: list(pair) for name, pair in self._sums.items()}
+        return {name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}
+
+    def back_to(self, mark: Mapping[str, Any]) -> None:
+        """Forget what was counted since `mark`; nothing may have been read in between."""
+        if self.on_host:
+            self._sums = dict(mark)
+        else:
+            self._kept = dict(mark)
+
     def read(self) -> PendingMeans:
         """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet."""
         if self.on_host:
@@ -92,6 +115,25 @@ class Means:
         if not kept:
             return PendingMeans([], [])
         return PendingMeans(list(kept), torch.stack([part for pair in kept.values() for part in self._reduce(*pair)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
+        kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
+        return {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a state; one from another kind of device is turned into this one's."""
+        self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
+        self._kept = {}
+        for name, (values, weights) in state["kept"].items():
+            if self.on_host:
+                total, mass = self._reduce(list(values), list(weights))
+                self._sums[name] = [float(total), float(mass)]
+            else:
+                self._kept[name] = (list(values.to(self.device)), list(weights.to(self.device)))
+        if not self.on_host:
+            for name, (total, mass) in state["sums"].items():
+                self._kept[name] = ([total / mass], [mass])
 
     def _reduce(self, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
         value, weight = self._vector(values), self._vector(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -38,14 +39,15 @@ class Option:
         return self.default is REQUIRED
 
 
-def of_config(config: type) -> list[Option]:
+@functools.cache
+def of_config(config: type) -> Sequence[Option]:
     """The options of a dataclass; a string under a field is its description."""
     hints, docs = _type_hints(config), field_docs(config)
-    return [
+    return tuple(
         Option(field.name, hints.get(field.name, Any), _field_default(field), docs.get(field.name, ""))
         for field in dataclasses.fields(config)
         if field.init
-    ]
+    )
 
 
 def of_callable(function: Callable[..., Any]) -> list[Option]:

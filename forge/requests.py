@@ -48,7 +48,8 @@ class Requests:
         """Write a request down with who asked."""
         request = Request(kind, reason, self._asker(), self._trainer.progress.update)
         self.log.append(request)
-        logger.info("%s asked for by %s at update %d", kind, request, request.update)
+        level = logging.DEBUG if kind == "checkpoint" else logging.INFO  # a routine, and not worth a line each time
+        logger.log(level, "%s asked for by %s at update %d", kind, request, request.update)
         return request
 
     def grant(self, kind: str) -> Request | None:

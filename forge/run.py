@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -34,7 +35,7 @@ def group_of(trainer: Trainer) -> str:
     return recipe.name if recipe is not None and names_task else snake_case(type(trainer.task).__name__)
 
 
-def make_card(trainer: Trainer) -> dict[str, Any]:
+def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, Any]:
     """Everything needed to understand a run later, as plain data."""
     task = trainer.task
     return {
@@ -51,6 +52,7 @@ def make_card(trainer: Trainer) -> dict[str, Any]:
         "stack": [{"name": p.name, "class": type(p).__name__, "options": plugin_options(p)} for p in trainer.stack],
         "trainer": trainer.settings,
         "planned_updates": trainer.planned_updates,
+        "resumed_from": resumed_from,
         "seed": trainer.seed,
         "device": device_name(trainer.env.device),
         "world": trainer.env.world,
@@ -77,6 +79,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "task": f"{task['class']}({_arguments(task['options'])}), {task['trainable']:,} trainable parameters",
         "optimizer": ", ".join(card["optimizers"].values()),
         "planned updates": card["planned_updates"],
+        **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
         "seed": card["seed"],
         "device": card["device"],
         "versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
@@ -103,6 +106,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else repr(value)[:200]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,35 @@ class RNGState:
         elif device.type == "mps":
             on_device = torch.mps.get_rng_state()
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
+
+    def as_tree(self) -> dict[str, Any]:
+        """The state as plain data and tensors, as a checkpoint holds it."""
+        version, words, gauss = self.python
+        kind, key, position, has_gauss, cached = self.numpy
+        return {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": {
+                "kind": kind,
+                "key": torch.from_numpy(key.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            },
+            "torch": self.torch,
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> RNGState:
+        """What `as_tree` gave away."""
+        python, numpy = tree["python"], tree["numpy"]
+        key = numpy["key"].numpy().astype(np.uint32)
+        return cls(
+            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            (numpy["kind"], key, numpy["position"], numpy["has_gauss"], numpy["gauss"]),
+            tree["torch"],
+            tree["device"],
+        )
 
     def restore(self, device: torch.device) -> None:
         random.setstate(self.python)

@@ -12,18 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from forge import checks
+from forge import checks, resumption
 from forge.core import Core
+from forge.data.adopt import resumable_reason
 from forge.data.feed import Feed, check_loader
-from forge.errors import DataError, ForgeError, TaskError
+from forge.errors import DataError, ForgeError, Interrupted, TaskError
 from forge.failure import explain
 from forge.flags import deterministic_flags
 from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
-from forge.run import group_of, make_card, new_run_dir, write_card
+from forge.run import make_card, write_card
 from forge.seeding import seed_all
 from forge.stack import TASK
-from forge.state import load_weights
+from forge.state import Checkpoint, RunLock, capture, check_savable, load_weights
+from forge.state.restore import resume
 from forge.task import TaskModule, defines
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class Session:
         self.trainer, self.weights = trainer, weights
         self.plugins = list(trainer.stack)
         self.outer_trainer = task.trainer
-        self.flags = ExitStack()
+        self.checkpoint: Checkpoint | None = None
+        self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
 
@@ -57,7 +60,7 @@ class Session:
                 raise
             raise told from error
         try:
-            self.flags.enter_context(deterministic_flags(self.trainer.deterministic))
+            self.cleanup.enter_context(deterministic_flags(self.trainer.deterministic))
             self._build()
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
@@ -72,15 +75,17 @@ class Session:
         if told is not None:
             for name, observe in trainer.stack.implementations("forge_exception"):
                 _shielded(told, name, "forge_exception", lambda observe=observe: observe(trainer, told))
-        failed = told
+        # a save that fails at the end outranks the signal that asked for it
+        failed = None if isinstance(told, Interrupted) else told
         for name, end in reversed(trainer.stack.implementations("forge_end")):
             failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
         self._close()
+        failed = failed or told
         if failed is not error and failed is not None:
             raise failed from error
 
     def _close(self) -> None:
-        self.flags.close()
+        self.cleanup.close()
         self.trainer.stack.reset(self.plugins)
         self.trainer.task.trainer = self.outer_trainer
         self.trainer.verb = None
@@ -117,11 +122,14 @@ class Session:
         self._build_loaders()
         if trainer.verb == "fit":
             self._prepare_training()
-        self._choose_run_dir()
+        if trainer.verb == "fit":
+            self._open_run_dir()
+        elif trainer.wanted_run_dir:
+            trainer.run_dir = Path(trainer.wanted_run_dir)
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
-        if trainer.verb == "fit" and trainer.seed is not None:
-            seed_all(trainer.seed)  # the last act before the loop
+        if trainer.verb == "fit":
+            self._begin()
 
     def _build_model(self) -> None:
         trainer = self.trainer
@@ -152,6 +160,7 @@ class Session:
         trainer, task = self.trainer, self.trainer.task
         self._refuse_unusable_loaders()
         trainer.feed = Feed(trainer.loaders["train"][None])
+        self._refuse_inexact_data()
         self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
@@ -170,7 +179,9 @@ class Session:
         train = self.trainer.loaders["train"]
         if None not in train:
             raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
-        inner = getattr(train[None], "loader", train[None])
+        inner = train[None]
+        while hasattr(inner, "loader"):
+            inner = inner.loader
         shared = any(loader is train[None] for loader in self.trainer.loaders.get("val", {}).values())
         if shared and getattr(inner, "persistent_workers", False):
             raise DataError(
@@ -178,13 +189,24 @@ class Session:
                 "is being trained on. Make a loader for each."
             )
 
+    def _refuse_inexact_data(self) -> None:
+        """A run that is saved must be one that can be continued; better said now than after the first crash."""
+        trainer = self.trainer
+        saves = trainer.hooks.forge_save is not None or trainer.resume
+        reason = resumable_reason(trainer.feed.loader) if saves else None
+        if reason is not None and not trainer.allow_inexact:
+            raise DataError(
+                f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True, or train "
+                "without checkpoints (-p no:checkpoint)."
+            )
+
     def _count_updates(self) -> None:
         """How many updates an epoch and the whole run have, where that is known."""
         trainer = self.trainer
         planned = [] if trainer.max_updates is None else [trainer.max_updates]
+        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
         if trainer.feed.length is not None:
-            window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
-            trainer.updates_per_epoch = -(-trainer.feed.length // window)
+            trainer.updates_per_epoch = -(-trainer.feed.length // trainer.window)
             if trainer.max_epochs is not None:
                 planned.append(trainer.max_epochs * trainer.updates_per_epoch)
         trainer.planned_updates = min(planned, default=None)
@@ -195,21 +217,33 @@ class Session:
         owners = [call.plugin for call in stack.calls()["forge_train_step"] if call.role == "own"]
         return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
 
-    def _choose_run_dir(self) -> None:
-        """fit makes a run folder and puts the run card in it; the other verbs write only where they are told to."""
+    def _open_run_dir(self) -> None:
+        """Find out what is continued and where; take the folder, and put the run card into it."""
         trainer = self.trainer
-        wanted: Any = trainer.wanted_run_dir
-        if wanted is None and trainer.verb == "fit":
-            wanted = new_run_dir(group_of(trainer))
-        if not wanted:
+        plan = resumption.plan(trainer)
+        trainer.run_dir, self.checkpoint = plan.run_dir, plan.checkpoint
+        if trainer.run_dir is None or not trainer.env.is_main:
             return
-        trainer.run_dir = Path(wanted)
-        if trainer.verb == "fit" and trainer.env.is_main:
-            write_card(make_card(trainer), trainer.run_dir)
-            if trainer.recipe is not None:
-                note = "# Plugins were given in code too: the whole stack is in card.json.\n"
-                text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
-                (trainer.run_dir / "config.yaml").write_text(text)
+        self.cleanup.enter_context(RunLock(trainer.run_dir))
+        write_card(make_card(trainer, self.checkpoint.update if self.checkpoint else None), trainer.run_dir)
+        if trainer.recipe is not None:
+            note = "# Plugins were given in code too: the whole stack is in card.json.\n"
+            text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
+            (trainer.run_dir / "config.yaml").write_text(text)
+
+    def _begin(self) -> None:
+        """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
+        trainer = self.trainer
+        if trainer.seed is not None:
+            seed_all(trainer.seed)
+        trainer.at_boundary = True
+        if self.checkpoint is not None:
+            resume(trainer, self.checkpoint)
+            return
+        if trainer.resume:
+            trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
+        if trainer.hooks.forge_save is not None:
+            check_savable(capture(trainer))
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:

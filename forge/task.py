@@ -28,12 +28,16 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from forge.data.feed import batch_size
-from forge.errors import DataError, TaskError
+from forge.errors import DataError, RecipeError, TaskError, did_you_mean
+from forge.options import convert, of_callable
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
@@ -84,6 +88,38 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle of a task takes no running Trainer with it."""
         return {**self.__dict__, "trainer": None}
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, /, *, strict: bool = True, **overrides: Any) -> Self:
+        """Make a task again as it was saved, with its weights, on the CPU and in training mode.
+
+        `path` is a run folder, a checkpoint, a weights file, or a file of torch.save's, as for `forge.load_weights`.
+        The arguments of `__init__` that are plain data were saved with the weights; others must be given again, by
+        name, and `overrides` win over what was saved. `strict=False` loads what fits and logs the rest. The random
+        numbers of the caller are left as they were.
+        """
+        from forge.seeding import RNGState
+        from forge.state.weights import fill, read_weights
+
+        if cls is TaskModule:
+            raise TaskError("TaskModule.from_checkpoint makes no task: call it on the class that was saved.")
+        weights = read_weights(path)
+        saved = weights.task or {"class": cls.__name__, "options": {}}
+        args, kwargs = _arguments(cls, saved, overrides, weights.path)
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        rng = RNGState.capture(device)
+        try:
+            with torch.device("cpu"):
+                task = cls(*args, **kwargs)
+        finally:
+            rng.restore(device)
+        try:
+            fill(task, weights, strict=strict)
+        except TaskError as error:
+            if saved["class"] != cls.__name__:
+                raise TaskError(f"{error} It was saved by the task {saved['class']}.") from error
+            raise
+        return task
 
     def training_step(self, batch: Any) -> Any:
         """Return the loss, or `{"loss": loss, **metrics}`; metrics are scalars, detached for you.
@@ -157,3 +193,52 @@ def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
     return arguments
+
+
+def _arguments(
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
+) -> tuple[list[Any], dict[str, Any]]:
+    """What to call a task's class with: what was saved, and `overrides` over it."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
+    values = {**_as_made(cls, saved["options"]), **overrides}
+    if len(named) == len(parameters):
+        for name in [name for name in values if name not in named]:
+            if name in overrides:
+                raise TaskError(f"{cls.__name__} takes no argument {name!r}.{did_you_mean(name, named)}")
+            raise TaskError(
+                f"{source} was saved by a {saved['class']} made with {name}={values[name]!r}, which {cls.__name__} "
+                "does not take. Make the task yourself, and use forge.load_weights(task, path)."
+            )
+    lost = [name for name in saved.get("not_saved", ()) if name not in values]
+    required = [p.name for p in named.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    lost += [name for name in required if name not in {*values, *lost}]
+    if lost:
+        given = ", ".join(f"{name}=..." for name in lost)
+        raise TaskError(
+            f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
+            f"Say {cls.__name__}.from_checkpoint(path, {given})."
+        )
+    return _split(parameters, values)
+
+
+def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Values by position and by name: before a `*rest` that is not empty, all go by position."""
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    items = list(values.pop(rest, ())) if rest is not None else []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if items else ()))
+    args = [values.pop(p.name) for p in parameters if p.kind in by_position and p.name in values]
+    return [*args, *items], values
+
+
+def _as_made(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved arguments as the types that `__init__` declares: JSON makes a list of every tuple."""
+    declared = {option.name: option.type for option in of_callable(cls)}
+
+    def made(name: str, value: Any) -> Any:
+        try:
+            return convert(value, declared.get(name, Any), name)
+        except RecipeError:  # it was made with this value, whatever is declared
+            return value
+
+    return {name: made(name, value) for name, value in options.items()}

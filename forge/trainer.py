@@ -2,14 +2,14 @@
 
 The rhythm (every hook in its place: :mod:`forge.hooks`)::
 
-    configure -> setup_env -> build_model -> build_loader -> build_optimizers -> start
+    configure -> setup_env -> build_model -> build_loader -> build_optimizers -> start -> restore
     until done or a stop was agreed:
         window = the next micro-batches                     forge_plan_step says how many
         train_step:  for each micro-batch: prepare, forward, record, backward(weighted loss)
                      finalize, inspect, edit gradients; optimizer step; zero_grad
         update += 1; step_end; log if due; schedules
         validation if due or requested
-        boundary; capture and save if requested
+        boundary; capture and save if requested, at a stop and at the end
     on error: exception, then re-raise                      always: end
 
 `Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.core`, the two halves of a train
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
+from forge import resumption
 from forge.core import Core
 from forge.data.feed import Feed, batch_size, count_samples
 from forge.dispatch import Hooks, Instrument
@@ -41,8 +42,10 @@ from forge.plugin import Plugin
 from forge.progress import Interval, Progress
 from forge.requests import Requests
 from forge.session import Session
+from forge.signals import Signals
 from forge.stack import Stack, make_plugins
 from forge.state import capture, save_weights
+from forge.state.restore import restore
 from forge.step import Step
 from forge.task import TaskModule
 
@@ -96,6 +99,10 @@ class Trainer:
 
     `recipe` names a stack (and may hold Trainer settings); `plugins` is merged over it. `plugins` alone is the whole
     stack (`[]`: nothing); with neither, the recipe "default" is used.
+
+    `resume="auto"` continues `run_dir` (without one: the newest run of this task or recipe) from its newest valid
+    checkpoint, and starts a new run where there is none. A path continues that run folder, or begins a new run from
+    that one checkpoint. What cannot be continued exactly is refused by name unless `allow_inexact=True`.
     """
 
     # what was asked for
@@ -122,6 +129,16 @@ class Trainer:
     requests: Requests
     metrics: dict[str, Any]
     run_dir: Path | None
+    resumed_from: int | None
+    "The update that this run was last restored at, by `resume` or by a rewind; 0 where there was nothing to resume."
+    restores: int
+    "How often that happened: a sink that sees it grow drops what it wrote after `resumed_from`."
+    left_out: set[int]
+    "Updates whose window is passed over without training, after a rewind."
+    at_boundary: bool
+    "Whether the run is between two updates, where its state can be captured."
+    window: int
+    "Micro-batches that the first window asks for."
     # set by the session: what the loop needs to know of the task
     keep_batches: bool
     weighs_by_itself: bool
@@ -139,7 +156,9 @@ class Trainer:
         device: str = "auto",
         validate_every: str | None = "1 epoch",
         log_every: int = 50,
+        resume: str | Path | None = None,
         deterministic: bool = False,
+        allow_inexact: bool = False,
     ):
         self.recipe = recipe  # pyright: ignore[reportAttributeAccessIssue]
         self.stack = Stack(_stack_plugins(self.recipe, plugins))
@@ -149,6 +168,7 @@ class Trainer:
         self.log_every = _at_least("log_every", log_every, 1)
         self.seed = None if seed is None else int(seed)
         self.device, self.deterministic = str(device), deterministic
+        self.resume, self.allow_inexact = resume, allow_inexact
         self.validate_every = Interval(validate_every) if validate_every else None
         self.trace: Callable[[str], Any] | None = None
         "Set to `print`, say, to have pluggy trace every hook call of the next run."
@@ -173,6 +193,10 @@ class Trainer:
         self.progress = Progress()
         self.requests = Requests(self)
         self.metrics, self.given_loaders, self.loaders = {}, {}, {}
+        self.resumed_from, self.restores, self.left_out = None, 0, set()
+        self.at_boundary = False
+        self._saved_at = -1
+        self._leave_out_next: set[int] = set()
         self._late_log: tuple[int, PendingMeans, dict[str, float]] | None = None
         self._stop_reason: str | None = None
 
@@ -185,9 +209,11 @@ class Trainer:
         """
         if self.max_epochs is None and self.max_updates is None:
             raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
-        with Session(self, "fit", task, {"train": train, "val": val}, weights):
+        with Signals(self) as signals, Session(self, "fit", task, {"train": train, "val": val}, weights):
             self._validates = "val" in self.loaders
             stop_reason = self._train()
+            if signals.received is not None and self._end is None:
+                raise signals.interruption(saved=self._saved_at == self.progress.update)
             self._log(self.optimizers.rates_used)
             self._deliver_log()
             if self.run_dir is not None and self.env.is_main:
@@ -228,12 +254,20 @@ class Trainer:
         """Capture the run's state at the end of this update and hand it to `forge_save`."""
         self.requests.add("checkpoint", reason)
 
+    def request_rewind(self, reason: str, leave_out: Iterable[int] = ()) -> None:
+        """Go back to the newest valid checkpoint after this update, and pass over these updates' windows then."""
+        self.requests.add("rewind", reason)
+        self._leave_out_next |= set(leave_out)
+
     # -- the rhythm ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
         hooks, progress, optimizers, requests = self.hooks, self.progress, self.optimizers, self.requests
         for step in self._steps():
-            if optimizers.named:
+            self.at_boundary = False
+            if step.index in self.left_out:
+                step.skip_update("left out after a rewind")
+            elif optimizers.named:
                 self._take_turns(step)
             else:
                 hooks.forge_train_step(step)
@@ -259,9 +293,12 @@ class Trainer:
                 self._validate()
             if hooks.forge_boundary is not None:
                 hooks.forge_boundary(self, step)
+            self.at_boundary = True
             if requests.open:
                 self._grant_requests(step)
-        return self._stop_reason or "max_updates"
+        if hooks.forge_save is not None and self._saved_at != progress.update:
+            self._save()
+        return self._stop_reason or self._end or ""
 
     def _steps(self) -> Iterator[Step]:
         """Windows as steps, epoch after epoch, until the run is done or a stop was granted."""
@@ -269,8 +306,8 @@ class Trainer:
         owned = self.hooks.forge_plan_step != self.core.forge_plan_step
         plan = functools.partial(self.hooks.forge_plan_step, self) if owned else itertools.repeat(1).__next__
         num_items = self.task.num_items if self.weighs_by_itself else batch_size
-        while progress.epoch != self.max_epochs:
-            asked = clock()
+        while self._stop_reason is None and self._end is None:
+            asked, restores = clock(), self.restores
             for window, ends_epoch in feed.epoch(progress.epoch, plan):
                 waited = clock() - asked
                 items: list[Any] = []
@@ -279,12 +316,20 @@ class Trainer:
                     if items[-1] is None:
                         items[-1] = self.task.num_items(batch)  # refuses, and says what to define
                 samples = count_samples(window, items) if self.weighs_by_itself else sum(items)
+                if not ends_epoch:
+                    feed.samples += samples
                 self.step = Step(self, "train", window, items, samples, ends_epoch, waited)
                 yield self.step
-                if self._stop_reason is not None or progress.update == self.max_updates:
-                    return
+                if self._stop_reason is not None or progress.update == self.max_updates or self.restores != restores:
+                    break
                 asked = clock()
-        self._stop_reason = "max_epochs"
+
+    @property
+    def _end(self) -> str | None:
+        """The limit that the run has reached, if any."""
+        if self.max_updates is not None and self.progress.update >= self.max_updates:
+            return "max_updates"
+        return "max_epochs" if self.max_epochs is not None and self.progress.epoch >= self.max_epochs else None
 
     def _take_turns(self, step: Step) -> None:
         """Several optimizers: each trains its own parameters on the same window, in order."""
@@ -337,16 +382,34 @@ class Trainer:
         if self.env.world > 1 and not at_agreement:
             return
         agreed = self.env.agree(frozenset(self.requests.open))
-        if "checkpoint" in agreed:
-            self.requests.grant("checkpoint")
-            self._deliver_log()
+        if "rewind" in agreed:
+            self._rewind()
+            return
+        if "checkpoint" in agreed or "stop" in agreed:
+            asked = self.requests.grant("checkpoint")
             if self.hooks.forge_save is not None:
-                self.hooks.forge_save(self, capture(self))
-            else:
+                self._save()
+            elif asked:
                 logger.warning("A checkpoint was asked for, but nothing in this stack saves one.")
         if "stop" in agreed:
             request = self.requests.grant("stop")
             self._stop_reason = str(request) if request else "another rank asked for a stop"
+
+    def _save(self) -> None:
+        self._deliver_log()
+        self._saved_at = self.progress.update
+        self.hooks.forge_save(self, capture(self))
+
+    def _rewind(self) -> None:
+        """Back to the newest valid checkpoint of this run; what else was asked for at this update is void."""
+        request = self.requests.grant("rewind")
+        self.requests.open.pop("checkpoint", None)
+        self._late_log = None
+        checkpoint = resumption.newest(self)
+        self.left_out |= self._leave_out_next
+        self._leave_out_next = set()
+        restore(self, checkpoint.load(), str(checkpoint.path))
+        logger.warning("Back at update %d: %s", self.progress.update, request)
 
 
 def _stack_plugins(recipe: Recipe | None, given: Plugins | None) -> list[Plugin]:

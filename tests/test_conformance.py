@@ -16,6 +16,7 @@ from forge.trainer import Trainer
 
 ACTING: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},
+    "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
     "clip": {"max_norm": 0.1, "max_value": 0.05},
     "progress": {"every": "2 updates"},
     "schedule": {"warmup": 2},
@@ -256,6 +257,21 @@ class Clingy(forge.Plugin):
                 parameter.grad.mul_(self.scale)
 
 
+class Amnesiac(forge.Plugin):
+    """Scales gradients down more and more, and begins anew when a run is resumed."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 0.9
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.scale)
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
@@ -274,6 +290,7 @@ class Clingy(forge.Plugin):
         (Forgetful, "'forgetful' does not take back what it gave away"),
         (OneWay, "'one_way' defines only forge_state_dict"),
         (Clingy, "'clingy' carries something from one run into the next"),
+        (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends elsewhere: net.0.weight differs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

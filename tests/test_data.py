@@ -82,9 +82,7 @@ def test_stop_iteration_in_a_dataset_is_an_error_that_points_at_it() -> None:
                 raise StopIteration
             return torch.zeros(8), 0
 
-    with pytest.raises(
-        forge.DataError, match=r"gave 2 batches.*length says 4.*Stops.__getitem__.*raised StopIteration"
-    ):
+    with pytest.raises(forge.DataError, match=r"Stops raised StopIteration at sample 5"):
         fit(train=DataLoader(Stops(), batch_size=2))
 
 
@@ -270,9 +268,8 @@ class TestTensorLoader:
             TensorLoader(torch.zeros(3), batch_size=0)
 
 
-def test_a_loader_over_a_dataset_without_a_length_is_refused() -> None:
-    with pytest.raises(forge.DataError, match="Stream has none"):
-        Loader(Stream(), batch_size=2)
+def test_a_loader_over_an_iterable_dataset_feeds_a_fit() -> None:
+    assert fit(train=Loader(Stream(), batch_size=4)).updates == 3
 
 
 def test_accumulation_over_a_loader_without_a_length_knows_its_last_window() -> None:

@@ -22,10 +22,17 @@ import forge
 from forge import cli, hooks
 from forge.stack import ACTIONS, SPECS
 from forge.testing import fit_tiny, tiny_batches
-from forge_plugins import Accumulate, Clip
+from forge_plugins import Accumulate, Checkpoint, Clip, Guard
 from tests.conftest import REPO
 
-PAGES = ["README.md", "docs/index.md", "docs/recipes-and-cli.md", "docs/writing-plugins.md"]
+PAGES = [
+    "README.md",
+    "docs/data.md",
+    "docs/index.md",
+    "docs/recipes-and-cli.md",
+    "docs/surviving.md",
+    "docs/writing-plugins.md",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +231,22 @@ class ShortLoader:
         return iter(tiny_batches([4, 4]))
 
 
+class Stream:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tiny_batches([4, 4]))
+
+
+def save(seed: int, train: Any = None, **options: Any) -> None:
+    """A saved fit in the folder "run"."""
+    train = tiny_batches([4] * 3) if train is None else train
+    fit_tiny([Checkpoint()], task=Classifier(), train=train, seed=seed, run_dir="run", **options)
+
+
+def become_nan() -> None:
+    step = classifier(training_step=lambda s, b: F.cross_entropy(s.net(b[0]), b[1]) * float("nan"))
+    fit(step, None, Guard())
+
+
 def both_behind_each_other() -> None:
     fit(None, None, plugin("First", after=("second",)), plugin("Second", after=("first",)))
 
@@ -259,6 +282,10 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "a dataset instead of a loader": lambda: fit(None, torch.utils.data.TensorDataset(torch.zeros(4, 6))),
     "a loader shorter than its length": lambda: fit(None, ShortLoader()),
     "`StopIteration` out of a step": raise_stop_iteration,
+    "another seed, batch, data or model on resume": lambda: [save(3), save(4, resume="auto")],
+    "a loader that cannot be continued": lambda: save(3, Stream()),
+    "training over another run": lambda: [save(3), save(3)],
+    "a loss that becomes NaN": become_nan,
     "no end": lambda: forge.Trainer(plugins=[]).fit(Classifier(), tiny_batches()),
 }
 

@@ -17,7 +17,8 @@ from forge.stack import ACTIONS, SPECS
 from tests.conftest import REPO, Run
 
 KERNEL = sorted((REPO / "forge").rglob("*.py"))
-PLUGINS = sorted((REPO / "plugins" / "forge_plugins").rglob("*.py"))
+PACKAGE = REPO / "plugins" / "forge_plugins"
+PLUGINS = sorted(PACKAGE.rglob("*.py"))
 
 BLOCK = """
 import importlib.abc, sys
@@ -107,11 +108,13 @@ def built_in_names() -> set[str]:
     return {name for name, entry in registry.installed("plugin").items() if entry.module.startswith("forge_plugins")}
 
 
-@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_built_in_plugin_imports_no_other(path: Path) -> None:
-    if path.name != "__init__.py":
-        siblings = {name for name in imported_names(path) if name.startswith("forge_plugins")}
-        assert all(name.startswith(f"forge_plugins.{path.stem}") for name in siblings)
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own != "__init__":
+        siblings = {name for name in imported_names(path) if name.startswith("forge_plugins.")}
+        shared = {name for name in siblings if name.startswith("forge_plugins._")}
+        assert all(name.startswith(f"forge_plugins.{own}") for name in siblings - shared)
 
 
 def test_no_built_in_plugin_names_another() -> None:

@@ -308,7 +308,7 @@ def test_a_restored_schedule_continues_where_it_was() -> None:
 
     @forge.on("boundary")
     def keep(trainer: forge.Trainer) -> None:
-        states.append(trainer.optimizers.state_dict()[""]["schedules"][0])
+        states.append(trainer.optimizers.state_dict(trainer.task)[""]["schedules"][0]["state"])
 
     fit(Classifier(lr=PEAK), train=make_batches(10), plugins=[Schedule(warmup=3, min_ratio=0.1), keep])
 

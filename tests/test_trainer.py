@@ -54,9 +54,11 @@ def test_the_rhythm_fires_every_hook_in_its_place() -> None:
         "plan_step",
         "build_optimizers",
         "start",
+        "state_dict",  # what could not be saved is refused before any work
         *["plan_step", "train_step", *micro, *micro, *gradients, "step_end", "boundary"],
         *["plan_step", "train_step", *micro, *gradients, "step_end", "log"],
         *["evaluate", "prepare_batch", "forward", "log", "boundary"],
+        *["state_dict", "save"],
         "end",
     ]
 

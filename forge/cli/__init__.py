@@ -10,13 +10,16 @@ from importlib import import_module
 
 from forge import __version__
 from forge.cli import show
-from forge.errors import ForgeError, did_you_mean
+from forge.errors import ForgeError, Interrupted, did_you_mean
 
 VERBS = {
     "fit": "Train a recipe, or a task from your own file.",
     "validate": "Measure weights on the validation split.",
     "test": "Measure weights on the test split.",
     "predict": "Write a task's predictions to a file.",
+    "verify-resume": "Kill and resume a recipe, and compare with a straight run bit for bit.",
+    "ckpt": "Show, verify, compare or export checkpoints.",
+    "replay": "Run the window of an anomaly report again.",
     "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",
     "recipes": "List recipes, show one, or copy one to start from.",
     "plugins": "List installed plugins, or show one's options and hooks.",
@@ -31,6 +34,7 @@ forge {__version__}, a PyTorch training framework: one readable step rhythm, plu
 {{verbs}}
 
   forge fit quickstart                                   train the example recipe
+  forge fit quickstart --resume                          continue its newest run after an interruption
   forge fit quickstart clip.max_norm=0.5 -p no:jsonl     change an option, remove a plugin
   forge fit my_task.py:MyTask --recipe fast              train a task of your own
   forge VERB --help                                      everything a verb takes
@@ -38,9 +42,13 @@ forge {__version__}, a PyTorch training framework: one readable step rhythm, plu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 well, 1 a crash, 2 a mistake that the message explains."""
+    """Run one command and return its exit code: 0 well, 1 a crash, 2 a mistake that the message
+    explains, 85 a signal after which the run can be resumed."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
+    except Interrupted as leaving:
+        show.message(str(leaving), style="yellow")
+        return leaving.EXIT_CODE
     except SystemExit as leaving:  # argparse: --help, or a usage error it has printed
         return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {verb:<9} {text}" for verb, text in VERBS.items())), end="")
+        print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in VERBS.items())), end="")
         return 0
     if words[0] in ("-V", "--version", "version"):
         print(f"forge {__version__}")
@@ -67,7 +75,7 @@ def _run(words: list[str]) -> int:
     verb, *rest = words
     if verb not in VERBS:
         raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, VERBS)}")
-    module = import_module(f"forge.cli.{verb}")
+    module = import_module(f"forge.cli.{verb.replace('-', '_')}")
     # intermixed: overrides may stand before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
     with show.plain_messages():

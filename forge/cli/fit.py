@@ -21,7 +21,7 @@ examples:
   forge fit quickstart
   forge fit quickstart trainer.max_epochs=3 clip.max_norm=0.5 -p no:tensorboard
   forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
-  forge fit my_recipe.yaml --run-dir runs/first
+  forge fit my_recipe.yaml --run-dir runs/first --resume
 """
 
 
@@ -29,6 +29,11 @@ def parser() -> ArgumentParser:
     parser = target.new_parser("fit", "Train a recipe, or a task from your own file.", EXAMPLES)
     target.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: runs/RECIPE/TIME-ID)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; none: start a new run",
+    )
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     return parser
 
@@ -36,6 +41,8 @@ def parser() -> ArgumentParser:
 def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     trainer, task, data = target.build(recipe, args.run_dir)
+    if args.resume:
+        trainer.resume = "auto"
     if args.trace:
         trainer.trace = sys.stderr.write
     if "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:

@@ -1,11 +1,33 @@
-"""Data: loaders whose order is a pure function of (seed, epoch), and the splits that recipes name."""
+"""Data: loaders whose order is a pure function of (seed, epoch) and whose position is a slice; and recipes' splits."""
 
 from __future__ import annotations
 
+from forge.data.adopt import adopt, resumable_reason
+from forge.data.collate import pad_collate
 from forge.data.feed import Feed, batch_size, length_of
 from forge.data.loader import Loader
-from forge.data.order import EpochSampler, epoch_order
+from forge.data.order import Bucketed, Order, Weighted, epoch_order
+from forge.data.prefetch import DevicePrefetch
+from forge.data.shards import TarShards
 from forge.data.splits import Splits
 from forge.data.tensor import TensorLoader
+from forge.data.tokens import TokenStream
 
-__all__ = ["EpochSampler", "Feed", "Loader", "Splits", "TensorLoader", "batch_size", "epoch_order", "length_of"]
+__all__ = [
+    "Bucketed",
+    "DevicePrefetch",
+    "Feed",
+    "Loader",
+    "Order",
+    "Splits",
+    "TarShards",
+    "TensorLoader",
+    "TokenStream",
+    "Weighted",
+    "adopt",
+    "batch_size",
+    "epoch_order",
+    "length_of",
+    "pad_collate",
+    "resumable_reason",
+]

@@ -6,6 +6,7 @@ The feed knows before a window's first backward how long the window is and wheth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -59,6 +60,11 @@ def count_samples(window: list[Any], items: list[Any]) -> int:
     return counted
 
 
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can say where it is and be put back there."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
 def check_loader(loader: Any, stage: str) -> None:
     """Refuse what cannot feed a stage, by name."""
     if isinstance(loader, Dataset):
@@ -73,13 +79,20 @@ def check_loader(loader: Any, stage: str) -> None:
 
 
 class Feed:
-    """Windows of batches from a training loader."""
+    """Windows of batches from a training loader, and where in the epoch the run is."""
 
     def __init__(self, loader: Any):
         check_loader(loader, "train")
         self.loader = loader
         self.length = length_of(loader)
+        self.batches = 0
+        "Batches of the current epoch that have been handed out in windows."
+        self.samples = 0
+        "Samples of the current epoch that have been handed out; the Trainer counts them."
+        self._stateful = not hasattr(loader, "seek") and is_stateful(loader)
+        self._state: Any = None
         self._used_up = False
+        self._resuming = False
 
     def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
         """The windows of one epoch: (batches, whether this is the last). `plan` says how many batches come next.
@@ -87,27 +100,61 @@ class Feed:
         A window is shorter than planned only at the end, and never empty. A loader without a length is read one batch
         ahead; one with a length is not, so no sample is drawn before its turn.
         """
-        batches, length, given = self._start(number), self.length, 0
+        batches, length = self._start(number), self.length
         ahead: list[Any] = []
         last = False
         while not last:
             window, ahead = ahead, []
-            count = plan() if length is None else min(plan(), length - given)
+            count = plan() if length is None else min(plan(), length - self.batches)
             if count < 1:
                 raise DataError(f"forge_plan_step asked for a window of {count} micro-batches; it must be at least 1.")
             try:
                 while len(window) < count:
                     window.append(next(batches))
             except StopIteration as stop:
-                self._refuse_short_epoch(given + len(window), stop)
-            given += len(window)
-            if length is None or given == length:
+                self._refuse_short_epoch(self.batches + len(window), stop)
+            self.batches += len(window)
+            if length is None or self.batches == length:
+                if self._stateful:
+                    self._state = self.loader.state_dict()  # before the look ahead moves it on
                 last = not self._look_ahead(batches, ahead)
+            if last:
+                self.batches = self.samples = 0
+                if self._stateful:
+                    self._state = self.loader.state_dict()
             yield window, last
 
+    # -- where the run is, in a checkpoint ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out, and the loader's own state where it has one."""
+        state = self._state
+        if self._stateful and self.length is not None and self.batches:
+            state = self.loader.state_dict()  # nothing was read ahead
+        return {"batches": self.batches, "samples": self.samples, "loader": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next epoch to be started begins at this position."""
+        self.batches, self.samples, self._state = state["batches"], state["samples"], state["loader"]
+        self._resuming = True
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change when a run is continued: the loader's own words, else its number of batches."""
+        tell = getattr(self.loader, "fingerprint", None)
+        return tell() if tell is not None else {"batches": self.length}
+
     def _start(self, number: int) -> Iterator[Any]:
-        """Tell the loader, or its sampler, which epoch begins; then begin it."""
+        """Tell the loader, or its sampler, which epoch begins, and where; then begin it."""
+        resuming, self._resuming = self._resuming, False
+        if not resuming:
+            self.batches = self.samples = 0
         set_epoch(self.loader, number)
+        if hasattr(self.loader, "seek"):
+            self.loader.seek(number, self.samples)
+        elif resuming and self._stateful and self._state is not None:
+            return self._continue(self._state)
+        elif resuming and self.batches:
+            raise DataError(f"{type(self.loader).__name__} cannot be continued in the middle of an epoch.")
         batches = iter(self.loader)
         if batches is self.loader and self._used_up:
             raise DataError(
@@ -116,6 +163,17 @@ class Feed:
             )
         self._used_up = True
         return batches
+
+    def _continue(self, state: Any) -> Iterator[Any]:
+        """A stateful loader from where it was; one that was at the end of an epoch begins the next."""
+        self.loader.load_state_dict(state)
+        batches = iter(self.loader)
+        if self.batches:
+            return batches
+        try:
+            return itertools.chain([next(batches)], batches)
+        except StopIteration:
+            return iter(self.loader)
 
     def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
         """Whether there is another batch; it is kept in `ahead`."""

@@ -1,62 +1,174 @@
-"""Loader: torch's DataLoader over any map-style dataset, with an order that is a function of (seed, epoch)."""
+"""Loader: batches of any map-style dataset in an order that is a function of (seed, epoch), from any position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
 
-from forge.data.order import EpochSampler
+from forge.data.iterable import open_stream
+from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
+from forge.data.seeded import Draw, Seeded
+from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
+
+_OURS = {
+    "batch_sampler": "pass sampler=, one of forge's orders, or use a torch DataLoader",
+    "generator": "pass seed=",
+    "timeout": "pass data_timeout=",
+    "in_order": "batches out of order could not be continued",
+}
 
 
 class Loader:
-    """A DataLoader that never touches the global RNG and whose shuffle can be repeated.
+    """A torch DataLoader whose order can be repeated, whose position is a slice, and that leaves the global RNG alone.
 
-    Options beyond these (`num_workers`, `collate_fn`, `pin_memory`, ...) are torch.utils.data.DataLoader's own. Without
-    a `seed` the loader uses the Trainer's. `persistent_workers` is on wherever there are workers.
+    ::
+
+        Loader(dataset, batch_size=64, shuffle=True, num_workers=4)
+
+    `dataset` has a length and indices; an iterable dataset is taken too, and can be continued exactly if it has
+    `state_dict` and `load_state_dict`. Without a `seed` the loader uses the Trainer's.
+
+    `sampler` is one of forge's orders, `forge.data.Weighted(weights)` or `forge.data.Bucketed(lengths)`. Unless the
+    dataset is `pure` (it draws nothing at random: said here, by an attribute `pure` of the dataset, or known),
+    python's, numpy's and torch's generators are seeded from (seed, epoch, index) before each sample.
+
+    `data_timeout`: after so many seconds without a batch a worker is taken to hang. Further options (`collate_fn`,
+    `pin_memory`, `prefetch_factor`, `worker_init_fn`, `multiprocessing_context`, ...) are torch.utils.data.DataLoader's
+    own; `persistent_workers` is on wherever there are workers. `batch_size=None` gives samples as they are.
     """
+
+    def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Self:
+        """An iterable dataset has another kind of position, so its loader is another kind."""
+        if isinstance(dataset, IterableDataset):
+            return open_stream(dataset, *arguments, **options)  # pyright: ignore[reportReturnType]
+        return super().__new__(cls)
 
     def __init__(
         self,
-        dataset: Dataset[Any],
-        batch_size: int,
+        dataset: Any,
+        batch_size: int | None,
         shuffle: bool = False,
         num_workers: int = 0,
         *,
         seed: int | None = None,
+        sampler: Order | None = None,
+        pure: bool | None = None,
+        drop_last: bool = False,
+        data_timeout: float = DATA_TIMEOUT,
         **options: Any,
     ):
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise DataError(
-                f"forge.data.Loader needs a dataset with a length and indices; {type(dataset).__name__} has none. "
-                "Pass a torch DataLoader over it instead."
-            )
-        for key in ("sampler", "batch_sampler", "generator"):
+        name = type(dataset).__name__
+        for key, instead in _OURS.items():
             if key in options:
-                raise DataError(f"forge.data.Loader makes its own {key}; use a torch DataLoader to bring yours.")
-        if num_workers:
-            options.setdefault("persistent_workers", True)
-        self.dataset, self.batch_size = dataset, batch_size
-        self.sampler = EpochSampler(len(dataset), shuffle, seed)  # pyright: ignore[reportArgumentType]
-        # a generator of its own: iter(DataLoader) would draw its workers' base seed from the global RNG
-        self._generator = torch.Generator()
-        self.loader = DataLoader(
-            dataset, batch_size, sampler=self.sampler, num_workers=num_workers, generator=self._generator, **options
-        )
+                raise DataError(f"forge.data.Loader has its own {key}: {instead}.")
+        if batch_size is not None and batch_size < 1:
+            raise DataError(f"forge.data.Loader: batch_size is {batch_size}; it must be at least 1.")
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.order = _chosen_order(dataset, shuffle, sampler)
+        self.own_seed, self.default_seed = seed, 0
+        self._epoch = self._position = 0
+        self._step = batch_size or 1
+        self._check_sizes(name)
+        collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
+        source = Seeded(dataset, collate, pure, batched=batch_size is not None)
+        self._pool = Pool(source, name, num_workers, data_timeout, **options)
+        self.loader = self._pool.loader
+
+    @property
+    def seed(self) -> int:
+        """The loader's own seed, or the Trainer's."""
+        return self.default_seed if self.own_seed is None else self.own_seed
 
     def set_default_seed(self, seed: int) -> None:
         """The seed to use where the loader was made without one; the Trainer hands on its own."""
-        self.sampler.default_seed = seed
+        self.default_seed = seed
+
+    def seek(self, epoch: int, samples: int) -> None:
+        """The next pass is epoch `epoch` from its sample `samples` on, which must be the beginning of a batch."""
+        if not 0 <= samples <= self.order.samples:
+            raise DataError(f"seek: there is no sample {samples} in an epoch of {self.order.samples}.")
+        self._epoch, self._position = epoch, samples
 
     def set_epoch(self, epoch: int) -> None:
-        self.sampler.set_epoch(epoch)
+        """The next pass is epoch `epoch` from its beginning."""
+        self.seek(epoch, 0)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued with this loader."""
+        sizes = {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
+        return {**self.order.describe(), **sizes}
+
+    def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """The dataset's indices at these positions of an epoch."""
+        return list(_listed(self.order.plan(self.seed, epoch, self._step).indices[start:stop]))
+
+    def position(self, epoch: int, batches: int) -> int:
+        """How many samples the first `batches` batches of an epoch hold, whatever collate_fn makes of them."""
+        cuts = self.order.plan(self.seed, epoch, self._step).cuts if self.order.varies else None
+        return cuts[batches] if cuts is not None else min(batches * self._step, self.order.samples)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.order.batches(self._step, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        self._generator.manual_seed((self.sampler.seed * 1_000_003 + self.sampler.epoch) % 2**63)
-        return iter(self.loader)
+        start, self._position = self._position, 0
+        seed, epoch = self.seed, self._epoch
+        plan = self.order.plan(seed, epoch, self._step)
+        ranges = batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
+        repeats = occurrences(plan.indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
+        return self._pool.run(_draws(plan, ranges, repeats, seed, epoch), seed + epoch)
+
+    def _check_sizes(self, name: str) -> None:
+        if not self.order.samples:
+            raise DataError(f"forge.data.Loader: the dataset {name} is empty.")
+        self.order.check(_length(self.dataset), self._step, self.drop_last)
+        if self.drop_last and self.order.samples < self._step:
+            raise DataError(
+                f"forge.data.Loader: {name} has {self.order.samples} samples, less than one batch of {self._step}, and "
+                "drop_last=True drops it. Take a smaller batch_size, or leave drop_last off."
+            )
+
+
+def _draws(
+    plan: Plan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
+) -> Iterator[Draw]:
+    """What to fetch. No method: torch keeps it, and a cycle back to the loader would have its workers end badly."""
+    for begin, end in ranges:
+        again = None if repeats is None else _listed(repeats[begin:end])
+        yield Draw(seed, epoch, _listed(plan.indices[begin:end]), again)
+
+
+def _chosen_order(dataset: Any, shuffle: bool, sampler: Order | None) -> Order:
+    if sampler is not None:
+        if shuffle:
+            raise DataError("forge.data.Loader: a sampler is an order already; leave shuffle off.")
+        if isinstance(sampler, Order):
+            return sampler
+        kind = f"torch's {type(sampler).__name__}" if isinstance(sampler, Sampler) else f"a {type(sampler).__name__}"
+        raise DataError(
+            f"forge.data.Loader cannot take {kind} as sampler: where it stands could not be restored. Pass "
+            "forge.data.Weighted(weights) or forge.data.Bucketed(lengths), or hand a torch DataLoader to the Trainer."
+        )
+    if not hasattr(dataset, "__getitem__") or _length(dataset) is None:
+        raise DataError(
+            "forge.data.Loader needs a dataset with a length and indices, or a torch IterableDataset; "
+            f"{type(dataset).__name__} is neither."
+        )
+    if not shuffle:
+        return Sequential(len(dataset))
+    return ShuffledByDataset(dataset) if hasattr(dataset, "shuffled") else Shuffled(len(dataset))
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _listed(indices: Any) -> Sequence[int]:
+    return list(indices) if isinstance(indices, range) else indices.tolist()

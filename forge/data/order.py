@@ -1,39 +1,276 @@
-"""The order of an epoch: a pure function of (seed, epoch), drawn from a private generator."""
+"""The order of an epoch: a pure function of (seed, epoch), drawn from a private generator.
+
+An `Order` says which samples an epoch holds, in which order, and where its batches end. A loader that follows one can
+be put anywhere by slicing. Write your own by subclassing: set `kind` and `samples`, and return indices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Sampler
+
+from forge.errors import DataError
+
+Indices = torch.Tensor | range
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """A generator of its own for this epoch; the global RNG is not touched."""
+    return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9) % 2**63)
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> torch.Tensor:
     """A permutation of `range(length)` that depends on nothing but its arguments; the global RNG is not touched."""
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9) % 2**63)
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 
-class EpochSampler(Sampler[int]):
-    """Indices in the order of the current epoch; `set_epoch` chooses it."""
+class Plan(NamedTuple):
+    """One epoch, laid out: which sample stands where, and where batches end unless they are all of one size."""
 
-    def __init__(self, length: int, shuffle: bool, seed: int | None):
-        self.length, self.shuffle, self.epoch = length, shuffle, 0
-        self.own_seed, self.default_seed = seed, 0
+    indices: Indices
+    cuts: list[int] | None = None
 
-    @property
-    def seed(self) -> int:
-        """The loader's own seed, or the Trainer's."""
-        return self.default_seed if self.own_seed is None else self.own_seed
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+class Order:
+    """Which samples an epoch holds, and in which order. Everything is a pure function of (seed, epoch)."""
 
-    def order(self) -> torch.Tensor:
-        return epoch_order(self.length, self.seed, self.epoch) if self.shuffle else torch.arange(self.length)
+    kind: str
+    "What the order is called in a fingerprint."
+    samples: int
+    "How many samples an epoch has."
+    repeats: bool = False
+    "Whether a sample can come more than once in an epoch; each time it is then augmented differently."
+    varies: bool = False
+    "Whether batches differ in size; then `plan` says where they end."
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order().tolist())
+    def indices(self, seed: int, epoch: int) -> Indices:
+        """The dataset's indices in the order of this epoch: `samples` of them."""
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return self.length
+    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
+        """The whole epoch. Orders that choose what goes together override this one."""
+        return Plan(self.indices(seed, epoch))
+
+    def batches(self, batch_size: int, drop_last: bool) -> int:
+        """How many batches an epoch has; the same number in every epoch."""
+        return self.samples // batch_size if drop_last else math.ceil(self.samples / batch_size)
+
+    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
+        """Refuse a dataset or a batch size that this order does not fit."""
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal for two orders to be the same: small and plain."""
+        return {"order": self.kind, "samples": self.samples}
+
+
+class Sequential(Order):
+    """Every sample once, as they come."""
+
+    kind = "sequential"
+
+    def __init__(self, samples: int):
+        self.samples = samples
+
+    def indices(self, seed: int, epoch: int) -> Indices:
+        return range(self.samples)
+
+
+class Shuffled(Order):
+    """Every sample once, shuffled anew in each epoch."""
+
+    kind = "shuffled"
+
+    def __init__(self, samples: int):
+        self.samples = samples
+
+    def indices(self, seed: int, epoch: int) -> Indices:
+        return epoch_order(self.samples, seed, epoch)
+
+
+class ShuffledByDataset(Order):
+    """The order that a dataset asks for with its own `shuffled(seed, epoch)`, such as whole shards at a time."""
+
+    kind = "shuffled by the dataset"
+
+    def __init__(self, dataset: Any):
+        self.dataset, self.samples = dataset, len(dataset)
+
+    def indices(self, seed: int, epoch: int) -> Indices:
+        order = self.dataset.shuffled(seed, epoch)
+        if len(order) != self.samples:
+            raise DataError(
+                f"{type(self.dataset).__name__}.shuffled({seed}, {epoch}) gave {len(order)} indices for "
+                f"{self.samples} samples. It must give each sample once."
+            )
+        return order
+
+
+class Weighted(Order):
+    """Samples drawn in proportion to their weights: `Loader(dataset, 64, sampler=Weighted(weights))`.
+
+    An epoch has `samples` of them (as many as there are weights, unless said). With `replacement` a sample can come
+    more than once, and is augmented differently each time; without, a heavier one comes earlier. Weights need not sum
+    to one.
+    """
+
+    kind = "weighted"
+
+    def __init__(
+        self, weights: Sequence[float] | torch.Tensor, samples: int | None = None, replacement: bool = True
+    ) -> None:
+        self.weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        if self.weights.ndim != 1 or not len(self.weights):
+            raise DataError(f"Weighted needs one weight per sample; got the shape {tuple(self.weights.shape)}.")
+        bad = ~(torch.isfinite(self.weights) & (self.weights >= 0))
+        if bad.any():
+            where = int(bad.nonzero()[0])
+            raise DataError(
+                f"Weighted: the weight of sample {where} is {float(self.weights[where])}; it must be finite and not "
+                "negative."
+            )
+        positive = int((self.weights > 0).sum())
+        self.samples = len(self.weights) if samples is None else samples
+        self.replacement = self.repeats = replacement
+        if not positive:
+            raise DataError("Weighted: every weight is zero, so there is nothing to draw.")
+        if self.samples < 1:
+            raise DataError(f"Weighted: samples={samples}; an epoch needs at least 1.")
+        if not replacement and self.samples > positive:
+            raise DataError(
+                f"Weighted: {self.samples} samples without replacement, but only {positive} have a weight above zero. "
+                f"Set samples={positive} or less, or replacement=True."
+            )
+
+    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
+        if length is not None and length != len(self.weights):
+            raise DataError(f"Weighted has {len(self.weights)} weights, but the dataset has {length} samples.")
+
+    def indices(self, seed: int, epoch: int) -> Indices:
+        generator = epoch_generator(seed, epoch)
+        if self.replacement:  # not torch.multinomial, which ends at 2**24 weights
+            edges = self.weights.cumsum(0)
+            points = torch.rand(self.samples, generator=generator, dtype=torch.float64) * edges[-1]
+            return torch.searchsorted(edges, points, right=True).clamp_(max=int(self.weights.nonzero()[-1]))
+        # an exponential race: the first to arrive is drawn first, in proportion to its rate
+        arrivals = torch.empty_like(self.weights).exponential_(generator=generator) / self.weights
+        return arrivals.argsort(stable=True)[: self.samples]
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "replacement": self.replacement, "weights": _digest(self.weights)}
+
+
+class Bucketed(Order):
+    """Samples of similar length together, so that little is padded: `Loader(dataset, 32, sampler=Bucketed(lengths))`.
+
+    Every sample comes exactly once. Batches have the loader's size: the epoch is shuffled, sorted by length within
+    pools of `pool` batches, cut, and the batches are shuffled; what does not fill a batch is a random rest, and comes
+    last.
+
+    With `max_tokens` a batch takes as many samples as fit (number × longest, padding counted), and at most the loader's
+    batch size. Then all samples are sorted, so that every epoch has the same number of batches; samples of equal length
+    change places, and batches are shuffled.
+    """
+
+    kind = "bucketed"
+
+    def __init__(self, lengths: Sequence[int] | torch.Tensor, max_tokens: int | None = None, pool: int = 100) -> None:
+        self.lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+        self.samples, self.max_tokens, self.pool = len(self.lengths), max_tokens, pool
+        self.varies = max_tokens is not None
+        if self.lengths.ndim != 1 or not self.samples:
+            raise DataError(f"Bucketed needs one length per sample; got the shape {tuple(self.lengths.shape)}.")
+        if pool < 1:
+            raise DataError(f"Bucketed: pool={pool}; it must be at least 1 batch.")
+        longest = int(self.lengths.argmax())
+        if max_tokens is not None and int(self.lengths[longest]) > max_tokens:
+            raise DataError(
+                f"Bucketed: sample {longest} is {int(self.lengths[longest])} long and does not fit into "
+                f"max_tokens={max_tokens}. Raise max_tokens, or cut or leave out what is longer."
+            )
+
+    def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
+        if length is not None and length != self.samples:
+            raise DataError(f"Bucketed has {self.samples} lengths, but the dataset has {length} samples.")
+        if drop_last and self.max_tokens is not None:
+            raise DataError("drop_last has no meaning with Bucketed(max_tokens=...): batches differ in size anyway.")
+
+    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
+        generator = epoch_generator(seed, epoch)
+        shuffled = torch.randperm(self.samples, generator=generator)
+        if self.max_tokens is not None:
+            return self._plan_by_tokens(shuffled, batch_size, generator)
+        full = self.samples // batch_size
+        filled, rest = shuffled[: full * batch_size], shuffled[full * batch_size :]
+        pools = [self._sorted(part) for part in filled.split(self.pool * batch_size)]
+        if not pools:
+            return Plan(rest)
+        batches = torch.cat(pools).view(full, batch_size)[torch.randperm(full, generator=generator)]
+        return Plan(torch.cat([batches.view(-1), rest]))
+
+    def batches(self, batch_size: int, drop_last: bool) -> int:
+        if self.max_tokens is None:
+            return super().batches(batch_size, drop_last)
+        return len(self._sizes(batch_size))
+
+    def describe(self) -> dict[str, Any]:
+        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": _digest(self.lengths)}
+        return {**super().describe(), **options}
+
+    def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices[self.lengths[indices].argsort(stable=True)]
+
+    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> Plan:
+        sizes = self._sizes(batch_size)
+        batches = self._sorted(shuffled).split(sizes)
+        turn = torch.randperm(len(sizes), generator=generator).tolist()
+        cuts = list(itertools.accumulate((sizes[number] for number in turn), initial=0))
+        return Plan(torch.cat([batches[number] for number in turn]), cuts)
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        """Batch sizes over the sorted lengths: these are the same in every epoch, whoever of equals comes first."""
+        assert self.max_tokens is not None
+        sizes, size = [], 0
+        for length in self.lengths.sort().values.tolist():  # ascending: the newcomer is the longest
+            if size and (size == batch_size or (size + 1) * length > self.max_tokens):
+                sizes.append(size)
+                size = 0
+            size += 1
+        return [*sizes, size]
+
+
+def occurrences(indices: torch.Tensor) -> torch.Tensor:
+    """For each position, how many times its index came before: 0, 0, 1 for 7, 4, 7."""
+    ordered, positions = indices.sort(stable=True)
+    starts = torch.searchsorted(ordered, ordered, right=False)
+    counts = torch.empty_like(indices)
+    counts[positions] = torch.arange(len(indices)) - starts
+    return counts
+
+
+def batch_ranges(plan: Plan, samples: int, start: int, batch_size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
+    """From where to where each batch goes, from the position `start` on, which must be the beginning of one."""
+    if plan.cuts is not None:
+        edges = plan.cuts
+        if start not in edges:
+            _refuse_position(start, samples, "these batches differ in size")
+        return itertools.pairwise(edges[edges.index(start) :])
+    if (start % batch_size and start != samples) or not 0 <= start <= samples:
+        _refuse_position(start, samples, f"batches have {batch_size} samples")
+    end = samples - samples % batch_size if drop_last else samples
+    return ((begin, min(begin + batch_size, end)) for begin in range(start, end, batch_size))
+
+
+def _refuse_position(start: int, samples: int, why: str) -> None:
+    raise DataError(
+        f"seek: no batch begins at sample {start} of an epoch of {samples} ({why}). Positions are whole batches from "
+        "the epoch's beginning, with the batch size that the run began with."
+    )
+
+
+def _digest(values: torch.Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]

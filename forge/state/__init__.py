@@ -1,8 +1,24 @@
-"""State: what a run is made of, captured at one consistent point; and weights as a file."""
+"""State: what a run is made of, captured at one consistent point; verified checkpoints of it; and weights as a file."""
 
 from __future__ import annotations
 
 from forge.state.capture import capture
+from forge.state.checkpoint import Checkpoint
+from forge.state.folder import Checkpoints
+from forge.state.lock import RunLock
+from forge.state.publish import write_checkpoint
+from forge.state.tree import check_savable
 from forge.state.weights import load_weights, save_weights
+from forge.state.writer import BackgroundWriter
 
-__all__ = ["capture", "load_weights", "save_weights"]
+__all__ = [
+    "BackgroundWriter",
+    "Checkpoint",
+    "Checkpoints",
+    "RunLock",
+    "capture",
+    "check_savable",
+    "load_weights",
+    "save_weights",
+    "write_checkpoint",
+]

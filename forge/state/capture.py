@@ -5,20 +5,39 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from forge.plugin import Plugin
+from forge.run import plugin_options
 from forge.seeding import RNGState
+from forge.state.fingerprint import fingerprint, surroundings
 
 if TYPE_CHECKING:
+    from forge.task import TaskModule
     from forge.trainer import Trainer
 
 
 def capture(trainer: Trainer) -> dict[str, Any]:
-    """Model, optimizers, schedules, counters, RNG and every plugin's state; names are the task's own."""
+    """Model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
+
+    Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own.
+    """
+    if not trainer.at_boundary:
+        raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
     return {
         "model": trainer.task.state_dict(),
-        "optimizers": trainer.optimizers.state_dict(),
+        "optimizers": trainer.optimizers.state_dict(trainer.task),
         "progress": dataclasses.asdict(trainer.progress),
-        "rng": RNGState.capture(trainer.env.device),
+        "data": trainer.feed.state_dict(),
+        "means": trainer.means.state_dict(),
+        "metrics": {name: value for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
+        "left_out": sorted(trainer.left_out),
+        "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
         "plugins": plugin_states(trainer),
+        "stack": [describe_plugin(plugin) for plugin in trainer.stack],
+        "fingerprint": fingerprint(trainer),
+        "task": describe_task(trainer.task),
+        "recipe": trainer.recipe.config if trainer.recipe is not None else None,
+        "versions": surroundings(trainer),
+        "rng": [RNGState.capture(trainer.env.device).as_tree()],  # by rank
     }
 
 
@@ -26,3 +45,27 @@ def plugin_states(trainer: Trainer) -> dict[str, Any]:
     """`forge_state_dict` of every plugin that has one, by plugin name."""
     states = {name: ask(trainer) for name, ask in trainer.stack.implementations("forge_state_dict")}
     return {name: state for name, state in states.items() if state is not None}
+
+
+def describe_plugin(plugin: Plugin) -> dict[str, Any]:
+    """A plugin of the stack by name, with its options."""
+    return {"name": plugin.name, "observer": plugin.observer, "options": plugin_options(plugin)}
+
+
+def describe_task(task: TaskModule) -> dict[str, Any]:
+    """The task's class and the arguments it was made with, as far as they are plain data."""
+    plain = {name: value for name, value in task.init_args.items() if is_plain(value)}
+    return {
+        "class": type(task).__name__,
+        "options": plain,
+        "not_saved": [name for name in task.init_args if name not in plain],
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value without changing what it is."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

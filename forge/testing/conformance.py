@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from forge.errors import StackError
 from forge.hooks import hookimpl
 from forge.plugin import Plugin
 from forge.stack import check_hooks
+from forge.state import Checkpoints, write_checkpoint
 from forge.task import TaskModule
 from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
 from forge.testing.weights import first_difference
@@ -25,6 +27,8 @@ from forge.trainer import FitResult, Trainer
 Make = Callable[[], Plugin]
 UPDATES = 7
 """Past the end of an epoch and into the next, with and without accumulation."""
+CUT = 4
+"""Where a fit is cut off and resumed: in the middle of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ def check_plugin(make: Make, *, beside: Callable[[], Iterable[Plugin]] = tuple, 
       are neither optimizers nor a run folder: nothing raises;
     - `observer = True`: weights, counters and everybody else's metrics are the same without the plugin, bit for bit;
     - `forge_state_dict` returns plain data and tensors, and `forge_load_state_dict` takes them back;
+    - a fit that was cut off and resumed ends in the weights of the straight one, bit for bit;
     - one object serves two runs in a row, and the second gives the weights of the first.
 
     `beside` makes the other plugins that this one `requires`. `leave_out` names situations that the plugin refuses on
@@ -72,6 +77,8 @@ def check_plugin(make: Make, *, beside: Callable[[], Iterable[Plugin]] = tuple, 
         _check_situation(make, beside, situation)
     _check_evaluation(make, beside)
     _check_state(make, beside, situations[0])
+    for situation in situations:
+        _check_resume(make, beside, situation)
 
 
 def check_class(plugin: Plugin) -> None:
@@ -135,13 +142,15 @@ def _check_evaluation(make: Make, beside: Callable[[], Iterable[Plugin]]) -> Non
             getattr(trainer, verb)(TinyTask(), tiny_batches())
 
 
-def _fit(plugins: Iterable[Plugin], situation: Situation) -> tuple[TaskModule, FitResult]:
-    """A fit in a temporary run folder, so that sinks have somewhere to write."""
+def _fit(plugins: Iterable[Plugin], situation: Situation, folder: Path | None = None) -> tuple[TaskModule, FitResult]:
+    """A fit in a run folder, a temporary one unless it is given, so that sinks have somewhere to write."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return _fit(plugins, situation, Path(temporary))
     stack = list(plugins)
     if situation.window > 1 and not any(_owns(plugin, "forge_plan_step") for plugin in stack):
         stack.append(_Window(situation.window))
-    with tempfile.TemporaryDirectory() as folder:
-        return fit_tiny(stack, task=situation.task(), max_epochs=None, max_updates=UPDATES, run_dir=folder)
+    return fit_tiny(stack, task=situation.task(), max_epochs=None, max_updates=UPDATES, run_dir=folder, resume="auto")
 
 
 def _owns(plugin: Plugin, hook: str) -> bool:
@@ -199,6 +208,47 @@ def _check_state(make: Make, beside: Callable[[], Iterable[Plugin]], situation: 
         f"{plugin.name!r} does not take back what it gave away: after forge_load_state_dict its forge_state_dict has "
         f"{difference}."
     )
+
+
+def _check_resume(make: Make, beside: Callable[[], Iterable[Plugin]], situation: Situation) -> None:
+    plugin = make()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with _surviving(plugin, f"{situation.name} that is saved"):
+            straight, _ = _fit([plugin, *beside(), _Saver()], situation, folder)
+        for later in Checkpoints(folder / "checkpoints").all()[1:]:  # the plugin may save as well
+            Checkpoints(folder / "checkpoints").remove(later)
+        with _surviving(plugin, f"{situation.name} that is resumed at update {CUT}"):
+            resumed, _ = _fit([make(), *beside(), _Saver()], situation, folder)
+    difference = first_difference(resumed, straight)
+    assert difference is None, (
+        f"{situation.name.capitalize()} with {plugin.name!r} that is resumed at update {CUT} ends elsewhere: "
+        f"{difference} Return what it must remember from forge_state_dict, and take it in forge_load_state_dict."
+    )
+
+
+class _Saver(Plugin):
+    """Saves once: the kit knows no other plugin."""
+
+    observer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "forge.testing.saver"
+
+    @hookimpl
+    def forge_boundary(self, trainer: Trainer) -> None:
+        if trainer.progress.update == CUT:
+            trainer.request_checkpoint("to be resumed from")
+
+    @hookimpl
+    def forge_save(self, trainer: Trainer, capture: dict[str, Any]) -> None:
+        if trainer.progress.update == CUT:
+            assert trainer.run_dir is not None
+            folder = Checkpoints(trainer.run_dir / "checkpoints")
+            for path in folder.all():
+                folder.remove(path)
+            write_checkpoint(folder.path(CUT), capture)
 
 
 class _StateProbe(Plugin):

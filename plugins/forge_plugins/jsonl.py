@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import forge
@@ -19,7 +21,8 @@ class JSONL(forge.Plugin):
     name; images and texts are left out. What is not finite (NaN, infinity) is written as null, because JSON has no
     number for it and a column keeps its type.
 
-    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued.
+    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
+    it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
     Without a run folder nothing is written. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
     """
 
@@ -29,10 +32,12 @@ class JSONL(forge.Plugin):
         super().__init__()
         self._file: TextIOWrapper | None = None
         self._started = 0.0
+        self._restores = 0
 
     @forge.hookimpl
     def forge_start(self) -> None:
         self._started = time.monotonic()
+        self._restores = 0
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
@@ -41,18 +46,40 @@ class JSONL(forge.Plugin):
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         if not scalars:
             return
+        if self._restores != trainer.restores:
+            self.forge_end()
         if self._file is None:
-            trainer.run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = (trainer.run_dir / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+            self._file = self._open(trainer, trainer.run_dir / "metrics.jsonl")
         epoch, sample = counters_after(trainer, update)
         where = {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
         self._file.write(as_json({**where, **scalars, **where}) + "\n")
+
+    def _open(self, trainer: forge.Trainer, path: Path) -> TextIOWrapper:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if trainer.resumed_from is not None and path.exists():
+            drop_after(path, trainer.resumed_from)
+        self._restores = trainer.restores
+        return path.open("a", buffering=1, encoding="utf-8")
 
     @forge.hookimpl
     def forge_end(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def drop_after(path: Path, update: int) -> None:
+    """Take the lines of later updates out of a metrics file, and a last line that a kill has cut short."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["update"] <= update:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
 
 
 def counters_after(trainer: forge.Trainer, update: int) -> tuple[int, int]:

@@ -83,7 +83,7 @@ class Progress(forge.Plugin):
 
     @forge.hookimpl
     def forge_exception(self, error: BaseException) -> None:
-        self._status.ending = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._status.ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Trainer) -> None:

@@ -35,6 +35,7 @@ class Tensorboard(forge.Plugin):
         super().__init__(*first, **values)
         self._writer: SummaryWriter | None = None
         self._failed = False
+        self._restores = 0
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -46,6 +47,9 @@ class Tensorboard(forge.Plugin):
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
         if not _writes(trainer):
             return
+        if self._writer is not None and self._restores != trainer.restores:
+            self._writer.close()
+            self._writer = None
         writer = self._writer or self._open(trainer)
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         if scalars:
@@ -75,8 +79,13 @@ class Tensorboard(forge.Plugin):
         from torch.utils.tensorboard import SummaryWriter
 
         assert trainer.run_dir is not None
+        again = trainer.resumed_from
+        self._restores = trainer.restores
         self._writer = SummaryWriter(
-            str(trainer.run_dir / "tensorboard"), max_queue=1000, flush_secs=self.config.flush_seconds
+            str(trainer.run_dir / "tensorboard"),
+            max_queue=1000,
+            flush_secs=self.config.flush_seconds,
+            purge_step=None if again is None else again + 1,  # what came after the checkpoint is made again
         )
         if trainer.verb == "fit":
             add_text(self._writer, "run card", run_card(trainer), 0)

@@ -1,0 +1,233 @@
+"""Checkpoints: how long a save of 577 MiB stalls training, against `torch.save` to the same disk in the same run.
+
+    python -m benchmarks.checkpoint                     # 7 rounds in the system's folder for temporary files
+    python -m benchmarks.checkpoint --folder /data/tmp  # on another disk
+    python -m benchmarks.checkpoint --device cuda       # state on the GPU, buffers pinned
+    python -m benchmarks.checkpoint --rounds 3 --json   # one JSON object a line: the machine, then the rows
+
+The state is a model of 50 million float32 parameters and Adam's two moments. Every round saves it in each way, one
+after the other, with nothing else under way; the figure is the median over rounds, the ratio the median over rounds of
+the ratio to `torch.save` in the same round. forge's first save makes the buffers and has a row of its own. "published"
+is the time from the call until the checkpoint is hashed, synced to the disk and under its name: `torch.save` and
+safetensors' `save_file` neither hash nor sync.
+
+The last rows are about resuming: a loader that is sent to batch 1,000,000 of an epoch of 64,000,000 samples makes the
+order of the epoch, which every epoch does; what it takes beyond that until the first batch is there is seeking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch.utils.data import Dataset
+
+from benchmarks import machine
+from forge.data import Loader
+from forge.data.order import Shuffled
+from forge.state import BackgroundWriter, Checkpoint
+
+BATCHES, BATCH_SIZE = 1_000_000, 64
+
+STALL_BAR = 0.12
+SEEK_BAR_S = 0.1
+
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was timed."""
+
+    name: str
+    seconds: float
+    ratio: float | None
+    "To torch.save in the same round."
+    bar: str
+    rounds: int
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    rows = [
+        *measure_saves(options.rounds, options.folder, options.layers, options.device),
+        *measure_seek(options.rounds, options.batches),
+    ]
+    if options.json:
+        print(json.dumps({"machine": machine.describe()}))
+        for row in rows:
+            print(json.dumps(asdict(row)))
+    else:
+        print(machine.sentence())
+        Console().print(table(rows))
+    return 0
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def measure_saves(rounds: int, folder: Path | None, layers: int, device: str) -> list[Row]:
+    """Rows for every way to save, and for reading back."""
+    state = make_state(layers, device)
+    flat = {f"{kind}.{name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()}
+    writer = BackgroundWriter()
+    times: Times = {}
+    with _scratch(folder) as place:
+        first = _timed(lambda: writer.submit(place / "first", state))
+        writer.wait()
+        for _ in range(rounds):
+            _one_round(times, place, state, flat, writer)
+        writer.close()
+    base = times["torch.save"]
+    rows = [_row(name, own, base) for name, own in times.items()]
+    stalls = [i for i, row in enumerate(rows) if row.name == "forge, stall"]
+    rows.insert(
+        stalls[0], Row("forge, stall of the first save", round(first, 4), round(first / median(base), 3), "", 1)
+    )
+    return rows
+
+
+def make_state(layers: int, device: str) -> dict[str, dict[str, torch.Tensor]]:
+    """A model of `layers` layers of a million parameters, and Adam's moments; 48 layers make 577 MiB."""
+    shapes = {f"layers.{i}.{kind}": shape for i in range(layers) for kind, shape in _LAYER.items()}
+    generator = torch.Generator(device).manual_seed(0)
+    return {
+        kind: {name: torch.randn(shape, generator=generator, device=device) for name, shape in shapes.items()}
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+    }
+
+
+_LAYER = {"weight": (1024, 1024), "bias": (1024,)}
+
+
+def _one_round(
+    times: Times, place: Path, state: dict[str, Any], flat: dict[str, Any], writer: BackgroundWriter
+) -> None:
+    def note(name: str, action: Callable[[], Any]) -> float:
+        times.setdefault(name, []).append(_timed(action))
+        return times[name][-1]
+
+    note("torch.save", lambda: torch.save(state, place / "state.pt"))
+    (place / "state.pt").unlink()
+    note("safetensors save_file", lambda: save_file(flat, place / "state.safetensors"))
+    (place / "state.safetensors").unlink()
+    target = place / "update-00000001"
+    stall = note("forge, stall", lambda: writer.submit(target, state))
+    times.setdefault("forge, published", []).append(stall + _timed(writer.wait))
+    note("forge, verify", Checkpoint(target).verify)
+    note("forge, verify and load", Checkpoint(target).load)
+    shutil.rmtree(target)
+
+
+# -- seeking ----------------------------------------------------------------------------------------------------------
+
+
+class Timed(Shuffled):
+    """A shuffled order that notes how long it took to make."""
+
+    seconds = 0.0
+
+    def indices(self, seed: int, epoch: int) -> Any:
+        began = perf_counter()
+        made = super().indices(seed, epoch)
+        self.seconds = perf_counter() - began
+        return made
+
+
+class Numbers(Dataset[int]):
+    """As many samples as wanted, at no cost: each is its own index."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def measure_seek(rounds: int, batches: int) -> list[Row]:
+    """Rows for a loader that begins at the last of `batches`, each time in another epoch."""
+    order = Timed(batches * BATCH_SIZE)
+    loader = Loader(Numbers(order.samples), batch_size=BATCH_SIZE, sampler=order, seed=0)
+    making: list[float] = []
+    seeking: list[float] = []
+    for epoch in range(rounds):
+        total = _timed(lambda epoch=epoch: _first_batch(loader, epoch, (batches - 1) * BATCH_SIZE))
+        making.append(order.seconds)
+        seeking.append(total - order.seconds)
+    return [
+        Row(f"order of {order.samples:,} samples", round(median(making), 4), None, "", rounds),
+        Row(f"seeking to batch {batches:,}", round(median(seeking), 4), None, f"≤ {SEEK_BAR_S} s", rounds),
+    ]
+
+
+def _first_batch(loader: Loader, epoch: int, samples: int) -> Any:
+    loader.seek(epoch, samples)
+    return next(iter(loader))
+
+
+# -- around -----------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table(title=f"checkpoints, {rows[0].rounds} rounds")
+    shown.add_column("", no_wrap=True)
+    for heading in ("seconds", "of torch.save", "bar"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        shown.add_row(row.name, f"{row.seconds:.3f}", "" if row.ratio is None else f"{row.ratio:.3f}×", row.bar)
+    return shown
+
+
+def _row(name: str, own: list[float], base: list[float]) -> Row:
+    ratio = median(mine / theirs for mine, theirs in zip(own, base, strict=True))
+    return Row(
+        name, round(median(own), 4), round(ratio, 3), f"≤ {STALL_BAR}×" if name == "forge, stall" else "", len(own)
+    )
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    began = perf_counter()
+    action()
+    return perf_counter() - began
+
+
+@contextmanager
+def _scratch(folder: Path | None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="forge-checkpoint-") as name:
+        yield Path(name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--rounds", type=int, default=7, help="saves of each kind (default 7)")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: the folder for temporary files)"
+    )
+    parser.add_argument("--device", default="cpu", help="where the state lives (default cpu)")
+    parser.add_argument("--layers", type=int, default=48, help="12 MiB of state each (default 48)")
+    parser.add_argument("--batches", type=int, default=BATCHES, help="batches in the epoch that is sought in")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,491 @@
+"""Kill a training run anywhere, resume it, and see whether it ends in the same bits.
+
+    python -m benchmarks.faults                      # 100 runs, 20 signals, 100 damaged files
+    python -m benchmarks.faults --runs 1000 --signals 200 --damages 1000      # the full table: `make faults N=1000`
+    python -m benchmarks.faults --only run:417       # one failure again, by the seed that was printed
+    python -m benchmarks.faults --json
+
+Every run trains a small network with shuffle, dropout, batch normalisation, per-sample augmentation, accumulation 4,
+clip, schedule and guard, and saves every second update. It dies 1 to 3 times, each time in one of three ways: kill -9
+at a random micro-batch, at a random system call of a checkpoint's writing, or at a random instant. The number of
+workers (0, 2, 2 persistent) changes between lives; the run folder and TMPDIR lie on the same or on different
+filesystems. After each death every checkpoint under a final name must verify (torn), and the newest one there was must
+still be there (lost). At the end every update of every life and the final weights are compared with a straight run.
+
+A signal is SIGTERM, SIGINT or SIGUSR1 at a random instant: the run must exit with 85 and go on to the same bits. A
+damage is a flipped bit, a truncation, a zeroed range or a deletion in the newest checkpoint: it must be found before
+use, and the checkpoint before it taken instead.
+
+Lives are forked from a process that has torch loaded, so a thousand runs take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import forge
+import forge_plugins
+from benchmarks import machine
+from forge.data import Loader
+from forge.state import Checkpoint, Checkpoints
+from forge.testing.trace import Recorder, compare, read_trace
+
+UPDATES = 18
+WORKERS = ("0 workers", "2 workers", "2 persistent")
+DEATHS = ("micro-batch", "write", "instant")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PLACES = (tempfile.gettempdir(), "/dev/shm")
+SEEDS = 6
+"""Straight runs that the killed ones are compared with."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is trained
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Points with noise out of all three generators."""
+
+    def __init__(self, length: int = 62):
+        generator = torch.Generator().manual_seed(1)
+        self.points = torch.randn(length, 8, generator=generator)
+        self.labels = torch.randint(3, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(8) * 0.1 + random.random() * 0.1 + float(np.random.rand()) * 0.1
+        return self.points[index] + noise, self.labels[index]
+
+
+class Victim(forge.TaskModule):
+    """Dropout, batch normalisation, and a place where it can be shot."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:
+        shoot("micro-batch")
+        x, y = batch
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it dies
+
+_gun: dict[str, int] = {}
+"""Shots left before the deadly one, by kind; armed in a forked life only."""
+
+
+def shoot(kind: str) -> None:
+    """One more chance to die of this kind."""
+    if kind in _gun:
+        _gun[kind] -= 1
+        if _gun[kind] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm_system_calls() -> None:
+    """Count every system call that writing a checkpoint makes, before and after it is done."""
+    for name in ("open", "write", "fsync", "rename", "replace", "mkdir", "close", "symlink", "unlink", "rmdir"):
+        real = getattr(os, name)
+
+        def call(*args: Any, _real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            shoot("write")
+            result = _real(*args, **kwargs)
+            shoot("write")
+            return result
+
+        setattr(os, name, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """How one life of a run is led, and how it ends."""
+
+    workers: str
+    death: str | None = None
+    after: float = 0.0
+    "How many chances (or, for an instant, seconds) it takes."
+    signal: int | None = None
+
+
+def lead(life: Life, folder: Path, seed: int) -> None:
+    """Train from the newest checkpoint on; runs in a forked child."""
+    if life.death == "write":
+        arm_system_calls()
+    if life.death in ("micro-batch", "write"):
+        _gun[life.death] = int(life.after)
+    count = 0 if life.workers == "0 workers" else 2
+    persistent = {"persistent_workers": life.workers == "2 persistent"} if count else {}
+    train = Loader(Samples(), 4, shuffle=True, num_workers=count, **persistent)
+    trainer = forge.Trainer(
+        max_updates=UPDATES,
+        seed=seed,
+        device="cpu",
+        log_every=3,
+        validate_every="5 updates",
+        run_dir=folder / "run",
+        resume="auto",
+        plugins=[
+            forge_plugins.Accumulate(4),
+            forge_plugins.Clip(0.5),
+            forge_plugins.Schedule("cosine", warmup=3),
+            forge_plugins.Guard(),
+            forge_plugins.Checkpoint(every="2 updates", keep=2, best={"monitor": "val/loss", "mode": "min"}),
+            Recorder(folder / "trace.jsonl"),
+        ],
+    )
+    trainer.fit(Victim(seed), train, Loader(Samples(20), 8))
+
+
+def spawn(life: Life, folder: Path, seed: int) -> int:
+    """Lead a life in a child process, end it as it is meant to end, and return its wait status."""
+    log = folder / "stderr.log"
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            with log.open("ab", buffering=0) as file:
+                os.dup2(file.fileno(), 2)
+            lead(life, folder, seed)
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        except KeyboardInterrupt:
+            status = 130
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    if life.death == "instant" or life.signal is not None:
+        time.sleep(max(0.0, life.after - (time.monotonic() - started)))
+        os.kill(child, life.signal or signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a case came to: nothing wrong, or what."""
+
+    case: str
+    row: str
+    wrong: str = ""
+    kind: str = "exact"
+    "What is wrong, in a word: torn, lost, different, crashed, missed."
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class Straight:
+    """Runs that nobody disturbed."""
+
+    folder: Path
+    done: dict[int, Path] = field(default_factory=dict)
+
+    def of(self, seed: int) -> Path:
+        if seed not in self.done:
+            path = self.folder / f"straight-{seed}"
+            path.mkdir(parents=True)
+            code = spawn(Life("0 workers"), path, seed)
+            if code != 0:
+                raise RuntimeError(f"the straight run failed ({code}):\n{(path / 'stderr.log').read_text()}")
+            self.done[seed] = path
+        return self.done[seed]
+
+
+def killed_run(number: int, straight: Straight) -> Outcome:
+    """Die 1 to 3 times, then live to the end."""
+    dice = random.Random(f"run:{number}")
+    seed = dice.randrange(SEEDS)
+    place, temporary = dice.choice(PLACES), dice.choice(PLACES)
+    lives = [_deadly(dice) for _ in range(dice.randint(1, 3))]
+    row = lives[0].workers
+    outcome = Outcome(f"run:{number}", row)
+    expected = straight.of(seed)
+    folder = Path(tempfile.mkdtemp(prefix="forge-faults-", dir=place))
+    os.environ["TMPDIR"] = temporary
+    try:
+        newest = -1
+        for life in lives:
+            code = spawn(life, folder, seed)
+            if code == 0:
+                break  # it was through before the shot
+            if code != -signal.SIGKILL:
+                return _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
+            outcome.deaths += 1
+            newest = _check_folder(folder, newest, outcome)
+            if outcome.wrong:
+                return outcome
+        return _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def signalled_run(number: int, straight: Straight) -> Outcome:
+    """One or two signals at random instants, each of which must leave a run that can be resumed."""
+    dice = random.Random(f"signal:{number}")
+    seed = dice.randrange(SEEDS)
+    outcome = Outcome(f"signal:{number}", "signals")
+    expected = straight.of(seed)
+    folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
+    try:
+        for _ in range(dice.randint(1, 2)):
+            life = Life(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
+            code = spawn(life, folder, seed)
+            if code == 0:
+                break
+            assert life.signal is not None
+            # before the first update there is nothing to save; before Python has our handler the signal's own action
+            early = (128 + life.signal, -life.signal)
+            if code != forge.Interrupted.EXIT_CODE and not (code in early and _updates(folder) == 0):
+                return _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
+            outcome.deaths += 1
+            _check_folder(folder, -1, outcome)
+        if outcome.wrong:
+            return outcome
+        return _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def damaged_file(number: int, straight: Straight) -> Outcome:
+    """Damage the newest checkpoint of a finished run: it must be found out, and the one before it taken."""
+    dice = random.Random(f"damage:{number}")
+    expected = straight.of(dice.randrange(SEEDS))
+    folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
+    try:
+        shutil.copytree(expected / "run" / "checkpoints", folder / "checkpoints", symlinks=True)
+        before, newest = Checkpoints(folder / "checkpoints").all()[-2:]
+        victim = dice.choice(sorted(path for path in newest.iterdir()))
+        how = dice.choice(("flip", "truncate", "zero", "delete"))
+        outcome = Outcome(f"damage:{number}", f"{how}")
+        damage(victim, how, dice)
+        found = Checkpoints(folder / "checkpoints").newest_valid()
+        if found is None or found.path.name != before.name:
+            return _wrong(outcome, "missed", f"{how} of {victim.name}: took {found and found.path.name}")
+        return outcome
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def damage(path: Path, how: str, dice: random.Random) -> None:
+    """Change a file for certain."""
+    if how == "delete":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    if how == "flip":
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    elif how == "truncate":
+        del data[dice.randrange(len(data)) :]
+    else:
+        filled = [i for i, byte in enumerate(data) if byte]
+        start = dice.choice(filled)
+        data[start : start + dice.randint(1, 4096)] = bytes(len(data[start : start + dice.randint(1, 4096)]))
+        data[start] = 0
+    path.write_bytes(bytes(data))
+
+
+def _deadly(dice: random.Random) -> Life:
+    death = dice.choice(DEATHS)
+    after: dict[str, float] = {
+        "micro-batch": dice.randint(1, UPDATES * 4),
+        "write": dice.randint(1, 400),
+        "instant": dice.uniform(0.0, 0.5),
+    }
+    return Life(dice.choice(WORKERS), death, after[death])
+
+
+def _check_folder(folder: Path, newest: int, outcome: Outcome) -> int:
+    """Every checkpoint under a final name verifies, and none that was there is gone without a newer one."""
+    checkpoints = Checkpoints(folder / "run" / "checkpoints")
+    there = checkpoints.all()
+    for path in there:
+        try:
+            Checkpoint(path).verify()
+        except forge.CheckpointError as error:
+            _wrong(outcome, "torn", str(error))
+    last = Checkpoint(there[-1]).update if there else -1
+    if last < newest:
+        _wrong(outcome, "lost", f"update {newest} was saved, now there is {last}")
+    return max(last, newest)
+
+
+def _live_on(life: Life, folder: Path, seed: int, expected: Path, outcome: Outcome) -> Outcome:
+    code = spawn(life, folder, seed)
+    if code != 0:
+        return _wrong(outcome, "crashed", f"the last life: {code}\n{(folder / 'stderr.log').read_text()}")
+    difference = compare(read_trace(expected / "trace.jsonl"), read_trace(folder / "trace.jsonl"))
+    if difference is not None:
+        return _wrong(outcome, "different", str(difference))
+    ends = [(path / "run" / "weights.safetensors").read_bytes() for path in (expected, folder)]
+    if ends[0] != ends[1]:
+        return _wrong(outcome, "different", "the final weights differ")
+    return outcome
+
+
+def _updates(folder: Path) -> int:
+    lines = read_trace(folder / "trace.jsonl")
+    return lines[-1]["update"] if lines else 0
+
+
+def _wrong(outcome: Outcome, kind: str, what: str) -> Outcome:
+    outcome.kind, outcome.wrong = kind, outcome.wrong or what
+    return outcome
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+CASES: dict[str, Callable[[int, Straight], Outcome]] = {
+    "run": killed_run,
+    "signal": signalled_run,
+    "damage": damaged_file,
+}
+
+
+def run_cases(
+    names: Sequence[str], folder: Path, tell: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome]:
+    """Run cases such as "run:12" one after the other."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        lead(Life("0 workers"), Path(scratch), 0)  # whatever loads on first use is loaded before the first fork
+    straight, outcomes = Straight(folder), []
+    for name in names:
+        kind, _, number = name.partition(":")
+        outcomes.append(CASES[kind](int(number), straight))
+        tell(outcomes[-1])
+    return outcomes
+
+
+def _in_parallel(names: Sequence[str], jobs: int, tell: Callable[[Outcome], None]) -> list[Outcome]:
+    """Split the cases over forked processes; each writes its outcomes as JSON lines into a pipe."""
+    readers = []
+    for job in range(jobs):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.close(reader)
+            with tempfile.TemporaryDirectory(prefix="forge-faults-") as folder, os.fdopen(writer, "w") as out:
+
+                def send(outcome: Outcome, out: Any = out) -> None:
+                    fields = {name: getattr(outcome, name) for name in ("case", "row", "wrong", "kind", "deaths")}
+                    out.write(json.dumps(fields) + "\n")
+                    out.flush()
+
+                try:
+                    run_cases(names[job::jobs], Path(folder), send)
+                except BaseException:
+                    traceback.print_exc()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os._exit(1)
+            os._exit(0)
+        os.close(writer)
+        readers.append(os.fdopen(reader))
+    outcomes = []
+    import selectors
+
+    ready = selectors.DefaultSelector()
+    for file in readers:
+        ready.register(file, selectors.EVENT_READ)
+    while ready.get_map():
+        for key, _ in ready.select():
+            line = key.fileobj.readline()  # pyright: ignore[reportAttributeAccessIssue]
+            if not line:
+                ready.unregister(key.fileobj)
+                continue
+            outcomes.append(Outcome(**json.loads(line)))
+            tell(outcomes[-1])
+    for _ in readers:
+        os.wait()
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """One row per kind of case."""
+    rows = []
+    for row in sorted({outcome.row for outcome in outcomes}):
+        mine = [outcome for outcome in outcomes if outcome.row == row]
+        kinds = Counter(outcome.kind for outcome in mine)
+        counts = {kind: kinds[kind] for kind in ("exact", "torn", "lost", "different", "crashed", "missed")}
+        rows.append({"row": row, "cases": len(mine), "deaths": sum(o.deaths for o in mine), **counts})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100, help="killed runs (default: %(default)s)")
+    parser.add_argument("--signals", type=int, default=20, help="signalled runs (default: %(default)s)")
+    parser.add_argument("--damages", type=int, default=100, help="damaged checkpoints (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
+    parser.add_argument("--only", action="append", metavar="CASE", help="just this case, as printed: run:17, signal:3")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    counts = {"run": args.runs, "signal": args.signals, "damage": args.damages}
+    names = args.only or [f"{kind}:{args.first + i}" for kind, count in counts.items() for i in range(count)]
+    done = 0
+
+    def tell(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        if outcome.wrong:
+            print(f"\n{outcome.case} {outcome.kind}: {outcome.wrong}", file=sys.stderr)
+        elif sys.stderr.isatty():
+            print(f"\r{done} of {len(names)}", end="", file=sys.stderr)
+
+    outcomes = _in_parallel(names, min(args.jobs, len(names)), tell)
+    rows = table(outcomes)
+    if args.json:
+        print(json.dumps({"machine": machine.describe()}))
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        print(f"\n{machine.sentence()}")
+        print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+        for row in rows:
+            print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    bad = [outcome.case for outcome in outcomes if outcome.wrong]
+    if bad:
+        print("again with: " + " ".join(f"--only {case}" for case in bad), file=sys.stderr)
+    return 1 if bad or len(outcomes) != len(names) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

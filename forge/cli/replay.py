@@ -1,0 +1,178 @@
+"""`forge replay`: run a window again that `anomaly` kept, and see whether the same thing happens."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from forge.cli import show, target
+from forge.errors import ForgeError, NonFiniteError
+
+if TYPE_CHECKING:
+    from forge.plugin import Plugin
+    from forge.task import TaskModule
+
+EXAMPLES = """\
+examples:
+  forge replay runs/quickstart/RUN/anomaly/update-00000123
+  forge replay runs/my_task/RUN/anomaly/update-00000123 --task my_task.py:MyTask
+"""
+PARTS = {"model", "buffers", "rng", "window", "turn", "progress", "task", "recipe", "stack", "trainer", "finding"}
+OF_THIS_RUN = {"place", "samples", "batch_changed"}
+"""What a finding says of the run it was made in: lines of a file that may have been edited, places in a dataset."""
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser("replay", "Run a window again that the plugin anomaly kept.", EXAMPLES)
+    parser.add_argument("bundle", metavar="BUNDLE", help="RUN/anomaly/update-XXXXXXXX")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, where it is none that is installed by name")
+    parser.add_argument("--device", metavar="NAME", help="where to run it (default: as the run did)")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    """0 where the same thing was found again, 1 where it was not."""
+    tree = _load(Path(args.bundle))
+    task = _make_task(tree, args.task)
+    finding, told = _run_again(tree, task, args.device)
+    recorded = tree["finding"]
+    console = show.console()
+    if finding is None:
+        console.print(Text("This time everything is finite. Not reproduced."))
+        console.print(Text(told(recorded, title="What was recorded:")), soft_wrap=True)
+        return 1
+    _name_samples(finding, recorded)
+    console.print(Text(told(finding)), soft_wrap=True)
+    if not _same(finding, recorded):
+        console.print(Text(told(recorded, title="Not reproduced exactly. What was recorded:")), soft_wrap=True)
+        return 1
+    console.print(Text("Reproduced exactly.", "green"))
+    return 0
+
+
+def _load(path: Path) -> dict[str, Any]:
+    from forge.state import Checkpoint
+
+    tree = Checkpoint(path).load()
+    if not tree.keys() >= PARTS:
+        raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, made by the plugin anomaly.")
+    if tree["window"] is None:
+        where = f" Its samples are these of the dataset: {tree['indices']}." if tree.get("indices") else ""
+        raise ForgeError(
+            f"{path} holds no batches: they were not plain tensors, numbers and strings, so they were not kept.{where}"
+        )
+    return tree
+
+
+def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
+    """The task by its registered name, or the user's own class; built with the options it had."""
+    from forge import options, registry
+
+    recorded, recipe = tree["task"], tree["recipe"] or {}
+    name = recipe.get("task", {}).get("name")
+    if given is not None:
+        kind, _ = target._task(given)
+    elif name is not None:
+        kind = registry.load("task", name)
+    else:
+        raise ForgeError(f"The bundle's task {recorded['class']!r} is none that is installed: say --task FILE.py:Task.")
+    if recorded["not_saved"]:
+        raise ForgeError(
+            f"{recorded['class']} was made with {', '.join(recorded['not_saved'])}, which is no plain data: it cannot "
+            "be made again from a file."
+        )
+    task = kind(**options.check(options.of_callable(kind), recorded["options"], f"task of {recorded['class']}"))
+    try:
+        task.load_state_dict(tree["model"])
+    except RuntimeError as error:
+        raise ForgeError(f"The weights in the bundle do not fit {kind.__name__}: {error}") from error
+    return task
+
+
+def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) -> tuple[dict[str, Any] | None, Any]:
+    """The finding of a second run, or None; and how to tell one."""
+    from forge.stack import make_plugin
+    from forge.trainer import Trainer
+
+    anomaly: Any = make_plugin("anomaly", {})
+    settings, turn = tree["trainer"], tree["turn"]
+    trainer = Trainer(
+        max_updates=tree["progress"]["update"] + 1,
+        plugins=[_as_it_was(tree), *_stack(tree["stack"]), anomaly],
+        run_dir=False,
+        device=device or settings["device"],
+        deterministic=settings["deterministic"],
+        validate_every=None,
+    )
+    task.check_first_batch = False  # pyright: ignore[reportAttributeAccessIssue]
+    if turn is not None:
+        task.takes_turn = lambda name, update: name == turn
+    try:
+        trainer.fit(task, list(tree["window"]))
+    except NonFiniteError:
+        if not anomaly.findings:
+            raise
+    return (anomaly.findings[0] if anomaly.findings else None), anomaly.told
+
+
+def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
+    """The same plugins, by name, without those that only watch, save, or step in when something is not finite."""
+    from forge import registry
+    from forge.stack import make_plugin
+
+    plugins: list[Plugin] = []
+    for entry in recorded:
+        if entry["observer"]:
+            continue
+        if entry["name"].partition("@")[0] not in registry.installed("plugin"):
+            show.warning(f"{entry['name']!r} is no installed plugin: it is left out.")
+            continue
+        plugin = make_plugin(entry["name"], entry["options"])
+        if getattr(plugin, "forge_save", None) is None and not {"guard", "anomaly"} & set(plugin.provides):
+            plugins.append(plugin)
+    return plugins
+
+
+def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
+    """A plugin, outermost, that puts counters, buffers and random numbers where the window began."""
+    import torch
+
+    from forge.hooks import hookimpl
+    from forge.plugin import Plugin
+    from forge.seeding import RNGState
+
+    class AsItWas(Plugin):
+        @hookimpl
+        def forge_start(self, trainer: Any) -> None:
+            for field, value in tree["progress"].items():
+                setattr(trainer.progress, field, value)
+            with torch.no_grad():
+                for name, value in tree["buffers"].items():
+                    trainer.task.get_buffer(name).copy_(value)
+
+        @hookimpl(wrapper=True)
+        def forge_train_step(self, step: Any) -> Any:
+            RNGState.from_tree(tree["rng"]).restore(step.trainer.env.device)
+            return (yield)
+
+    return AsItWas()
+
+
+def _name_samples(found: dict[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Rows of the window have the places in the dataset that the run had; the window alone does not know them."""
+    for mine, theirs in [(found, recorded), *zip(found["data"], recorded["data"], strict=False)]:
+        mine["samples"] = theirs.get("samples") if mine.get("rows") == theirs.get("rows") else None
+
+
+def _same(found: Any, recorded: Any) -> bool:
+    """Whether two findings say the same; NaN is NaN here."""
+    if isinstance(found, Mapping) and isinstance(recorded, Mapping):
+        keys = (found.keys() | recorded.keys()) - OF_THIS_RUN
+        return all(key in found and key in recorded and _same(found[key], recorded[key]) for key in keys)
+    if isinstance(found, (list, tuple)) and isinstance(recorded, (list, tuple)):
+        return len(found) == len(recorded) and all(map(_same, found, recorded))
+    return found == recorded or (found != found and recorded != recorded)

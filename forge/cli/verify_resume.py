@@ -1,0 +1,152 @@
+"""`forge verify-resume`: does this task, with its data and its stack, end in the same bits when it is killed?"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.cli import show, target
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.testing.trace import Difference, Line
+
+EXAMPLES = """\
+examples:
+  forge verify-resume quickstart
+  forge verify-resume my_task.py:MyTask --kills 5 --updates 200
+"""
+
+ADVICE = {
+    "batch": "Its data are drawn from something that is not seeded per sample: look at the dataset and the loader.",
+    "means": "The forward pass uses something that is neither in the batch, in the weights nor in a seeded generator.",
+    "weights": "The loss was equal, so the update was not: look at plugins that change gradients or weights.",
+    "optimizer": "A learning-rate schedule or an optimizer keeps something outside of its state_dict.",
+    "rng": "Something draws random numbers a different number of times after a restart (a cache, a first call).",
+    "hidden": "Attributes are not saved: make it a buffer (register_buffer), or save it with get_extra_state.",
+}
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser(
+        "verify-resume", "Run a recipe straight, and killed and resumed; compare every update bit for bit.", EXAMPLES
+    )
+    target.add_arguments(parser)
+    parser.add_argument("--kills", type=int, default=3, metavar="N", help="how often to kill it (default: %(default)s)")
+    parser.add_argument(
+        "--updates", type=int, default=60, metavar="N", help="how many updates to compare (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="where the kills fall (default: %(default)s)")
+    parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
+    parser.add_argument("--life", help=SUPPRESS)
+    parser.add_argument("--kill-at", type=int, help=SUPPRESS)
+    parser.add_argument("--every", type=int, help=SUPPRESS)
+    return parser
+
+
+def run(args: Namespace) -> int:
+    if args.life:
+        return live(args)
+    if args.kills < 1 or args.updates < 2:
+        raise ForgeError("--kills must be at least 1 and --updates at least 2.")
+    folder = Path(args.keep or tempfile.mkdtemp(prefix="forge-verify-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return verify(args, folder)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def live(args: Namespace) -> int:
+    """One life of the run, in a process of its own: it goes on from its newest checkpoint, and may be killed."""
+    from forge.registry import load
+    from forge.testing.trace import Recorder
+
+    folder = Path(args.life)
+    recipe = target.load(args, to_train=True)
+    if recipe.trainer.get("seed") is None:  # without one, two lives before the first checkpoint differ by design
+        recipe = recipe.with_trainer({"seed": 0})
+    trainer, task, data = target.build(recipe, folder / "run")
+    trainer.resume = "auto"
+    trainer.max_updates = min(args.updates, trainer.max_updates or args.updates)
+    if "checkpoint" in trainer.stack:
+        trainer.stack.remove("checkpoint")
+    trainer.stack.add(load("plugin", "checkpoint")(every=f"{args.every} updates"))
+    trainer.stack.add(Recorder(folder / "trace.jsonl", args.kill_at))
+    trainer.fit(task, data.train, data.val)
+    return 0
+
+
+def verify(args: Namespace, folder: Path) -> int:
+    from forge.testing.trace import compare, read_trace
+
+    console = show.console()
+    every = max(1, args.updates // 7)
+    console.print(f"straight: {args.updates} updates", style="dim")
+    _live(args, folder / "straight", every, None)
+    straight = read_trace(folder / "straight" / "trace.jsonl")
+    if not straight:
+        raise ForgeError("The straight run made no update: there is nothing to compare.")
+    last = straight[-1]["update"]
+    dice = random.Random(args.seed)
+    # a kill before the first checkpoint starts from nothing again, which must come out the same as well
+    kills = sorted(dice.sample(range(1, last), min(args.kills, last - 1)))
+    for kill in kills:
+        console.print(f"killed after update {kill}", style="dim")
+        _live(args, folder / "killed", every, kill)
+    _live(args, folder / "killed", every, None)
+    killed = read_trace(folder / "killed" / "trace.jsonl")
+    difference = compare(straight, killed) or _lost(straight, killed) or _weights(folder)
+    return _report(difference, last, kills, len(killed))
+
+
+def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "forge", "verify-resume", *_same_target(args)]
+    command += ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
+    command += ["--kill-at", str(kill_at)] if kill_at is not None else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    expected = -signal.SIGKILL if kill_at is not None else 0
+    if done.returncode != expected:
+        raise ForgeError(f"This run ended with exit code {done.returncode}:\n{(done.stderr or done.stdout).strip()}")
+
+
+def _same_target(args: Namespace) -> list[str]:
+    named = [("--recipe", args.recipe), ("--data", args.data), *(("-p", name) for name in args.plugins)]
+    return [args.target, *args.overrides, *(word for flag, value in named if value for word in (flag, value))]
+
+
+def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:
+    from forge.testing.trace import Difference
+
+    seen = {line["update"] for line in killed}
+    lost = next((line["update"] for line in straight if line["update"] not in seen), None)
+    return None if lost is None else Difference(lost, "batch", "the killed run never made it")
+
+
+def _weights(folder: Path) -> Difference | None:
+    from forge.testing.trace import Difference
+
+    ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
+    return None if ends[0] == ends[1] else Difference(-1, "weights", "weights.safetensors")
+
+
+def _report(difference: Difference | None, last: int, kills: list[int], lines: int) -> int:
+    console = show.console()
+    if difference is None:
+        console.print(
+            f"Bit for bit the same: {last} updates, killed after {', '.join(map(str, kills))}; {lines} updates in "
+            f"{len(kills) + 1} lives had the same batches, losses, random numbers, optimizer state and weights."
+        )
+        return 0
+    console.print(f"Not the same. First difference, {difference}.", style="bold red")
+    console.print(ADVICE[difference.part])
+    return 1

@@ -1,0 +1,314 @@
+"""Iterable datasets: one stream per worker, continued exactly where the dataset can say where it is.
+
+To torch the dataset looks like one with indices, whose "indices" say what a worker shall do: begin or continue a
+stream, or let its turn pass. So the state of a stream travels to its worker, comes back with each batch, and what was
+prefetched but not handed out is forgotten. Streams take turns, as in torch; which one is next is part of the state.
+
+Every pass but the first begins by loading a state, whether it follows another pass, a cancelled one or a restart: what
+is resumed cannot differ from what ran straight.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
+
+from forge.data.feed import is_stateful
+from forge.data.seeded import (
+    failed,
+    is_pure,
+    is_pure_collate,
+    kept_generators,
+    mix,
+    seed_generators,
+    what,
+    where,
+)
+from forge.data.workers import DATA_TIMEOUT, Pool
+from forge.errors import DataError
+
+_BEGIN = 0xBE61
+"""Sets the seed under which a stream begins apart from its samples' seeds."""
+
+
+class Turn(NamedTuple):
+    """What one stream shall do next."""
+
+    stream: int
+    seed: int
+    epoch: int
+    pass_number: int
+    state: dict[str, Any] | None
+    "Where the stream stands as the pass begins: its dataset's state, its count of samples; None: as it was made."
+    idle: bool = False
+    "Nothing: the turn keeps the others in step."
+
+
+class Piece(NamedTuple):
+    """What a stream gave: a batch or None, and where it stands now."""
+
+    stream: int
+    batch: Any = None
+    state: dict[str, Any] | None = None
+
+
+class Streams(Dataset[Any]):
+    """The dataset as its worker sees it: one stream, of which each turn gives the next batch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None,
+        collate: Callable[..., Any],
+        drop_last: bool,
+        pure: bool | None,
+    ):
+        self.dataset, self.batch_size, self.collate, self.drop_last = dataset, batch_size, collate, drop_last
+        self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
+        self.stateful = is_stateful(dataset)
+        self._pass, self._count, self._made = -1, 0, None
+
+    def __getitems__(self, turn: Turn) -> Any:
+        if turn.idle:
+            return Piece(turn.stream)
+        if get_worker_info() is not None or not self.seeding:
+            return self._take(turn)
+        with kept_generators():
+            return self._take(turn)
+
+    def _take(self, turn: Turn) -> Any:
+        self._word = mix(mix(mix(0, turn.seed), turn.epoch), turn.stream)
+        try:
+            if turn.pass_number != self._pass:
+                self._begin(turn)
+            samples = self._next_samples()
+            batch = self._collated(samples) if samples else None
+        except Exception as error:
+            return failed(
+                f"{type(self.dataset).__name__} raised {what(error)} after {self._count} samples of its stream "
+                f"{turn.stream}, {where()}.",
+                error,
+            )
+        return Piece(turn.stream, batch, self._state())
+
+    def _begin(self, turn: Turn) -> None:
+        """Put the dataset where the pass begins. A pass that begins at the end of the last one may be empty: once."""
+        self._pass, self._ended, self._ahead = turn.pass_number, False, []
+        state = turn.state
+        if self.stateful:
+            if self._made is None:
+                self._made = copy.deepcopy(self.dataset.state_dict())
+            elif state is None:
+                state = {"dataset": self._made, "samples": 0, "begun": False}
+            if state is not None:
+                self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
+        self._count = 0 if state is None else state["samples"]
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(turn.epoch)
+        self._open()
+        if self.stateful and state is not None and not state["begun"] and not self._fill(1):
+            self._ended = False
+            self._open()
+
+    def _open(self) -> None:
+        if self.seeding:
+            seed_generators(mix(self._word, _BEGIN))
+        self._iterator = iter(self.dataset)
+
+    def _fill(self, size: int) -> int:
+        """Have up to `size` samples at hand; how many there are."""
+        while len(self._ahead) < size and not self._ended:
+            if self.seeding:
+                seed_generators(mix(self._word, self._count + 2**32))
+            try:
+                self._ahead.append(next(self._iterator))
+                self._count += 1
+            except StopIteration:
+                self._ended = True
+        return len(self._ahead)
+
+    def _next_samples(self) -> list[Any]:
+        size = self.batch_size or 1
+        enough = self._fill(size) == size or not self.drop_last
+        samples, self._ahead = self._ahead if enough else [], []
+        return samples
+
+    def _collated(self, samples: list[Any]) -> Any:
+        return self.collate(samples[0] if self.batch_size is None else samples)
+
+    def _state(self) -> dict[str, Any]:
+        state = {"samples": self._count, "begun": True, "ended": self._ended}
+        return {**state, "dataset": self.dataset.state_dict()} if self.stateful else state
+
+
+def open_stream(dataset: IterableDataset[Any], *arguments: Any, **options: Any) -> StreamLoader:
+    """The loader of an iterable dataset: with a state where the dataset has one."""
+    kind = StatefulStreamLoader if is_stateful(dataset) else StreamLoader
+    return kind(dataset, *arguments, **options)
+
+
+class StreamLoader:
+    """Batches of an iterable dataset that cannot say where it is: usable, but a run over it cannot be continued.
+
+    This is what `forge.data.Loader(dataset, ...)` makes of an iterable dataset without `state_dict`.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int | None,
+        shuffle: bool = False,
+        num_workers: int = 0,
+        *,
+        seed: int | None = None,
+        pure: bool | None = None,
+        drop_last: bool = False,
+        data_timeout: float = DATA_TIMEOUT,
+        **options: Any,
+    ):
+        name = type(dataset).__name__
+        if shuffle or options.pop("sampler", None) is not None or "batch_sampler" in options:
+            raise DataError(
+                f"{name} is an iterable dataset: it decides its order itself. Leave shuffle and sampler off."
+            )
+        for key, instead in {"generator": "pass seed=", "timeout": "pass data_timeout="}.items():
+            if key in options:
+                raise DataError(f"forge.data.Loader has its own {key}: {instead}.")
+        if batch_size is not None and batch_size < 1:
+            raise DataError(f"forge.data.Loader: batch_size is {batch_size}; it must be at least 1.")
+        if batch_size is None and drop_last:
+            raise DataError("forge.data.Loader: with batch_size=None there is no batch to drop; leave drop_last off.")
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.own_seed, self.default_seed = seed, 0
+        collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
+        source = Streams(dataset, batch_size, collate, drop_last, pure)
+        self._pool = Pool(source, name, num_workers, data_timeout, **options)
+        self.loader = self._pool.loader
+        self._streams = max(1, num_workers)
+        self._pass = 0
+        self._epoch: int | None = None
+        self._base: _Standing | None = None
+        self._now: _Standing | None = None
+        self._resuming = False
+
+    @property
+    def seed(self) -> int:
+        """The loader's own seed, or the Trainer's."""
+        return self.default_seed if self.own_seed is None else self.own_seed
+
+    def set_default_seed(self, seed: int) -> None:
+        """The seed to use where the loader was made without one; the Trainer hands on its own."""
+        self.default_seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is this epoch; the dataset is told where it has a `set_epoch` itself."""
+        self._epoch = epoch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued with this loader: the number of streams too."""
+        return {
+            "order": "stream",
+            "dataset": type(self.dataset).__name__,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "seed": self.seed,
+            "workers": self._streams,
+        }
+
+    def __len__(self) -> int:
+        if self._streams > 1:
+            raise TypeError(f"How many batches {self._streams} streams give is not known before they end.")
+        samples = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        size = self.batch_size or 1
+        return samples // size if self.drop_last else math.ceil(samples / size)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._pass += 1
+        base, resuming = self._base, self._resuming
+        self._resuming = False
+        if base is None:
+            standing = _Standing(self._epoch or 0, 0, [None] * self._streams)
+        elif resuming and (not base.over if self._epoch is None else base.epoch == self._epoch):
+            standing = _Standing(base.epoch, base.next, list(base.streams))
+        else:
+            standing = base.after(base.epoch if self._epoch is None else self._epoch)
+        begin = Turn(0, self.seed, standing.epoch, self._pass, None)
+        turns = _turns(begin, standing.next, list(standing.streams))
+        return self._pieces(self._pool.run(turns, self.seed + standing.epoch), standing)
+
+    def _pieces(self, pieces: Iterator[Any], standing: _Standing) -> Iterator[Any]:
+        """Batches as they come; where each stream stands is noted as its batch is handed out."""
+        self._now = standing
+        while not standing.over:
+            piece: Piece = next(pieces)
+            if piece.state is None or _ended(standing.streams[piece.stream]):
+                continue
+            standing.streams[piece.stream] = piece.state
+            standing.next = (piece.stream + 1) % self._streams
+            if piece.batch is not None:
+                yield piece.batch
+        self._base = copy.deepcopy(standing)  # in this process the states may be live parts of the dataset
+
+
+class StatefulStreamLoader(StreamLoader):
+    """Batches of an iterable dataset with `state_dict` and `load_state_dict`: a run over it is continued exactly."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every stream stands after the last batch handed out, and which one is next."""
+        now = self._now or self._base
+        if now is None:
+            return {"epoch": 0 if self._epoch is None else self._epoch, "next": 0, "streams": None}
+        return {"epoch": now.epoch, "next": now.next, "streams": copy.deepcopy(now.streams)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass continues there; where that was the end of an epoch, it is the next epoch."""
+        streams = state["streams"]
+        if streams is None:
+            self._base = self._now = None
+            return
+        if len(streams) != self._streams:
+            raise DataError(
+                f"{type(self.dataset).__name__} was read in {len(streams)} streams and is now in {self._streams}: a "
+                f"stream belongs to a worker. Set num_workers={len(streams)} to continue exactly."
+            )
+        self._base = self._now = _Standing(state["epoch"], state["next"], list(streams))
+        self._resuming = True
+        if not self._base.over:
+            self._epoch = self._base.epoch
+
+
+def _turns(begin: Turn, first: int, states: list[Any]) -> Iterator[Turn]:
+    """Turns without end, each stream's in its worker: torch gives the first to worker 0, the second to worker 1, ..."""
+    streams = len(states)
+    for turn in itertools.count():
+        stream = turn % streams
+        state = states[stream] if turn < first + streams else None  # it may be large, so it travels once
+        yield begin._replace(stream=stream, state=state, idle=turn < first or _ended(states[stream]))
+
+
+@dataclass(slots=True)
+class _Standing:
+    """Where a pass stands: whose turn it is, and the state of each stream (None: as its dataset was made)."""
+
+    epoch: int
+    next: int
+    streams: list[dict[str, Any] | None]
+
+    @property
+    def over(self) -> bool:
+        return all(map(_ended, self.streams))
+
+    def after(self, epoch: int) -> _Standing:
+        """The beginning of a pass that follows: every stream begins where it stands."""
+        again = {"samples": 0, "begun": False, "ended": False}
+        return _Standing(epoch, 0, [state and {**state, **again} for state in self.streams])
+
+
+def _ended(state: dict[str, Any] | None) -> bool:
+    return state is not None and state["ended"]

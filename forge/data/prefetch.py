@@ -1,0 +1,216 @@
+"""DevicePrefetch: batches are on their way to the device before they are asked for."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+
+from forge.env import move, pick_device
+from forge.errors import DataError
+
+
+class DevicePrefetch:
+    """A loader whose batches are copied to a CUDA device on a side stream, `depth` of them ahead of use.
+
+    ::
+
+        DevicePrefetch(Loader(dataset, batch_size=64, shuffle=True, num_workers=4), "cuda")
+
+    Everything else is the inner loader's: its length, `seek`, `fingerprint`, and whatever other attributes it has.
+    `state_dict` is the state after the batch that was handed out last, not after the last one read. On any other device
+    it is the inner loader and nothing more.
+
+    No thread is used: loaders may seed the global generators while they work, which must not happen beside a training
+    step. Reading ahead costs the host what the inner loader costs it; give that one workers if it costs much. A loader
+    must not write into a batch that it has given away.
+    """
+
+    def __init__(self, loader: Any, device: str | torch.device, depth: int = 2):
+        if depth < 1:
+            raise DataError(f"DevicePrefetch: depth is {depth}; it must be at least 1.")
+        self.loader, self.device, self.depth = loader, pick_device(device), depth
+        self._state: list[Any] = []  # of the batch handed out last: one entry, or none before the first
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._state = []
+        copies = self._copies()
+        if copies is None:
+            return iter(self.loader)
+        return _Ahead(self, iter(self.loader), copies)
+
+    def __getattr__(self, name: str) -> Any:
+        """The inner loader's attribute; so this has `seek` or `state_dict` exactly where the inner loader has."""
+        if name in ("loader", "__setstate__"):  # asked for by copy and pickle, before there is an inner loader
+            raise AttributeError(name)
+        value = getattr(self.loader, name)
+        return {"state_dict": self._state_handed_out, "load_state_dict": self._load_state}.get(name, value)
+
+    def _state_handed_out(self) -> Any:
+        return copy.deepcopy(self._state[0]) if self._state else self.loader.state_dict()
+
+    def _load_state(self, state: Any) -> None:
+        self._state = []
+        self.loader.load_state_dict(state)
+
+    def _copies(self) -> Copies | None:
+        """How batches get to the device ahead of use, or None where they cannot."""
+        return side_stream(self.device) if self.device.type == "cuda" else None
+
+
+class Copies(Protocol):
+    """Moves a batch in two halves, so that others may begin in between."""
+
+    def begin(self, batch: Any) -> Any:
+        """Start moving a batch; return what `finish` needs."""
+
+    def finish(self, begun: Any) -> Any:
+        """The batch, safe to use on the stream that is current now."""
+
+    def drop(self, begun: Any) -> None:
+        """Make it safe to let go of a batch that nobody will use."""
+
+
+class _Ahead:
+    """One epoch, read `depth` batches ahead. What the inner loader raises comes out in its place in the order."""
+
+    def __init__(self, owner: DevicePrefetch, batches: Iterator[Any], copies: Copies):
+        self._owner, self._copies = owner, copies
+        self._batches: Iterator[Any] | None = batches
+        self._queue: deque[tuple[Any, Exception | None, list[Any]]] = deque()
+        self._keeps_state = not hasattr(owner.loader, "seek") and hasattr(owner.loader, "state_dict")
+        owner._state = self._snapshot()
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> Any:
+        while self._batches is not None and len(self._queue) <= self._owner.depth:
+            self._read(self._batches)
+        return self._hand_out()
+
+    def _hand_out(self) -> Any:
+        """Apart from `__next__`, whose frame an error that was kept holds on to, and with it what that frame holds."""
+        if not self._queue:
+            raise StopIteration
+        begun, error, self._owner._state = self._queue.popleft()
+        if error is not None:
+            raise error
+        return self._copies.finish(begun)
+
+    def _read(self, batches: Iterator[Any]) -> None:
+        """Read one batch, or what ends the epoch: a StopIteration is kept too, for it may come out of user code."""
+        try:
+            begun, error = self._copies.begin(next(batches)), None
+        except Exception as raised:
+            begun, error, self._batches = None, raised, None
+        self._queue.append((begun, error, self._snapshot()))
+
+    def __del__(self) -> None:
+        """An epoch left halfway: copies that are under way must not write into memory that has been given back."""
+        for begun, error, _ in self._queue:
+            if error is None:
+                self._copies.drop(begun)
+
+    def _snapshot(self) -> list[Any]:
+        return [copy.deepcopy(self._owner.loader.state_dict())] if self._keeps_state else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a CUDA device
+
+
+class SideStream:
+    """Copies from pinned memory, on a stream beside the one that computes.
+
+    Memory for a batch is taken on the computing stream, and the copy waits for what that stream has been given so far.
+    So memory is used again in the order of the computing, however far the host is ahead of the device; with memory of
+    the side stream (and `record_stream`) each batch would be held until the device has caught up.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self, batch: Any) -> Transfer:
+        transfer = Transfer(torch.cuda.current_stream(self.device))
+        transfer.batch = _mapped(batch, partial(self._place, transfer))
+        self.stream.wait_stream(transfer.owner)
+        with torch.cuda.stream(self.stream):
+            for there, here in transfer.copies:
+                # the pinned copy may go: its memory is not used again before the stream has read it
+                there.copy_(here, non_blocking=True)
+            transfer.arrived.record(self.stream)
+        return transfer
+
+    def _place(self, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
+        """Where a tensor will be on the device; one that cannot be copied ahead is left to `finish`."""
+        if type(tensor) is not torch.Tensor or not tensor.is_cpu or not _is_plain(tensor):
+            return tensor
+        there = torch.empty_like(tensor, device=self.device)
+        transfer.copies.append((there, tensor if tensor.is_pinned() else tensor.pin_memory()))
+        return there
+
+    def finish(self, begun: Transfer) -> Any:
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(begun.arrived)
+        if compute != begun.owner:
+            for there, _ in begun.copies:
+                there.record_stream(compute)
+        return move(begun.batch, self.device)  # what could not be copied ahead: sparse tensors, objects with a `to`
+
+    def drop(self, begun: Transfer) -> None:
+        begun.owner.wait_event(begun.arrived)
+
+
+class Transfer:
+    """A batch on its way."""
+
+    __slots__ = ("arrived", "batch", "copies", "owner")
+
+    def __init__(self, owner: torch.cuda.Stream):
+        self.owner, self.arrived = owner, torch.cuda.Event()
+        self.batch: Any = None
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+@cache
+def side_stream(device: torch.device) -> SideStream:
+    """One for all loaders of a device."""
+    return SideStream(device)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.requires_grad
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor in its containers replaced; they keep their kind, as in `forge.env.move`."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = _mapped(item, function)
+        return copied
+    if callable(getattr(type(value), "to", None)):
+        return value  # it knows better which of its tensors move: the lengths of a packed sequence do not
+    if isinstance(value, tuple):
+        items = [_mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(_mapped(item, function) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, _mapped(getattr(value, field.name), function))
+        return copied
+    return value

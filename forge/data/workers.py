@@ -1,0 +1,304 @@
+"""Worker processes: torch's DataLoader underneath, and everything about workers that it leaves open.
+
+Workers ignore SIGINT, SIGTERM and SIGUSR1 (a scheduler sends them to the whole group; the main process decides), end
+when the main process is gone, and never keep it from exiting. A worker that dies or hangs becomes a `DataError` that
+names it, raised where the next batch was asked for and nowhere else.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
+
+from forge.data.seeded import Failure, what
+from forge.errors import DataError
+
+DATA_TIMEOUT = 600.0
+"""Seconds without a batch from any worker after which one is taken to hang."""
+
+_LOOK_EVERY = 5.0
+_LEFT_TO_MAIN = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+_SHOW_STACK = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
+
+
+class Pool:
+    """A DataLoader that is fed with draws: `pool.run(draws)` gives one batch for each, in order.
+
+    `dataset.__getitems__(draw)` makes a whole batch, so whatever a worker must know travels with the draw, and
+    persistent workers serve every epoch.
+    """
+
+    def __init__(self, dataset: Dataset[Any], name: str, num_workers: int, data_timeout: float, **options: Any):
+        if data_timeout <= 0:
+            raise DataError(f"data_timeout={data_timeout}: it must be a number of seconds above 0.")
+        self.name, self.num_workers, self.data_timeout = name, num_workers, data_timeout
+        self._feed = _Draws()
+        # a generator of its own: iter(DataLoader) would draw its workers' base seed from the global RNG
+        self._generator = torch.Generator()
+        self._pass = 0
+        self._end: weakref.finalize[..., Any] | None = None
+        if num_workers:
+            options.setdefault("persistent_workers", True)
+            self._stacks, told = multiprocessing.Pipe(duplex=False)
+            os.set_blocking(self._stacks.fileno(), False)
+            os.set_blocking(told.fileno(), False)
+            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"), told)
+            options["timeout"] = data_timeout
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self._feed,  # pyright: ignore[reportArgumentType]
+            num_workers=num_workers,
+            collate_fn=as_it_is,
+            generator=self._generator,
+            **options,
+        )
+
+    def run(self, draws: Iterator[Any], seed: int) -> Iterator[Any]:
+        """Batches for these draws. With persistent workers a new run ends the one before it."""
+        self._feed.draws = draws
+        self._generator.manual_seed(seed % 2**63)
+        if not self.num_workers:
+            return iter(self.loader)
+        self._pass += 1
+        return self._watched(self._start(), self._pass)
+
+    def _start(self) -> Any:
+        """Begin a pass. Until a new worker ignores signals, it has them blocked."""
+        running = getattr(self.loader, "_iterator", None)
+        try:
+            with _blocked(_LEFT_TO_MAIN):
+                if running is not None:
+                    running._timeout = self.data_timeout  # what was prefetched for the last pass is finished first
+                    _report_deaths(running, True)
+                batches: Any = iter(self.loader)
+        except RuntimeError as error:
+            if running is None:
+                raise
+            self._explain(running, error)
+            raise
+        _report_deaths(batches, False)
+        batches._timeout = min(self.data_timeout, _LOOK_EVERY)
+        if batches is running:
+            return batches
+        if self.loader.persistent_workers:
+            # torch ends workers in __del__: too late where the loader is part of a cycle, whose queues go first
+            self._end = weakref.finalize(self, batches._shutdown_workers)
+            self._end.atexit = False
+        for worker in batches._workers:
+            # they ignore SIGTERM, which torch and multiprocessing send to what is stuck
+            worker.terminate, worker._popen.terminate = worker.kill, worker._popen.kill
+        return batches
+
+    def _watched(self, batches: Any, number: int) -> Iterator[Any]:
+        shared = self.loader.persistent_workers
+        while True:
+            if shared and number != self._pass:
+                raise DataError(
+                    f"The loader over {self.name} was iterated again before this pass was over, and persistent workers "
+                    "serve one pass at a time. Set persistent_workers=False, or use two loaders."
+                )
+            try:
+                _report_deaths(batches, True)
+                batch = self._next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                self._explain(batches, error)
+                raise
+            finally:
+                _report_deaths(batches, False)
+            if type(batch) is Failure:
+                batch.reraise()
+            yield batch
+
+    def _next(self, batches: Any) -> Any:
+        """The next batch. The dead are looked for every few seconds: no signal tells a thread other than the main."""
+        until = time.monotonic() + self.data_timeout
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:  # it waits where it was when asked again
+                if not _timed_out(error) or any(worker.exitcode for worker in batches._workers):
+                    raise
+                if time.monotonic() >= until:
+                    raise
+
+    # -- what went wrong ----------------------------------------------------------------------------------------------
+
+    def _explain(self, batches: Any, error: RuntimeError) -> None:
+        """Raise what is known about a dead or hanging worker; return where it is neither."""
+        dead = [(number, worker) for number, worker in enumerate(batches._workers) if worker.exitcode]
+        if dead:
+            message = self._tell_death(*dead[0])
+        elif _timed_out(error):
+            message = self._tell_hang(batches)
+        else:
+            return
+        self._discard(batches)
+        raise DataError(message) from error
+
+    def _tell_death(self, number: int, worker: Any) -> str:
+        code = worker.exitcode
+        if code > 0:
+            return (
+                f"Worker {number} (pid {worker.pid}) of the loader over {self.name} exited with code {code} in the "
+                "middle of an epoch. Look for os._exit, sys.exit or a native library's abort in the dataset."
+            )
+        return (
+            f"Worker {number} (pid {worker.pid}) of the loader over {self.name} was killed by {_signal_name(-code)}. "
+            "What usually kills workers: SIGKILL: memory ran out (the kernel's log or the job's scheduler says so; "
+            "take fewer workers, a smaller prefetch_factor or smaller batches); SIGBUS: shared memory ran out (enlarge "
+            "/dev/shm); SIGSEGV and SIGABRT: native code in the dataset (run it with num_workers=0 to see where)."
+        )
+
+    def _tell_hang(self, batches: Any) -> str:
+        number = batches._task_info[batches._rcvd_idx][0]
+        worker = batches._workers[number]
+        stack = self._stack_of(worker.pid)
+        return (
+            f"Worker {number} (pid {worker.pid}) of the loader over {self.name} has given no batch for "
+            f"{self.data_timeout:g} seconds (data_timeout). "
+            + (f"It stands here:\n{stack}" if stack else "It does not answer, so where it stands is not known.")
+            + "\nIf the data are just slow, raise data_timeout; for a lock or a library that does not survive a fork, "
+            "set multiprocessing_context='spawn'."
+        )
+
+    def _stack_of(self, pid: int) -> str:
+        """Ask a worker for its Python stack; its faulthandler answers even when Python code does not."""
+        if _SHOW_STACK is None:
+            return ""
+        self._read_stacks(0)  # what somebody else's signal left there
+        os.kill(pid, _SHOW_STACK)
+        told = self._read_stacks(5)
+        # the thread that works comes last; beneath the worker's loop there is only how it was started
+        return told[told.find("Current thread") :].partition('worker.py"')[0].rpartition("\n")[0]
+
+    def _read_stacks(self, patience: float) -> str:
+        text = b""
+        while self._stacks.poll(patience):
+            try:
+                text += os.read(self._stacks.fileno(), 65536)
+            except BlockingIOError:
+                break
+            patience = 0.2
+        return text.decode(errors="replace")
+
+    def _discard(self, batches: Any) -> None:
+        """End all workers at once; the next pass starts new ones. torch's own shutdown would wait for the dead."""
+        _report_deaths(batches, False)
+        if self._end is not None:
+            self._end.detach()
+        for worker in batches._workers:
+            worker.kill()
+        for worker in batches._workers:
+            worker.join()
+        batches._shutdown = True
+        if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
+            done.set()
+        self.loader._iterator = None
+
+
+class WorkerStart:
+    """What a worker does first: leave signals to the main process, watch it, offer its stack; then the user's own."""
+
+    def __init__(self, then: Callable[[int], None] | None, stacks: Connection):
+        self.then, self.stacks = then, stacks
+
+    def __call__(self, worker: int) -> None:
+        for number in _LEFT_TO_MAIN:
+            signal.signal(number, signal.SIG_IGN)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_MAIN)
+        if _SHOW_STACK is not None:
+            faulthandler.register(_SHOW_STACK, file=self.stacks.fileno(), all_threads=True)
+        threading.Thread(target=_end_with_main, daemon=True, name="forge-end-with-main").start()
+        if self.then is None:
+            return
+        try:
+            self.then(worker)
+        except Exception as error:
+            name = getattr(self.then, "__qualname__", type(self.then).__name__)
+            raise DataError(f"worker_init_fn {name} raised {what(error)} in worker {worker}.") from error
+
+
+class _Draws:
+    """Hands the current pass's draws to torch, which asks for them as a batch sampler."""
+
+    draws: Iterator[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.draws
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function where batches arrive whole."""
+    return batch
+
+
+def _end_with_main() -> None:
+    """Wait until the main process is gone, then go too, whatever the dataset is doing."""
+    main = multiprocessing.parent_process()
+    assert main is not None
+    assert main.pid is not None
+    try:
+        handle = os.pidfd_open(main.pid)
+    except ProcessLookupError:
+        pass
+    except (AttributeError, OSError):  # not Linux, or an old kernel
+        parent = os.getppid()
+        while os.getppid() == parent:
+            time.sleep(1)
+    else:
+        select.select([handle], [], [])
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+
+
+def _report_deaths(batches: Any, on: bool) -> None:
+    """Have torch raise when a worker dies, or not. It would do so wherever the main thread is: in a step, in a save."""
+    if on == batches._worker_pids_set or (on and batches._shutdown):
+        return
+    if on:
+        signal_handling._set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
+        batches._worker_pids_set = True
+        signal_handling._error_if_any_worker_fails()  # those that died meanwhile
+    else:
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+
+
+@contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Signals wait meanwhile, here and in processes that are started."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return str(error).startswith("DataLoader timed out after")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,78 @@
+"""Signals: SIGTERM, SIGINT and SIGUSR1 ask a fit to save and stop; a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from forge.errors import Interrupted
+from forge.requests import Request
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+
+
+class Signals:
+    """`with Signals(trainer): ...`: the first signal sets a flag that the loop sees at the end of its update.
+
+    Handlers belong to the main thread; a fit in another thread leaves them alone. What was there is put back.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._before: dict[int, Any] = {}
+        self._owner = os.getpid()
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for name in NAMES:
+                number = getattr(signal, name, None)  # Windows has no SIGUSR1
+                # a process that was told to ignore a signal (nohup, a shell's background job) goes on ignoring it
+                if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def interruption(self, saved: bool) -> SystemExit:
+        """What ends the fit: `Interrupted` (exit code 85) where it can be resumed, else what the shell expects."""
+        assert self.received is not None
+        trainer = self._trainer
+        if not saved or trainer.run_dir is None:
+            return SystemExit(128 + self.received)
+        return Interrupted(
+            f"{self.received.name}: the state after update {trainer.progress.update} is saved in {trainer.run_dir}; "
+            'continue with --resume, or Trainer(resume="auto").'
+        )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a forked helper process: the main one decides
+            return
+        if self.received is not None:
+            self._leave(number, frame)
+        self.received = signal.Signals(number)
+        if self._trainer.step is None:  # no update has begun: there is nothing to save
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        update = self._trainer.progress.update
+        self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, "signal", update))
+        # no logging in a handler: it may have interrupted the logger
+        os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """At once: nothing is torn, because nothing under a final name is ever half written."""
+        if number == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook outlives its fit
+            signal.default_int_handler(number, frame)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -1,0 +1,133 @@
+"""Weights that something else wrote: read without running anything that came with them, and their names fitted."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.errors import CheckpointError, TaskError
+
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+"""Files that torch.save wrote, as people name them."""
+HOLDERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
+"""Where training scripts put a model's weights in a larger file; Lightning uses the first."""
+WRAPPERS = ("_orig_mod.", "module.", "model.")
+"""What torch.compile, DDP and Lightning modules put into names, in the order in which it is taken off."""
+
+Rename = Mapping[str | re.Pattern[str], str]
+"""A prefix, or a regular expression that begins with ^, to what stands in its place."""
+
+
+def read_foreign(file: Path) -> dict[str, Tensor]:
+    """The weights in a file of torch.save's, by name; what stands beside them is not looked at.
+
+    Only tensors and plain containers are read (`weights_only=True`). A file that needs more than that is refused,
+    because to load it is to run code that came with it.
+    """
+    content = _load(file)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not weights by name. {_SAVE_AGAIN}")
+    held = [content.get(key) for key in HOLDERS]
+    for candidate in (*held, content):
+        tensors = _tensors(candidate)
+        if tensors:
+            return tensors
+    keys = ", ".join(map(str, list(content)[:10])) or "nothing"
+    raise CheckpointError(
+        f"{file} has no weights where forge looks: neither at its top level nor under {', '.join(HOLDERS)}. "
+        f"It has {keys}. {_SAVE_AGAIN}"
+    )
+
+
+_SAVE_AGAIN = (
+    "Where it was made, save the weights alone: torch.save(model.state_dict(), 'weights.pt'), or as .safetensors."
+)
+
+
+def _load(file: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice is about files of its own making
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    except Exception as error:
+        if not isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(f"{file} is no file that torch.save wrote whole, or it is damaged.") from error
+        needs = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        if needs is None:
+            raise CheckpointError(f"{file} is no file that torch.save wrote, or it holds more than weights.") from error
+        raise CheckpointError(
+            f"{file} holds more than weights: to read it, {needs[1]} would have to be run, and forge runs nothing out "
+            f"of a file. {_SAVE_AGAIN}"
+        ) from error
+
+
+def _tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict; nothing where the value is none."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {name: item for name, item in value.items() if isinstance(name, str) and isinstance(item, Tensor)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def unwrapped(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Each name without what wrappers put into it, if more of the wanted names come out so; and what was taken off."""
+    now = {name: name for name in names}
+    best, off = (now, ()), ()
+    for part in WRAPPERS:
+        if not any(_without(name, part) != name for name in now.values()):
+            continue
+        now, off = {old: _without(name, part) for old, name in now.items()}, (*off, part)
+        distinct = len(set(now.values())) == len(now)
+        if distinct and _hits(now, wanted) > _hits(best[0], wanted):
+            best = now, off
+    return best
+
+
+def _without(name: str, part: str) -> str:
+    """torch.compile's part may be in the middle of a name; the others stand before it."""
+    return name.replace(part, "") if part == WRAPPERS[0] else name.removeprefix(part)
+
+
+def _hits(names: Mapping[str, str], wanted: Collection[str]) -> int:
+    return sum(name in wanted for name in names.values())
+
+
+def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
+    """Each name after all rules; a rule that matches nothing, and two names that become one, are refused."""
+    now = {name: name for name in names}
+    for old, new in rename.items():
+        is_regex = isinstance(old, re.Pattern) or old.startswith("^")
+        text = old.pattern if isinstance(old, re.Pattern) else old
+        try:
+            rule = re.compile(old if is_regex else "^" + re.escape(text))
+            if not any(rule.search(name) for name in now.values()):
+                raise TaskError(f"rename: no name in {where} matches {text!r}. There is {few(now.values())}.")
+            replacement = new if is_regex else new.replace("\\", r"\\")
+            now = {name: rule.sub(replacement, current, count=1) for name, current in now.items()}
+        except (re.error, IndexError) as error:
+            raise TaskError(f"rename: {text!r} to {new!r} is no regular expression's rule: {error}.") from error
+    origin: dict[str, str] = {}
+    for name, new in now.items():
+        if new in origin:
+            raise TaskError(f"rename: {origin[new]} and {name} of {where} would both become {new}.")
+        origin[new] = name
+    return now
+
+
+def few(names: Iterable[str]) -> str:
+    """The first five, and how many more there are."""
+    known = list(names)
+    return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

@@ -1,0 +1,88 @@
+"""Temporary names beside a checkpoint: which process they belong to, and whether it is still there.
+
+`.NAME.tmp-PID-TOKEN` is something unfinished, or on its way out; `.NAME.old-PID-TOKEN` is what stood at NAME while its
+successor is put there. Both are in the same folder as NAME, so that a rename is one atomic step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>[1-9][0-9]{0,9})-(?P<token>[0-9a-f]{12})")
+
+_under_way: set[str] = set()
+"""Tokens in use by this very process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A temporary name, taken apart."""
+
+    path: Path
+    name: str
+    kind: str
+    pid: int
+    token: str
+
+    @property
+    def target(self) -> Path:
+        return self.path.with_name(self.name)
+
+    @property
+    def twin(self) -> Path:
+        """The successor of something set aside, under its temporary name."""
+        return _path(self.target, "tmp", self.pid, self.token)
+
+    @property
+    def in_use(self) -> bool:
+        return self.token in _under_way if self.pid == os.getpid() else _is_alive(self.pid)
+
+
+@contextmanager
+def temporary(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Two names beside `target`, for what will be there and for what was there; nobody sweeps them meanwhile."""
+    token = secrets.token_hex(6)
+    _under_way.add(token)
+    try:
+        yield _path(target, "tmp", os.getpid(), token), _path(target, "old", os.getpid(), token)
+    finally:
+        _under_way.discard(token)
+
+
+def leftovers(folder: Path) -> list[Leftover]:
+    """What processes that are gone have left in a folder."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries)
+    matches = [match for name in names if (match := _PATTERN.fullmatch(name))]
+    found = [Leftover(folder / m[0], m["name"], m["kind"], int(m["pid"]), m["token"]) for m in matches]
+    return [leftover for leftover in found if not leftover.in_use]
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole directory; nothing there is fine."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _path(target: Path, kind: str, pid: int, token: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{pid}-{token}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True

@@ -1,0 +1,122 @@
+"""Writing a checkpoint: a temporary directory beside the target, synced, then renamed, so that the name never lies."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forge.errors import CheckpointError
+from forge.state import leftovers, manifest, tensors
+from forge.state.tree import Split, split
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def write_checkpoint(target: Path, tree: dict[str, Any]) -> None:
+    """Write a tree as the checkpoint directory `target`, durably, before returning.
+
+    Whoever is killed meanwhile leaves the old directory of that name, or the new one, or a temporary one that
+    `Checkpoints.sweep` puts right. On an error nothing of the new one is left.
+    """
+    publish(Path(target), split(tree))
+
+
+def publish(target: Path, content: Split) -> None:
+    """`write_checkpoint` of a tree that was split already."""
+    with leftovers.temporary(target) as (partial, aside):
+        try:
+            make_folder(target.parent)
+            _write_directory(partial, content)
+            _move_into_place(partial, target, aside)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _explained(target, error) from error
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that only its owner can enter, where there is none."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(DIRECTORY_MODE, exist_ok=True)
+        for parent in (folder.parent, folder.parent.parent):
+            sync_directory(parent)
+
+
+def sync_directory(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_directory(folder: Path, content: Split) -> None:
+    os.mkdir(folder, DIRECTORY_MODE)
+    os.chmod(folder, DIRECTORY_MODE)  # whatever the umask took away
+    pieces = {
+        "state.json": [memoryview(content.document)],
+        "model.safetensors": tensors.encode(content.model, "model.safetensors"),
+        "state.safetensors": tensors.encode(content.state, "state.safetensors"),
+    }
+    records = {name: _write_file(folder / name, pieces[name]) for name in manifest.FILES}
+    _write_file(folder / manifest.NAME, [memoryview(manifest.encode(records))])
+    sync_directory(folder)
+
+
+def _write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
+    """Write, hash and sync in one pass."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        os.fchmod(descriptor, FILE_MODE)
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            while len(piece):
+                piece = piece[os.write(descriptor, piece) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return manifest.FileRecord(size, digest.hexdigest())
+
+
+def _move_into_place(partial: Path, target: Path, aside: Path) -> None:
+    """Two renames where something is there already: between them a kill leaves both, which a sweep puts right."""
+    try:
+        if os.path.lexists(target):
+            os.rename(target, aside)
+        os.rename(partial, target)
+        sync_directory(target.parent)
+    except BaseException:
+        if not os.path.lexists(partial):
+            os.rename(target, partial)
+        if os.path.lexists(aside):
+            os.rename(aside, target)
+        raise
+    with suppress(OSError):  # the new one is in its place: what is left of the old one waits for a sweep
+        leftovers.remove(aside)
+
+
+def _explained(target: Path, error: OSError) -> CheckpointError:
+    try:
+        existing = next(folder for folder in target.absolute().parents if folder.is_dir())
+        free = f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free there"
+    except OSError:
+        free = "how much is free there cannot be told"
+    return CheckpointError(
+        f"The checkpoint {target} could not be written: {error.strerror or error}; {free}. Nothing of it was left "
+        "behind; earlier checkpoints are untouched."
+    )

@@ -1,0 +1,103 @@
+"""Restore: a run goes on from a capture as if it had never stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from forge.errors import CheckpointError
+from forge.requests import Request
+from forge.seeding import RNGState
+from forge.state.capture import describe_plugin
+from forge.state.checkpoint import Checkpoint
+from forge.state.fingerprint import (
+    differences,
+    fingerprint,
+    refuse_another_model,
+    refuse_another_run,
+    surroundings,
+)
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+logger = logging.getLogger("forge")
+
+
+def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Continue from a checkpoint, and say so."""
+    restore(trainer, checkpoint.load(), str(checkpoint.path))
+    logger.info("Continuing from %s.", checkpoint.path)
+
+
+def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
+    """Put everything back as it was captured. Refusals come before anything is changed; the RNG comes last."""
+    refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
+    refuse_another_model(tree["model"], trainer.task.state_dict(), where)
+    _check_stack(trainer, tree, where)
+    _warn_of_other_surroundings(tree["versions"], surroundings(trainer))
+    _refuse_shorter_run(trainer, tree["progress"], where)
+
+    trainer.task.load_state_dict(tree["model"])
+    trainer.optimizers.load_state_dict(tree["optimizers"], trainer.task)
+    for field, value in tree["progress"].items():
+        setattr(trainer.progress, field, value)
+    trainer.feed.load_state_dict(tree["data"])
+    trainer.means.load_state_dict(tree["means"])
+    trainer.metrics = dict(tree["metrics"])
+    trainer.left_out |= set(tree["left_out"])
+    for asked in tree["requests"]:
+        trainer.requests.open[asked["kind"]] = Request(**asked)
+    trainer.resumed_from = trainer._saved_at = trainer.progress.update
+    trainer.restores += 1
+    states = tree["plugins"]
+    for name, take in trainer.stack.implementations("forge_load_state_dict"):
+        if name in states:
+            take(trainer, states[name])
+    restore_rng(trainer, tree)
+
+
+def restore_rng(trainer: Trainer, tree: Mapping[str, Any]) -> None:
+    """The last act: whatever the other parts drew while they were put back is forgotten."""
+    RNGState.from_tree(tree["rng"][trainer.env.rank]).restore(trainer.env.device)
+
+
+def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
+    """State goes by plugin name: order is free, observers come and go, other state must find its plugin."""
+    then = {plugin["name"]: plugin for plugin in tree["stack"]}
+    now = {plugin.name: describe_plugin(plugin) for plugin in trainer.stack}
+    takers = {name for name, _ in trainer.stack.implementations("forge_load_state_dict")}
+    lost = [name for name in tree["plugins"] if name not in takers and not then.get(name, {}).get("observer")]
+    new = [name for name in takers if name not in tree["plugins"] and name in now and not now[name]["observer"]]
+    new = [name for name in new if name not in then]
+    if lost or new:
+        odd = [f"{name!r} has state in it, but is not in this stack" for name in lost]
+        odd += [f"{name!r} is in this stack, but has no state in it" for name in new]
+        if not trainer.allow_inexact:
+            raise CheckpointError(f"{where}: {'; '.join(odd)}. Use the same stack, or say allow_inexact=True.")
+        logger.warning("%s: %s. The run will not be the same (allow_inexact).", where, "; ".join(odd))
+    for name in sorted(then.keys() ^ now.keys()):
+        if not (then.get(name) or now[name])["observer"] and name not in (*lost, *new):
+            moved = "was in the stack before, and is not now" if name in then else "was not in the stack before"
+            logger.warning("plugin %r %s: from here on the run differs from the one it continues.", name, moved)
+    for name in then.keys() & now.keys():
+        changed = differences(then[name]["options"], now[name]["options"])
+        if not now[name]["observer"]:
+            for option, old, new_value in changed:
+                logger.warning("%s.%s was %r and is %r from here on.", name, option, old, new_value)
+
+
+def _warn_of_other_surroundings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    odd = [f"{name} {old} -> {new}" for name, old, new in differences(then, now)]
+    if odd:
+        logger.warning("Continuing with %s: the last bits may come out differently.", ", ".join(odd))
+
+
+def _refuse_shorter_run(trainer: Trainer, progress: Mapping[str, int], where: str) -> None:
+    """A run may grow; it cannot end before the point it is continued from."""
+    for limit, unit in ((trainer.max_epochs, "epoch"), (trainer.max_updates, "update")):
+        if limit is not None and progress[unit] > limit:
+            raise CheckpointError(
+                f"{where} has {progress[unit]} {unit}s behind it, and max_{unit}s is {limit}: there is nothing to do."
+            )

@@ -1,0 +1,114 @@
+"""Is everything finite? What `guard` and `anomaly` share: looking at tensors, and saying where the run was."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import forge
+from forge.state import Checkpoints
+
+NAMED = 3
+"""How many names a message lists before it only counts."""
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether no entry is NaN or infinite. One read of the device, however many tensors there are."""
+    if not tensors:
+        return True
+    device = tensors[0].device
+    if device.type == "cuda" and all(tensor.device == device for tensor in tensors):
+        flag = torch.zeros((), device=device)
+        mark_bad(tensors, flag, torch.ones((), device=device))
+        return not flag.item()
+    if device.type != "cpu":
+        return bool(torch.stack([_finite(tensor).to(device) for tensor in tensors]).all())
+    try:
+        if math.isfinite(sum([tensor.sum().item() for tensor in tensors])):
+            return True
+    except (RuntimeError, TypeError):  # sparse and complex gradients
+        pass
+    # the sum is the cheapest look there is, but large finite numbers can overflow in it, so only an
+    # exact look may raise an alarm
+    return all(bool(_finite(tensor)) for tensor in tensors)
+
+
+def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Set `flag` to 1 on the device if any entry is NaN or infinite: one kernel per dtype, and nothing is read.
+
+    It is torch's kernel for unscaling gradients, with a scale of 1: the tensors keep their bits.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        values = values_of(tensor)
+        by_dtype.setdefault(values.dtype, []).append(values)
+    for alike in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)
+
+
+def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """The names whose tensors hold a NaN or an infinity."""
+    return [name for name, tensor in named if tensor is not None and not bool(_finite(tensor))]
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """What there is to look at: the entries that a sparse tensor has, both parts of complex ones."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(values_of(tensor.detach())).all()
+
+
+def gradients(step: forge.Step) -> list[Tensor]:
+    """The gradients of the current optimizer's parameters."""
+    groups = step.optimizer.param_groups
+    return [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
+
+
+def gradients_are_scaled(trainer: forge.Trainer) -> bool:
+    """Whether somebody owns the backward pass, as a loss scaler does: gradients that overflow are its business then."""
+    return any(call.role == "own" for call in trainer.stack.calls()["forge_backward"])
+
+
+def bad_gradients(step: forge.Step) -> list[str]:
+    """The task's names of the current optimizer's parameters whose gradients are not finite."""
+    own = {id(parameter) for parameter in step.parameters()}
+    return not_finite((name, p.grad) for name, p in step.trainer.task.named_parameters() if id(p) in own)
+
+
+def moving_buffers(task: torch.nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Where the buffers are that a forward may change: floats, and counters such as BatchNorm's."""
+    return [
+        (module._buffers, name)
+        for module in task.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (buffer.is_floating_point() or buffer.ndim == 0)
+    ]
+
+
+def last_checkpoint(trainer: forge.Trainer) -> Path | None:
+    """The newest checkpoint of the run, if it has any."""
+    if trainer.run_dir is None:
+        return None
+    there = Checkpoints(trainer.run_dir / "checkpoints").all()
+    return there[-1] if there else None
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b, c and 9 more"."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def near(path: str | Path) -> str:
+    """A path as one would type it: relative where it is below the current folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,134 @@
+"""Where a NaN came from: module, operation, line and samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+import forge
+from forge.errors import NonFiniteError, RecipeError
+from forge_plugins._finite import all_finite, gradients, gradients_are_scaled
+from forge_plugins.anomaly import bundle
+from forge_plugins.anomaly.analysis import Analysis, Before
+from forge_plugins.anomaly.report import headline, report
+
+logger = logging.getLogger("forge.anomaly")
+
+
+class Anomaly(forge.Plugin):
+    """When a loss or gradient is NaN or infinite, find the operation that made it, its line, module and samples.
+
+    The window is run again as it was, with the same random numbers, weights and buffers, and every operation of forward
+    and backward is looked at. The report names where it began: an operation, or a parameter, buffer or batch that was
+    bad before. It is logged, or noted on the error that ends the run; where nobody skips the bad update, that is a
+    NonFiniteError of this plugin, raised before the weights change. Training goes on as if nothing had been run twice.
+
+    RUN/anomaly/update-XXXXXXXX holds all that `forge replay` needs to run the window again: weights, random numbers,
+    batches. For debugging: it reads the device once per update, and keeps the random numbers of every window.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        max_reports: int = 3
+        "So many windows are analysed in one run; later ones only stop it, if nobody skips them."
+
+    config: Config
+    provides = ("anomaly",)
+
+    def __init__(self, *first: int, **values: Any):
+        super().__init__(*first, **values)
+        if self.config.max_reports < 1:
+            raise RecipeError(f"anomaly.max_reports is {self.config.max_reports}; it must be at least 1.")
+        self.findings: list[dict[str, Any]] = []
+        "What was found in the last run, as plain data."
+        self._before: Before | None = None
+        self._analysis: Analysis | None = None
+        self._losses: list[Tensor] = []
+        self._bad = self._only_loss = False
+        self._replay = ""
+        self._fresh = False
+
+    @staticmethod
+    def told(finding: dict[str, Any], title: str = "") -> str:
+        """A finding as text, for `forge replay` and whoever else reads `findings`."""
+        return report(finding, title=title)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self.findings, self._fresh, self._analysis = [], False, None
+        if trainer.verb != "fit":
+            return
+        self._before, self._only_loss = Before.of(trainer.task), gradients_are_scaled(trainer)
+        if trainer.env.device.type != "cpu":
+            logger.info("anomaly reads the device once per update: training is slower with it.")
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        assert self._before is not None
+        self._before.keep(step)
+        self._losses, self._bad = [], False
+        try:
+            return (yield)
+        except NonFiniteError as error:
+            if not getattr(error, "__forge_analysed__", False):
+                if self._bad or not self._is_finite(step):
+                    self._analyse(step)
+                self._note(error)
+            raise
+        finally:
+            self._losses = []
+
+    @forge.hookimpl(wrapper=True)
+    def forge_backward(self, step: forge.Step, loss: Tensor) -> Generator[None, Any, Any]:
+        if self._analysis is None:
+            self._losses.append(loss.detach())
+        else:
+            self._analysis.see_loss(loss)
+        return (yield)
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        self._bad = not self._is_finite(step)
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        """Everybody has inspected the gradients by now; whether the update is skipped is known."""
+        if not self._bad:
+            return
+        self._analyse(step)
+        self._bad = False
+        # an optimizer that was handed found_inf leaves the update out by itself, and who handed it will speak up
+        if step.skip_reason is None and getattr(step.optimizer, "found_inf", None) is None:
+            said = headline(self.findings[-1]) if self._fresh else f"update {step.index} is not finite."
+            error = NonFiniteError(f"{said[0].upper()}{said[1:]} The weights are as they were before it.")
+            self._note(error)
+            raise error
+        if self._fresh:
+            logger.warning("%s", report(self.findings[-1], self._replay))
+
+    def _is_finite(self, step: forge.Step) -> bool:
+        losses = self._losses[-len(step.window) :]  # a closure runs the window several times
+        return all_finite(losses if self._only_loss else [*losses, *gradients(step)])
+
+    def _analyse(self, step: forge.Step) -> None:
+        self._fresh = len(self.findings) < self.config.max_reports
+        if not self._fresh:
+            return
+        assert self._before is not None
+        self._analysis = Analysis(step, self._before)
+        try:
+            finding = self._analysis.run()
+        finally:
+            self._analysis = None
+        self.findings.append(finding)
+        path = bundle.write(step, self._before, finding)
+        self._replay = bundle.command(path, step.trainer) if path is not None else ""
+
+    def _note(self, error: NonFiniteError) -> None:
+        error.__forge_analysed__ = True  # pyright: ignore[reportAttributeAccessIssue]
+        if self._fresh:
+            error.add_note(report(self.findings[-1], self._replay, title="Where it came from:"))

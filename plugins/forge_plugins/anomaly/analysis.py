@@ -1,0 +1,219 @@
+"""Analysis: run a window again as it was, watch every operation, and leave no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forge
+from forge.data.feed import batch_size
+from forge.seeding import RNGState
+from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
+from forge_plugins.anomaly.trace import find
+from forge_plugins.anomaly.watch import Watch, bad_rows, describe, tensors_in
+
+Buffers = list[tuple[dict[str, Tensor | None], str]]
+OF_THE_STEP = ("micro", "loss", "_prepared", "_rng", "_record")
+"""What running a window changes in its Step."""
+
+
+@dataclass(slots=True)
+class Before:
+    """How things stood before a window: random numbers, buffers, counters. Kept for every window, in held memory."""
+
+    buffers: Buffers
+    held: list[Tensor]
+    rng: RNGState | None = None
+    start: int | None = None
+    "Samples of the epoch before the window, where that is known."
+    versions: list[int] = field(default_factory=list)
+    had_batches: bool = False
+
+    @classmethod
+    def of(cls, task: torch.nn.Module) -> Before:
+        buffers = moving_buffers(task)
+        return cls(buffers, [_now(owner, name).detach().clone() for owner, name in buffers])
+
+    def keep(self, step: forge.Step) -> None:
+        self.rng = RNGState.capture(step.trainer.env.device)
+        if self.held:
+            torch._foreach_copy_(self.held, [_now(owner, name) for owner, name in self.buffers])
+        self.start = epoch_position(step)
+        self.versions = versions(step.window)
+        self.had_batches = step._prepared is not None
+
+    def put_back(self, device: torch.device) -> None:
+        assert self.rng is not None
+        self.rng.restore(device)
+        if self.held:
+            with torch.no_grad():
+                torch._foreach_copy_([_now(owner, name) for owner, name in self.buffers], self.held)
+
+
+class Analysis:
+    """One window, run again. `losses` is filled by the plugin's wrapper around forge_backward."""
+
+    def __init__(self, step: forge.Step, before: Before):
+        self.step, self.before = step, before
+        task = step.trainer.task
+        sources = [(f"parameter {name}", p) for name, p in task.named_parameters()]
+        sources += [(f"buffer {name}", b) for name, b in task.named_buffers()]
+        sources += [(f"batch {name}", t) for micro in step.window for name, t in named_tensors(micro, "batch")]
+        self.watch = Watch(step, sources)
+        self.losses: list[Tensor] = []
+
+    def see_loss(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach())
+
+    def run(self) -> dict[str, Any]:
+        """The finding, as plain data."""
+        step, task = self.step, self.step.trainer.task
+        finding: dict[str, Any] = {
+            "update": step.index,
+            "epoch": step.epoch,
+            "optimizer": step.name,
+            "micros": len(step.window),
+            "weights": not_finite(task.named_parameters()),
+            "data": [found for micro, batch in enumerate(step.window) for found in self._bad_data(micro, batch)],
+        }
+        with self._as_before():
+            try:
+                with self.watch.following_modules(), torch.enable_grad(), eagerly(), self.watch:
+                    step.run_window(record=False)
+            except Exception as error:  # what it got as far as is worth telling
+                finding["error"] = f"{type(error).__name__}: {error}"
+            own = step.parameters()
+            finding["losses"] = [float(loss) for loss in self.losses]
+            finding["gradients"] = bad_gradients(step)
+            finding["parameters"] = len(own)
+            bad = [cause for loss in self.losses if (cause := self.watch.cause(loss)) is not None]
+            if not bad:
+                grads = [p.grad for p in own if p.grad is not None]
+                bad = [cause for grad in grads if (cause := self.watch.cause(grad)) is not None]
+            finding |= find(bad)
+        self._name_samples(finding)
+        finding["batch_changed"] = versions(step.window) != self.before.versions
+        return finding
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Stand where the window began; then be back where it ended."""
+        step, trainer = self.step, self.step.trainer
+        device, task = trainer.env.device, trainer.task
+        now = RNGState.capture(device)
+        buffers = [_now(owner, name).detach().clone() for owner, name in self.before.buffers]
+        gradients = [(p, p.grad) for p in task.parameters()]
+        private = {name: step.__dict__.get(name, _MISSING) for name in OF_THE_STEP}
+        for parameter, _ in gradients:
+            parameter.grad = None
+        if not self.before.had_batches:
+            step._prepared = None  # prepared again, with the random numbers of the first time
+        self.before.put_back(device)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for (owner, name), value in zip(self.before.buffers, buffers, strict=True):
+                    _now(owner, name).copy_(value)
+            for name, value in private.items():
+                if value is _MISSING:
+                    step.__dict__.pop(name, None)
+                else:
+                    setattr(step, name, value)
+            now.restore(device)
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def _bad_data(self, micro: int, batch: Any) -> Iterator[dict[str, Any]]:
+        """Tensors of the raw batch that are not finite."""
+        for name, tensor in named_tensors(batch, "batch"):
+            told = describe(tensor)
+            if told.get("nan") or told.get("inf"):
+                rows, length = bad_rows(tensor)
+                found = {"name": name, "micro": micro, **told}
+                if rows is not None and length == batch_size(batch):
+                    found |= {"rows": rows, "samples": self._indices(micro, rows)}
+                yield found
+
+    def _name_samples(self, finding: dict[str, Any]) -> None:
+        """Turn places in a tensor into rows of the batch, where its first dimension is the batch's."""
+        rows, length = finding.pop("bad_rows", None), finding.pop("length", 0)
+        if finding["kind"] == "batch":
+            met = next((found for found in finding["data"] if found["name"] == finding["name"]), None)
+            if met is not None:
+                finding |= {key: met[key] for key in ("micro", "rows", "samples") if key in met}
+            finding["of"] = batch_size(self.step.window[finding.get("micro", 0)])
+            return
+        size = batch_size(self.step.window[finding["micro"]]) if "micro" in finding else None
+        if not rows or not size or length % size:
+            return
+        each = length // size  # tokens of one sample lie side by side
+        samples = sorted({row // each for row in rows})
+        finding |= {"rows": samples, "of": size, "samples": self._indices(finding["micro"], samples)}
+
+    def _indices(self, micro: int, rows: list[int]) -> list[int] | None:
+        """The dataset's indices of these rows, where the loader can tell."""
+        step = self.step
+        ask = getattr(step.trainer.loaders["train"][None], "sample_indices", None)
+        sizes = [batch_size(batch) for batch in step.window]
+        if ask is None or self.before.start is None or any(size is None for size in sizes):
+            return None
+        start = self.before.start + sum(size or 0 for size in sizes[:micro])
+        indices = ask(step.epoch, start, start + (sizes[micro] or 0))
+        return [int(indices[row]) for row in rows]
+
+
+_MISSING = object()
+
+
+def _now(owner: dict[str, Tensor | None], name: str) -> Tensor:
+    buffer = owner[name]
+    assert buffer is not None
+    return buffer
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Compiled code runs as it was written: operations can be seen, and lines of the user's are there."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it for nothing takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch with how one would write them: batch[0], batch['image']."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from named_tensors(item, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_tensors(item, f"{path}[{key!r}]")
+
+
+def versions(window: Any) -> list[int]:
+    """How often each tensor of a window has been changed in place."""
+    return [tensor._version for tensor in tensors_in(list(window)) if not tensor.is_inference()]
+
+
+def epoch_position(step: forge.Step) -> int | None:
+    """Samples of the epoch that came before this window."""
+    feed = step.trainer.feed
+    if not step.ends_epoch:
+        return feed.samples - step.samples
+    told = feed.fingerprint()  # the feed is at the next epoch's beginning already
+    if not {"samples", "batch_size", "drop_last"} <= told.keys():
+        return None
+    samples, size = told["samples"], told["batch_size"]
+    return (samples // size * size if told["drop_last"] else samples) - step.samples

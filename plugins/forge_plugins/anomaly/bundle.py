@@ -1,0 +1,108 @@
+"""Bundle: a window with all that is needed to run it again, in the format of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forge
+from forge.data.feed import batch_size
+from forge.errors import CheckpointError
+from forge.state import write_checkpoint
+from forge.state.capture import describe_plugin, describe_task
+from forge_plugins._finite import near
+from forge_plugins.anomaly.analysis import Before
+
+logger = logging.getLogger("forge.anomaly")
+
+
+def write(step: forge.Step, before: Before, finding: dict[str, Any]) -> Path | None:
+    """RUN/anomaly/update-XXXXXXXX; None where there is no run folder, or this process is not the one that writes."""
+    trainer = step.trainer
+    if trainer.run_dir is None or not trainer.env.is_main:
+        return None
+    target = trainer.run_dir / "anomaly" / f"update-{step.index:08d}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(target, tree_of(step, before, finding))
+    except (OSError, CheckpointError) as error:  # the finding is what matters: it must not be lost with its bundle
+        logger.warning("No replay bundle could be written to %s: %s", target, error)
+        return None
+    return target
+
+
+def command(path: Path, trainer: forge.Trainer) -> str:
+    """What to type to run a bundle again; a task without a registered name is named by its file."""
+    words = ["forge", "replay", near(path)]
+    recipe = trainer.recipe
+    if recipe is None or "name" not in recipe.config.get("task", {}):
+        kind = type(trainer.task)
+        try:
+            file = near(inspect.getfile(kind))
+        except (OSError, TypeError):  # made in a notebook
+            file = "FILE.py"
+        words += ["--task", f"{file}:{kind.__name__}"]
+    return shlex.join(words)
+
+
+def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[str, Any]:
+    """Everything as it stood before the window, and what was found."""
+    trainer, task = step.trainer, step.trainer.task
+    assert before.rng is not None
+    weights = task.state_dict()
+    held = _names(task, before)
+    window = list(step.window) if is_plain(list(step.window)) else None
+    if window is None:
+        logger.warning("The batches of this window are not plain tensors, numbers and strings: the bundle lacks them.")
+    recipe = trainer.recipe
+    return {
+        "model": {name: held.get(name, value) for name, value in weights.items()},
+        "buffers": {name: value for name, value in held.items() if name not in weights},
+        "rng": before.rng.as_tree(),
+        "window": window,
+        "indices": _indices(step, before),
+        "turn": step.name,
+        "progress": dataclasses.asdict(trainer.progress),
+        "task": describe_task(task),
+        "recipe": None if recipe is None else recipe.config,
+        "stack": [describe_plugin(plugin) for plugin in trainer.stack],
+        "trainer": trainer.settings,
+        "versions": {"forge": forge.__version__, "torch": str(torch.__version__)},
+        "finding": finding,
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a batch comes back from a file as what it was: exactly tensors, numbers, strings and their containers."""
+    if type(value) in (list, tuple):
+        return all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(type(key) in (str, int) and is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str, Tensor)
+
+
+def _names(task: forge.TaskModule, before: Before) -> dict[str, Tensor]:
+    """The kept buffers by their full names."""
+    paths = {id(module._buffers): f"{path}." if path else "" for path, module in task.named_modules()}
+    pairs = zip(before.buffers, before.held, strict=True)
+    return {paths[id(owner)] + name: value for (owner, name), value in pairs}
+
+
+def _indices(step: forge.Step, before: Before) -> list[list[int]] | None:
+    """The dataset's indices of every micro-batch, where the loader can tell."""
+    ask = getattr(step.trainer.loaders["train"][None], "sample_indices", None)
+    sizes = [batch_size(batch) for batch in step.window]
+    if ask is None or before.start is None or any(size is None for size in sizes):
+        return None
+    found, start = [], before.start
+    for size in sizes:
+        found.append([int(index) for index in ask(step.epoch, start, start + (size or 0))])
+        start += size or 0
+    return found

@@ -1,0 +1,156 @@
+"""Report: a finding as a block of text that can be read at a glance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_plugins._finite import listed, near
+
+ROWS = 8
+"""How many samples are named one by one."""
+
+
+def headline(finding: dict[str, Any]) -> str:
+    """What is wrong, in one sentence."""
+    turn = f", optimizer {finding['optimizer']!r}" if finding["optimizer"] else ""
+    where = f"update {finding['update']} (epoch {finding['epoch']}{turn})"
+    bad = [loss for loss in finding["losses"] if loss != loss or abs(loss) == float("inf")]
+    grads, total = finding["gradients"], finding["parameters"]
+    which = f"{len(grads)} of {total} gradients are not finite ({listed(grads)})"
+    if bad:
+        return f"{where}: the loss is {bad[0]:g}{f', and {which}' if grads else ', though every gradient is finite'}."
+    if grads:
+        return f"{where}: the loss is finite, but {which}."
+    return f"{where}: the loss or a gradient was not finite, but run again everything is."
+
+
+def report(finding: dict[str, Any], replay: str = "", title: str = "") -> str:
+    """The whole story, under its headline or another title."""
+    lines = [title or headline(finding), *(f"  {label:<9} {text}" for label, text in _lines(finding) if text)]
+    if replay:
+        lines.append(f"  {'replay':<9} {replay}")
+    return "\n".join(lines)
+
+
+def _lines(finding: dict[str, Any]) -> list[tuple[str, str]]:
+    kind = finding["kind"]
+    told: list[tuple[str, str]] = []
+    if kind in ("forward", "backward"):
+        told += _operation("first", finding)
+        told += [("input" if i == 0 else "", _tensor(given)) for i, given in enumerate(finding["inputs"])]
+        told += [("output", _tensor(finding["output"]))]
+    elif kind == "none":
+        told.append(("cause", _irreproducible(finding)))
+    else:
+        told += _source(finding)
+    told += [("samples", _samples(finding))]
+    if "then" in finding:
+        told += _operation("then", finding["then"])
+    if "given" in finding:
+        told.append(("note", _given(finding["given"])))
+    for data in finding["data"]:
+        if kind != "batch" or data["name"] != finding["name"]:
+            told.append(("data", f"{data['name']} is not finite itself: {_bad(data)}{_in_rows(data)}"))
+    if finding["weights"] and kind != "parameter":
+        told.append(("weights", f"not finite before this window already: {listed(finding['weights'])}"))
+    if finding["batch_changed"]:
+        told.append(("note", "the step changes its batch in place, so this second run saw other data than the first"))
+    if "error" in finding:
+        told.append(("note", f"the second run ended early: {finding['error']}"))
+    return told
+
+
+def _operation(label: str, event: dict[str, Any]) -> list[tuple[str, str]]:
+    """Which operation made it, where."""
+    module = f"{event['module']} ({event['class']})" if event["module"] else f"the task ({event['class']})"
+    within = f"in {event['node']}, the backward of {module}" if event["node"] else f"in {module}"
+    place = event["place"]
+    lines = [(label, f"{event['made']} from {_op(event)} {within}")]
+    if place is not None:
+        where = f"{near(place['file'])}:{place['line']} in {place['function']}"
+        lines.append(("", f"{where}:  {place['code']}" if place["code"] else where))
+    return lines
+
+
+def _source(finding: dict[str, Any]) -> list[tuple[str, str]]:
+    kind, name = finding["kind"], finding["name"]
+    if kind == "batch":
+        data = next((data for data in finding["data"] if data["name"] == name), None)
+        lines = [("first", f"{name}, as the loader gave it, is not finite{f': {_bad(data)}' if data else ''}")]
+    elif kind == "constant":
+        lines = [("first", "a tensor of yours that is no parameter, no buffer and not in the batch is not finite")]
+    else:
+        lines = [("first", f"the {kind} {name} was not finite before this window")]
+    if "met" in finding:
+        lines += [("met by", text) if i == 0 else ("", text) for i, (_, text) in enumerate(_met(finding["met"]))]
+    return lines
+
+
+def _met(event: dict[str, Any]) -> list[tuple[str, str]]:
+    (_, text), *rest = _operation("", event)
+    return [("", text.partition(" from ")[2]), *rest]
+
+
+def _given(origin: dict[str, Any]) -> str:
+    if "op" in origin:
+        place = origin["place"]
+        where = f" at {near(place['file'])}:{place['line']}" if place else ""
+        return f"its infinite input was put there by {_op(origin)}{where}: a mask over all?"
+    return f"its infinite input is {'the buffer ' + origin['name'] if origin['name'] else 'a constant'}"
+
+
+def _samples(finding: dict[str, Any]) -> str:
+    rows, of = finding.get("rows"), finding.get("of")
+    if not rows or not of:
+        return ""
+    micro = f" of micro-batch {finding['micro'] + 1} of {finding['micros']}" if finding["micros"] > 1 else ""
+    if len(rows) == of and of > 1:
+        return f"all {of} rows{micro or ' of the batch'}"
+    text = f"row {rows[0]}" if len(rows) == 1 else f"rows {_numbers(rows)}"
+    text += f"{micro or ' of the batch'} ({len(rows)} of {of})"
+    indices = finding.get("samples")
+    if indices:
+        text += f", {'index' if len(rows) == 1 else 'indices'} {_numbers(indices)} of the dataset"
+    return text
+
+
+def _in_rows(data: dict[str, Any]) -> str:
+    if "rows" not in data:
+        return ""
+    indices = f" (dataset {_numbers(data['samples'])})" if data.get("samples") else ""
+    return f", in row{'s' if len(data['rows']) > 1 else ''} {_numbers(data['rows'])}{indices}"
+
+
+def _tensor(told: dict[str, Any]) -> str:
+    """ "float32 (32, 10), 0 to 5.31, 3 zeros"."""
+    parts = [f"{told['dtype']} {_shape(told['shape'])}"]
+    if "min" in told:
+        same = told["min"] == told["max"]
+        parts.append(f"{told['min']:.4g}" if same else f"{told['min']:.4g} to {told['max']:.4g}")
+        if told["zeros"] and not same:
+            parts.append(f"{told['zeros']} zero{'s' if told['zeros'] > 1 else ''}")
+    bad = _bad(told)
+    return ", ".join([*parts, bad] if bad else parts)
+
+
+def _bad(told: dict[str, Any]) -> str:
+    counts = [f"{told[key]} {label}" for key, label in (("nan", "NaN"), ("inf", "infinite")) if told.get(key)]
+    return " and ".join(counts)
+
+
+def _shape(shape: list[int]) -> str:
+    return f"({', '.join(map(str, shape))})" if shape else "scalar"
+
+
+def _numbers(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - ROWS} more" if len(numbers) > ROWS else ""
+    return ", ".join(map(str, numbers[:ROWS])) + more
+
+
+def _op(event: dict[str, Any]) -> str:
+    """ "log_softmax" for aten._log_softmax."""
+    return event["op"].removeprefix("aten.").lstrip("_")
+
+
+def _irreproducible(finding: dict[str, Any]) -> str:
+    return "it did not happen again: something in the step is not deterministic (try trainer.deterministic=true)"

@@ -1,0 +1,258 @@
+"""Watch: every operation of a window, forward and backward, that has a NaN or an infinity in its output.
+
+Between the user's code and torch's kernels stands a TorchDispatchMode, which sees each operation with its inputs. What
+it writes down are Events; each knows where its bad inputs came from, so that `trace` can walk from a bad loss or
+gradient back to where it began. What is infinite on purpose (an attention mask) is written down too: nobody walks by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import forge
+from forge_plugins._finite import values_of
+
+LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (str(torch.__file__), str(forge.__file__), os.path.dirname(__file__))
+)
+"""Where code is not the user's: torch, forge, forge_plugins."""
+STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
+COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})
+ENGINE = os.path.join("torch", "autograd", "graph.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Which module and line an operation belongs to."""
+
+    module: str
+    kind: str
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A bad input: made by an earlier event, or there before the window began (`source`, if it has a name)."""
+
+    nan: bool
+    inf: bool
+    event: Event | None
+    source: str | None
+
+    @property
+    def age(self) -> int:
+        return self.event.number if self.event is not None else -1
+
+
+@dataclass(slots=True)
+class Event:
+    """One operation with a NaN or an infinity in its output."""
+
+    number: int
+    op: str
+    node: str | None
+    "In backward: the name of the autograd node, such as SqrtBackward0."
+    micro: int
+    context: Context
+    nan: bool
+    inf: bool
+    causes: list[Cause]
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    output: dict[str, Any] = field(default_factory=dict)
+    bad_rows: list[int] | None = None
+    "Where the output is not finite along its first dimension."
+    length: int = 0
+    "How long that dimension is."
+    moves: bool = False
+    "Whether it only hands its input on: a view, a copy."
+
+
+class Watch(TorchDispatchMode):
+    """Writes events down while it is entered. `sources` names tensors that are there already."""
+
+    def __init__(self, step: forge.Step, sources: list[tuple[str, Tensor]]):
+        super().__init__()
+        self.step, self.task = step, step.trainer.task
+        self.events = 0
+        self._modules = [("", type(self.task).__name__)]
+        self._contexts: dict[int, Context] = {}
+        self._made_by: dict[int, Event] = {}
+        self._alive: list[Any] = []  # storages of bad tensors: while they live, no other gets their address
+        self._sources: dict[int, str] = {}
+        for name, tensor in sources:
+            if (key := storage_key(tensor)) is not None:
+                self._sources.setdefault(key, name)
+
+    def cause(self, tensor: Tensor) -> Cause | None:
+        """Why a tensor is bad, or None where it is finite."""
+        nan, inf = badness(tensor)
+        if not (nan or inf):
+            return None
+        key = storage_key(tensor)
+        if key is None:
+            return Cause(nan, inf, None, None)
+        return Cause(nan, inf, self._made_by.get(key), self._sources.get(key))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        node = torch._C._current_autograd_node()
+        context = self._here() if node is None else self._of_node(node)
+        inputs = list(tensors_in((args, kwargs)))
+        causes = [cause for tensor in inputs if (cause := self.cause(tensor)) is not None]
+        described = [describe(tensor) for tensor in inputs] if func._schema.is_mutable else None
+        out = func(*args, **kwargs)
+        name = func._schema.name.replace("::", ".")
+        if "empty" in name or "resize" in name:  # memory that nobody has written to yet
+            return out
+        made = [(tensor, *badness(tensor)) for tensor in tensors_in(out)]
+        bad = [(tensor, nan, inf) for tensor, nan, inf in made if nan or inf]
+        if bad:
+            event = Event(
+                self.events,
+                name,
+                node.name() if node is not None else None,
+                self.step.micro,
+                context,
+                any(nan for _, nan, _ in bad),
+                any(inf for _, _, inf in bad),
+                causes,
+            )
+            self.events += 1
+            a_view = not func._schema.is_mutable and not _keys(inputs).isdisjoint(_keys([bad[0][0]]))
+            event.moves = a_view or name in COPIES
+            if not any(cause.nan for cause in causes) and (event.nan or not causes):
+                event.inputs = described or [describe(tensor) for tensor in inputs]
+                event.output = describe(bad[0][0])
+                event.bad_rows, event.length = bad_rows(bad[0][0])
+            for tensor, _, _ in bad:
+                if (key := storage_key(tensor)) is not None:
+                    self._made_by[key] = event
+                    self._alive.append(tensor.untyped_storage())
+        return out
+
+    # -- where an operation belongs -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def following_modules(self) -> Iterator[None]:
+        """Know at any time which module is running, by forward hooks on all of them."""
+        handles = []
+        for path, module in self.task.named_modules():
+            entry = (path, type(module).__name__)
+            handles.append(module.register_forward_pre_hook(lambda *_, entry=entry: self._modules.append(entry)))
+            handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        self._modules.pop()
+
+    def _here(self) -> Context:
+        context = Context(*self._modules[-1], user_place(sys._getframe(2)))
+        # the node that autograd has just made for this operation has the last number given out; the first operation
+        # seen after that is its own
+        self._contexts.setdefault(_last_node(), context)
+        return context
+
+    def _of_node(self, node: Any) -> Context:
+        """In backward: the forward operation that a node belongs to; in a backward of the user's own, that."""
+        known = self._contexts.get(node._sequence_nr(), Context("", type(self.task).__name__, None))
+        own = user_place(sys._getframe(2), until=ENGINE)
+        return known if own is None else Context(known.module, known.kind, own)
+
+
+def _last_node() -> int:
+    """The number of the last autograd node that was made."""
+    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def _keys(tensors: list[Tensor]) -> set[int]:
+    return {key for tensor in tensors if (key := storage_key(tensor)) is not None}
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """The same for every view of one memory; None for tensors that have none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def badness(tensor: Tensor) -> tuple[bool, bool]:
+    """Whether it has a NaN, whether it has an infinity."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return False, False
+    values = values_of(tensor.detach())
+    if bool(torch.isfinite(values).all()):
+        return False, False
+    return bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
+
+
+def describe(tensor: Tensor) -> dict[str, Any]:
+    """A tensor in a few numbers: type, shape, range of what is finite, and how much is not."""
+    told: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
+        return told
+    values = values_of(tensor.detach())
+    finite = values[torch.isfinite(values)].double()
+    told |= {"nan": int(torch.isnan(values).sum()), "inf": int(torch.isinf(values).sum())}
+    if finite.numel():
+        told |= {"min": float(finite.min()), "max": float(finite.max()), "zeros": int((finite == 0).sum())}
+    return told
+
+
+def bad_rows(tensor: Tensor) -> tuple[list[int] | None, int]:
+    """The places along the first dimension with something bad in them, and that dimension's length."""
+    if tensor.ndim == 0 or tensor.layout is not torch.strided:
+        return None, 0
+    bad = ~torch.isfinite(tensor.detach())
+    return bad.reshape(tensor.shape[0], -1).any(1).nonzero().flatten().tolist(), tensor.shape[0]
+
+
+def user_place(frame: FrameType | None, until: str = "") -> Place | None:
+    """The innermost line that is neither torch's nor forge's; with `until`, only below a file of that name."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if until and file.endswith(until):
+            return None
+        library = file.startswith((*LIBRARIES, "<")) or (file.startswith(STANDARD) and "site-packages" not in file)
+        if not library:
+            code = linecache.getline(file, frame.f_lineno).strip()
+            return Place(file, frame.f_lineno, frame.f_code.co_name, code)
+        frame = frame.f_back
+    return None

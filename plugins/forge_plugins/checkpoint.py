@@ -1,0 +1,243 @@
+"""Checkpoints of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import forge
+from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
+from forge.state import BackgroundWriter, Checkpoints, write_checkpoint
+from forge.state import Checkpoint as SavedState
+
+logger = logging.getLogger("forge")
+
+
+@dataclass(kw_only=True, slots=True)
+class Best:
+    """Which checkpoints are worth keeping however old they are."""
+
+    monitor: str
+    "The validation metric to compare by, as it is logged: val/accuracy."
+    mode: Literal["max", "min"]
+    "Whether a larger or a smaller value is better."
+    keep: int = 1
+    "How many of the best to keep."
+
+
+class Checkpoint(forge.Plugin):
+    """Save the run's whole state to RUN/checkpoints/update-XXXXXXXX, from which `--resume` goes on bit for bit.
+
+    It saves when an interval of `every` ends, when a validation is among the best, when a signal or a plugin stops the
+    run, and at the run's end. It keeps the last `keep` and the best; an older one is removed only when the new one is
+    whole on disk, under its name. `checkpoints/latest` and `checkpoints/best` are links to what they say.
+
+    In the background, training goes on as soon as the state is copied to host memory; hashing and writing follow. A
+    write that fails leaves the earlier checkpoints as they are. Without a run folder nothing is saved.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        every: str | list[str] | None = "1 epoch"
+        "How often to save: 500 updates, 1 epoch, 10 min, or a list of such; null: only the best, and at the end."
+        keep: int = 2
+        "How many of the last checkpoints to keep."
+        best: Best | None = None
+        "Keep the best too: {monitor: val/accuracy, mode: max}, mode min for a loss; keep: 3 for the best three."
+        background: bool = True
+        "Write while training goes on; needs host memory for one copy of the state."
+        on_failure: Literal["stop", "warn"] = "stop"
+        "What a write that fails does: stop the run at its next update, or log an error and try again next time."
+
+    config: Config
+    observer = True
+
+    def __init__(self, *first: str | list[str] | None, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        every = [config.every] if isinstance(config.every, str) else config.every or []
+        self._every = [forge.Interval(text) for text in every]
+        for name, count in (("keep", config.keep), ("best.keep", config.best.keep if config.best else 1)):
+            if count < 1:
+                raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
+        if config.best is None:
+            self.forge_evaluate = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._folder: Checkpoints | None = None
+        self._writer: BackgroundWriter | None = None
+        self._values: dict[int, float] = {}
+        "What the monitor gave, by update, for the checkpoints that there are."
+        self._written: set[int] = set()
+        "Updates saved since the run began, or was last restored."
+        self._writing: int | None = None
+        "The update saved last: perhaps not on disk yet."
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._forget()
+        if trainer.verb != "fit":
+            return
+        if trainer.run_dir is None:
+            logger.warning("checkpoint: this fit has no run folder, so nothing will be saved.")
+            return
+        if self.config.best is not None and "val" not in trainer.loaders:
+            raise StackError(f"checkpoint.best watches {self.config.best.monitor!r}, but this fit has no val loader.")
+        self._folder = Checkpoints(trainer.run_dir / "checkpoints")
+        if trainer.env.is_main:
+            self._folder.sweep()
+            self._writer = BackgroundWriter() if self.config.background else None
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+        if self._folder is None:
+            return
+        if self._writer is not None:
+            self._look(self._writer.check)
+        due = [interval for interval in self._every if interval.due(step)]  # all are asked: a clock starts when it is
+        if due and "checkpoint" not in trainer.requests.open:
+            trainer.request_checkpoint(f"every {due[0]}")
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+        metrics = yield
+        if self._folder is not None and stage == "val":
+            self._compare(trainer, metrics)
+        return metrics
+
+    def _compare(self, trainer: forge.Trainer, metrics: dict[str, Any]) -> None:
+        """Ask for a checkpoint of this update if it is among the best; of equals, the earlier stays."""
+        best, update = self.config.best, trainer.progress.update
+        assert best is not None
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        if best.monitor not in numbers:
+            raise RecipeError(
+                f"checkpoint.best.monitor is {best.monitor!r}, which this validation does not give."
+                f"{did_you_mean(best.monitor, numbers)} Metrics: {', '.join(sorted(numbers)) or 'none'}."
+            )
+        value = float(numbers[best.monitor])
+        self._values = self._standing()
+        if math.isfinite(value):
+            self._values[update] = value
+            if update in self._best():
+                trainer.request_checkpoint(f"{best.monitor} = {value:.5g} is among the best")
+
+    def _standing(self) -> dict[int, float]:
+        """The values whose checkpoint is there, or being written; another folder has none of what a state names."""
+        assert self._folder is not None
+        there = {*updates(self._folder), self._writing}
+        return {update: value for update, value in self._values.items() if update in there}
+
+    def _best(self) -> list[int]:
+        """The updates to keep for their value, best first."""
+        best = self.config.best
+        return ranking(self._values, best.mode)[: best.keep] if best is not None else []
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_save(self, trainer: forge.Trainer, capture: dict[str, Any]) -> None:
+        if self._folder is None or not trainer.env.is_main:
+            return
+        began = time.perf_counter()
+        if self._writer is not None:
+            self._look(self._writer.wait)  # what became of the last one decides what this one may remove
+        update = trainer.progress.update
+        before = -1 if trainer.resumed_from is None else trainer.resumed_from
+        # what is neither this life's nor from before it was restored belongs to a course that was given up
+        lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
+        self._writing = update
+        self._values = self._standing()
+        best = self._best()
+        folder, keep = self._folder, {*[*lineage, update][-self.config.keep :], *best}
+        try:
+            self._write(folder, update, capture, lambda: tidy(folder, update, best[:1], keep))
+        except Exception as error:
+            self._failed(error)
+            return
+        self._written.add(update)
+        waited = time.perf_counter() - began
+        level = logging.INFO if waited > 1 else logging.DEBUG
+        logger.log(level, "checkpoint of update %d: training waited %.0f ms", update, 1e3 * waited)
+
+    def _write(self, folder: Checkpoints, update: int, capture: dict[str, Any], then: Callable[[], None]) -> None:
+        if self._writer is not None:
+            self._writer.submit(folder.path(update), capture, then)
+        else:
+            write_checkpoint(folder.path(update), capture)
+            then()
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        try:
+            if self._writer is not None:
+                self._look(self._writer.close)
+        finally:
+            self._folder = self._writer = None
+
+    def _look(self, ask: Callable[[], None]) -> None:
+        """Hear what became of the last write."""
+        try:
+            ask()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """A write that failed is no checkpoint: nothing counts on it."""
+        assert self._folder is not None
+        update, self._writing = self._writing, None
+        if update is not None:
+            self._written.discard(update)
+            self._values.pop(update, None)
+        text = f"There is no checkpoint of update {update} in {self._folder.folder}. {error}"
+        if self.config.on_failure == "stop":
+            raise CheckpointError(f"{text} The run stops here; with checkpoint.on_failure=warn it goes on.") from error
+        logger.error("%s The run goes on, and saves when it is due again.", text)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        best = self.config.best
+        if best is None:
+            return {}
+        entries = [{"update": update, "value": self._values[update]} for update in self._best()]
+        return {"monitor": best.monitor, "mode": best.mode, "best": entries}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self._written, self._values = set(), {}
+        best = self.config.best
+        if best is not None and (state.get("monitor"), state.get("mode")) == (best.monitor, best.mode):
+            self._values = {entry["update"]: entry["value"] for entry in state["best"]}
+
+
+def ranking(values: Mapping[int, float], mode: str) -> list[int]:
+    """Updates by value, best first; of equals the earlier is better."""
+    sign = -1.0 if mode == "max" else 1.0
+    return sorted(values, key=lambda update: (sign * values[update], update))
+
+
+def updates(folder: Checkpoints) -> list[int]:
+    """The updates that a folder has checkpoints of, in order."""
+    return [SavedState(path).update for path in folder.all()]
+
+
+def tidy(folder: Checkpoints, update: int, best: list[int], keep: set[int]) -> None:
+    """Once a checkpoint is published: point at it, then remove what is kept no longer. Runs in the writer's thread."""
+    try:
+        folder.point("latest", folder.path(update))
+        if best:
+            folder.point("best", folder.path(best[0]))
+        for number in updates(folder):
+            if number not in keep:
+                folder.remove(folder.path(number))
+    except OSError as error:
+        logger.warning("The checkpoint of update %d is saved, but older ones could not be removed: %s", update, error)

@@ -1,0 +1,326 @@
+"""What happens when a loss or a gradient is NaN or infinite."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import forge
+from forge.errors import NonFiniteError, RecipeError
+from forge_plugins._finite import (
+    all_finite,
+    bad_gradients,
+    gradients,
+    gradients_are_scaled,
+    last_checkpoint,
+    listed,
+    mark_bad,
+    moving_buffers,
+)
+
+logger = logging.getLogger("forge")
+
+READS = {
+    "skip": "policy skip must know before every update whether to make it",
+    "optimizer": "{names} cannot be told on the device to leave an update out (fused=True can, in Adam, AdamW and SGD)",
+}
+
+
+class Guard(forge.Plugin):
+    """Keep a loss or gradient that is NaN or infinite from the weights, and from everything that is saved.
+
+    `stop` ends the run with a NonFiniteError that says where it was and what to do. `skip` leaves the update out and
+    goes on: weights, optimizer, buffers (BatchNorm's statistics) and the means in the log are as if the window had not
+    been there. `rewind` goes back to the newest checkpoint and leaves the bad window out this time.
+
+    With finite numbers nothing changes, bit for bit. On a CUDA device `stop` and `rewind` wait for nothing with fused
+    optimizers: the update is made a no-op on the device, with all after it, and the host hears of it one update later,
+    always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
+    owns are left to it; the loss is looked at all the same.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        policy: Literal["stop", "skip", "rewind"] = "stop"
+        "What to do: stop the run, skip the update, or rewind to the newest checkpoint."
+        max_skips: int = 10
+        "skip: so many updates in a row may be skipped before the run is stopped after all; 0 means any number."
+        leave_out: int = 1
+        "rewind: how many windows to leave out, the bad one and those right before it (a spike often begins earlier)."
+        max_rewinds: int = 3
+        "rewind: how often one process may go back before the run is stopped after all."
+
+    config: Config
+    provides = ("guard",)
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        for name, least in (("max_skips", 0), ("leave_out", 1), ("max_rewinds", 1)):
+            value = getattr(self.config, name)
+            if value < least:
+                raise RecipeError(f"guard.{name} is {value}; it must be at least {least}.")
+        if self.config.policy != "skip":
+            # nothing has to be put back, so core can run its step written out
+            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._flag: Flag | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._flag = None
+        self._sent: Sent | None = None
+        self._told: set[str | None] = set()
+        self._last: tuple[int, str | None] | None = None
+        self._skipped, self._rewinds, self._bad_turn = 0, 0, False
+        self._in_a_row: dict[str, int] = {}
+        self._held: list[Tensor] | None = None
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._begin()
+        if trainer.verb != "fit":
+            return
+        self._only_loss = gradients_are_scaled(trainer)
+        self._buffers = moving_buffers(trainer.task)
+        device = trainer.env.device
+        if device.type == "cpu":
+            return
+        deaf = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
+        owned = any(call.role == "own" for call in trainer.stack.calls()["forge_optimizer_step"])
+        if self.config.policy != "skip" and device.type == "cuda" and not owned:
+            self._told = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
+        if self._told:
+            self._flag = Flag(device)
+        if self.config.policy == "skip":
+            logger.info("guard reads the device once per update: %s.", READS["skip"])
+        elif len(self._told) < len(trainer.optimizers):
+            names = listed(sorted({type(o).__name__ for o in deaf or trainer.optimizers.values()}))
+            logger.warning("guard reads the device once per update: %s.", READS["optimizer"].format(names=names))
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        if step.name in self._told and self._flag is not None:
+            self._look_later(step, self._flag)
+            return
+        means, loss = step.trainer.means, step.prefix + "loss"
+        if means.on_host:
+            loss_is_finite = means.finite(loss)
+        else:
+            loss_is_finite = all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
+        again, self._last = self._last == (step.index, step.name), (step.index, step.name)
+        if loss_is_finite and (self._only_loss or all_finite(gradients(step))):
+            if self._in_a_row:
+                self._in_a_row.pop(step.name or "", None)
+            return
+        self._act(step, Bad(step.index, step.epoch, not loss_is_finite, bad_gradients(step)), again)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """Policy skip only: a window that is skipped leaves no trace in buffers and means."""
+        now: Any = [owner[name] for owner, name in self._buffers]
+        if self._held is None:
+            self._held = [buffer.detach().clone() for buffer in now]
+        elif now:
+            torch._foreach_copy_(self._held, now)
+        counted, self._bad_turn = step.trainer.means.mark(), False
+        result = yield
+        if self._bad_turn:
+            step.trainer.means.back_to(counted)
+            if self._held:
+                with torch.no_grad():
+                    now = [owner[name] for owner, name in self._buffers]
+                    torch._foreach_copy_(now, self._held)
+        return result
+
+    # -- what to do about it ------------------------------------------------------------------------------------------
+
+    def _act(self, step: forge.Step, bad: Bad, again: bool = False) -> None:
+        """`again`: inside a closure, where the optimizer has begun its step and it cannot be skipped any more."""
+        if self.config.policy == "stop":
+            raise self._error(step.trainer, bad, "" if again else "The weights are as they were before it.")
+        if self.config.policy == "rewind":
+            self._rewind(step, bad)
+        elif again:
+            raise self._error(step.trainer, bad, "It came up inside the optimizer's closure: too late to skip.")
+        else:
+            self._skip(step, bad)
+
+    def _skip(self, step: forge.Step, bad: Bad) -> None:
+        in_a_row = self._in_a_row[step.name or ""] = self._in_a_row.get(step.name or "", 0) + 1
+        if self.config.max_skips and in_a_row > self.config.max_skips:
+            reason = f"It is number {in_a_row} in a row, more than guard.max_skips={self.config.max_skips}."
+            raise self._error(step.trainer, bad, reason)
+        self._skipped, self._bad_turn = self._skipped + 1, True
+        logger.warning("guard skips update %d: %s.", bad.index, bad)
+        step.skip_update(str(bad))
+
+    def _rewind(self, step: forge.Step, bad: Bad) -> None:
+        trainer = step.trainer
+        if trainer.hooks.forge_save is None:
+            raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
+        if last_checkpoint(trainer) is None:
+            raise self._error(trainer, bad, "There is no checkpoint to go back to yet: save more often.")
+        if self._rewinds == self.config.max_rewinds:
+            reason = f"The run has gone back {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
+            raise self._error(trainer, bad, reason)
+        self._rewinds += 1
+        step.skip_update(str(bad))
+        first = max(0, bad.index + 1 - self.config.leave_out)
+        trainer.request_rewind(f"update {bad.index}: {bad}", leave_out=range(first, bad.index + 1))
+
+    def _error(self, trainer: forge.Trainer, bad: Bad, why: str) -> NonFiniteError:
+        self._sent = None  # it has been told
+        saved = last_checkpoint(trainer)
+        told = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
+        watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
+        if not watched:
+            told.append("To see which module, operation and samples it came from, run it again with -p anomaly.")
+        if saved is not None and not watched:
+            told.append(f"--resume -p anomaly goes on from {saved} and meets it again, because a resume is exact.")
+        if self.config.policy == "stop":
+            told.append("To leave such updates out, set guard.policy=skip.")
+        return NonFiniteError(" ".join(filter(None, told)))
+
+    # -- on a CUDA device, one update late ----------------------------------------------------------------------------
+
+    def _look_later(self, step: forge.Step, flag: Flag) -> None:
+        if self._sent is not None and self._sent.index != step.index:
+            self._receive(step, flag)
+        losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
+        tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
+        flag.mark(tensors if self._only_loss else [*gradients(step), *tensors])
+        step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
+        self._sent = Sent(step.index, step.epoch, losses)
+        flag.send()
+
+    def _receive(self, step: forge.Step, flag: Flag) -> None:
+        """Hear of the last update that was looked at, and act."""
+        sent, self._sent = self._sent, None
+        if sent is None or not (flag.arrived() or sent.plain_loss_is_bad):
+            return
+        flag.value.zero_()  # what comes now is stopped or rewound anyhow, and a restored run starts clean
+        self._act(step, Bad(sent.index, sent.epoch, sent.loss_is_bad, None))
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+        if self._flag is None or self._sent is None:
+            return
+        # whatever is asked for, a checkpoint or an end, would act on what is not known yet
+        if trainer.requests.open or step.ends_epoch or trainer.progress.update == trainer.max_updates:
+            self._receive(step, self._flag)
+
+    @forge.hookimpl
+    def forge_state_dict(self, trainer: forge.Trainer) -> dict[str, Any] | None:
+        self._refuse_unheard(trainer, "No checkpoint was written of it.")
+        return {"skipped": self._skipped, "in_a_row": dict(self._in_a_row)} if self._skipped else None
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self._skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if self._skipped:
+            logger.warning("guard: %d update%s skipped in this run.", self._skipped, "s" if self._skipped > 1 else "")
+        if self._flag is None:
+            return
+        for optimizer in trainer.optimizers.values():
+            if getattr(optimizer, "found_inf", None) is self._flag.value:
+                del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            self._refuse_unheard(trainer, "It was the run's last update, and changed no weight.")
+        finally:
+            self._flag = None
+
+    def _refuse_unheard(self, trainer: forge.Trainer, why: str) -> None:
+        sent, flag = self._sent, self._flag
+        if sent is not None and flag is not None and (flag.arrived() or sent.plain_loss_is_bad):
+            raise self._error(trainer, Bad(sent.index, sent.epoch, sent.loss_is_bad, None), why)
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """What is wrong with an update. `parameters` is None where their gradients are gone by the time it is known."""
+
+    index: int
+    epoch: int
+    loss: bool
+    parameters: list[str] | None
+
+    def __str__(self) -> str:
+        if self.parameters is None:
+            return "the loss is not finite" if self.loss else "a gradient is not finite"
+        if not self.parameters:
+            return "the loss is not finite"
+        begin = "the loss and the gradients" if self.loss else "the loss is finite, but the gradients"
+        if len(self.parameters) == 1:
+            begin = begin.replace("gradients", "gradient")
+        verb = "is" if len(self.parameters) == 1 and not self.loss else "are"
+        return f"{begin} of {listed(self.parameters)} {verb} not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The last update whose flag is on its way to the host, with its losses."""
+
+    index: int
+    epoch: int
+    losses: list[Tensor | float]
+
+    @property
+    def plain_loss_is_bad(self) -> bool:
+        """A loss that is a plain number never passed through the device."""
+        return any(loss != loss or abs(loss) == float("inf") for loss in self.losses if not isinstance(loss, Tensor))
+
+    @property
+    def loss_is_bad(self) -> bool:
+        tensors = [loss for loss in self.losses if isinstance(loss, Tensor)]
+        return self.plain_loss_is_bad or not all_finite(tensors)
+
+
+class Flag:
+    """A number on the device that becomes 1 when something is not finite, stays so, and is read without waiting."""
+
+    def __init__(self, device: torch.device):
+        self.value = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+        self._here = torch.zeros((), pin_memory=True)
+        self._event = torch.cuda.Event()
+
+    def mark(self, tensors: list[Tensor]) -> None:
+        """Set the flag if any entry is NaN or infinite."""
+        mark_bad(tensors, self.value, self._one)
+
+    def send(self) -> None:
+        """Start the copy to the host."""
+        self._here.copy_(self.value, non_blocking=True)
+        self._event.record()
+
+    def arrived(self) -> bool:
+        """What was sent; waits for it where it must."""
+        self._event.synchronize()
+        return bool(self._here.item())
+
+
+def takes_flag(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether an optimizer leaves its update out where `found_inf` says so, on the device, as torch's fused ones do."""
+    groups = optimizer.param_groups
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+        and all(group.get("fused") for group in groups)
+        and all(parameter.device == device for group in groups for parameter in group["params"])
+    )
+
+
+def _as_tensors(losses: list[Tensor | float], device: torch.device) -> list[Tensor]:
+    return [loss if isinstance(loss, Tensor) else torch.tensor(loss, device=device) for loss in losses]

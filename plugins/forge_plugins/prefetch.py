@@ -1,0 +1,54 @@
+"""Batches on the device before they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import forge
+from forge.data.prefetch import DevicePrefetch
+from forge.errors import RecipeError
+
+
+class Prefetch(forge.Plugin):
+    """Copy batches to a CUDA device ahead of use, from pinned memory on a stream of their own.
+
+    The copy of the next batches runs while the device computes; what is trained on, and in which order, stays the same.
+    On any other device there is nothing to do. Each batch ahead takes its memory on the device.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        depth: int = 2
+        "Batches to be ahead by."
+
+    config: Config
+    provides = ("prefetch",)
+    observer = True
+
+    def __init__(self, *first: int, **values: int):
+        super().__init__(*first, **values)
+        if self.config.depth < 1:
+            raise RecipeError(f"prefetch.depth is {self.config.depth}; it must be at least 1.")
+        self._wrapped: dict[int, DevicePrefetch] = {}
+
+    @forge.hookimpl(wrapper=True)
+    def forge_build_loader(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+        built = yield
+        device = trainer.env.device
+        if device.type != "cuda":
+            return built
+        if isinstance(built, dict):
+            return {name: self._ahead(loader, device) for name, loader in built.items()}
+        return self._ahead(built, device)
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._wrapped.clear()
+
+    def _ahead(self, loader: Any, device: Any) -> Any:
+        """The loader, prefetched; one that serves two stages stays one, so that checks for that still see it."""
+        if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, DevicePrefetch):
+            return loader  # nothing to iterate, a one-shot iterator (reading ahead would lose data), or done already
+        return self._wrapped.setdefault(id(loader), DevicePrefetch(loader, device, self.config.depth))

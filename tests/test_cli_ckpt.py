@@ -1,0 +1,291 @@
+"""forge ckpt: what it shows of checkpoints, what it finds damaged, what it finds different, and what it exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import forge
+from forge.cli import ckpt
+from forge.state import Checkpoints
+from forge.testing import TinyTask, assert_same_weights, fit_tiny
+from forge_plugins.checkpoint import Checkpoint
+
+Call = Any
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that differ in their seed: /a and /b, with checkpoints after 5, 8 and 10 updates; 5 is the best."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 0), ("b", 1)):
+        plugin = Checkpoint(["1 epoch", "8 updates"], keep=3, best={"monitor": "val/loss", "mode": "min"})
+        fit_tiny([plugin], seed=seed, run_dir=folder / name)
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of a run that a test may damage."""
+    subprocess.run(["cp", "-r", made / "a", tmp_path / "a"], check=True)
+    return tmp_path / "a"
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`call("show", path)`: the exit code and the standard output."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*words: str | Path) -> tuple[int, str]:
+        code = ckpt.run(ckpt.parser().parse_intermixed_args([str(word) for word in words]))
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def checkpoint_of(run: Path, update: int) -> Path:
+    return Checkpoints(run / "checkpoints").path(update)
+
+
+# -- show -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_as_a_table_of_its_checkpoints(call: Call, made: Path) -> None:
+    code, out = call("show", made / "a")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("update-")}
+    assert code == 0
+    assert "3 checkpoints" in out
+    assert "val/loss" in out
+    assert list(lines) == ["update-00000005", "update-00000008", "update-00000010"]
+    assert lines["update-00000005"].rstrip().endswith("valid, best")
+    assert lines["update-00000010"].rstrip().endswith("valid, latest")
+    assert lines["update-00000010"].split()[1] == "2"
+
+
+def test_the_checkpoints_folder_stands_for_its_run(call: Call, made: Path) -> None:
+    assert call("show", made / "a" / "checkpoints")[1].splitlines()[1:] == call("show", made / "a")[1].splitlines()[1:]
+
+
+def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(call: Call, run: Path) -> None:
+    (checkpoint_of(run, 8) / "state.json").write_bytes(b"{}")
+    code, out = call("show", run)
+    assert code == 0
+    assert "state.json is damaged" in next(line for line in out.splitlines() if line.startswith("update-00000008"))
+    assert out.count("valid") == 2
+
+
+def test_one_checkpoint_is_shown_with_everything_that_describes_it(call: Call, made: Path) -> None:
+    code, out = call("show", made / "a" / "checkpoints" / "best")
+    assert code == 0
+    for text in (
+        "update-00000005  valid",
+        "TinyTask(seed=0, dropout=0.2, lr=0.1)",
+        "update=5",
+        "epoch=1",
+        "seed=0, window=1",
+        f"torch={torch.__version__}",
+        "checkpoint(every=",
+        "model.net.0.weight",
+        "(8, 6)",
+        "optimizers … momentum_buffer",
+    ):
+        assert text in out, text
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_tables_fit_the_terminal(call: Call, made: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (["show", made / "a"], ["show", checkpoint_of(made / "a", 5)], ["verify", made / "a"]):
+        table = call(*words)[1].split("\n\n", 1)[1]  # a path alone may be longer
+        assert max(len(line.rstrip()) for line in table.splitlines()) <= int(columns)
+
+
+def test_numbered_layers_of_one_shape_share_a_line() -> None:
+    info = ckpt.TensorInfo((4, 4), "float32", 64, "")
+    names = ["model.layers.0.weight", "model.layers.1.weight", "model.layers.11.weight", "model.head2.weight"]
+    grid = ckpt._grouped([(name, info) for name in names])
+    assert list(grid.columns[0].cells) == ["model.layers.*.weight", "model.head2.weight"]
+    assert list(grid.columns[1].cells) == ["3", "1"]
+
+
+def test_show_as_json_is_json_even_where_a_metric_is_nan(call: Call, tmp_path: Path) -> None:
+    class Nothing(TinyTask):
+        def evaluation_end(self, stage: str) -> dict[str, Any]:
+            return {"odd": float("nan")}
+
+    fit_tiny([Checkpoint()], task=Nothing(), run_dir=tmp_path)
+    listed = json.loads(call("show", tmp_path, "--json")[1], parse_constant=pytest.fail)
+    assert [row["progress"]["update"] for row in listed["checkpoints"]] == [5, 10]
+    assert listed["checkpoints"][0]["metrics"]["val/odd"] is None
+    one = json.loads(call("show", "--json", tmp_path / "checkpoints" / "latest")[1], parse_constant=pytest.fail)
+    assert one["progress"]["epoch"] == 2
+    assert {"name": "model.net.0.weight", "shape": [8, 6], "dtype": "float32", "bytes": 192} in one["tensors"]
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_whole_checkpoints_verify_with_0(call: Call, made: Path) -> None:
+    code, out = call("verify", made / "a", checkpoint_of(made / "b", 5))
+    assert code == 0
+    assert out.count("ok") == 16
+    assert "4 checkpoints verified: all whole" in out
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 7)
+
+
+def link(file: Path) -> None:
+    elsewhere = file.rename(file.parents[2] / file.name)
+    file.symlink_to(elsewhere)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (flip, "not the bytes that were written"),
+        (cut, "7 bytes instead of"),
+        (Path.unlink, "missing"),
+        (link, "not a regular file"),
+        (pipe, "not a regular file"),
+    ],
+)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "state.safetensors"])
+def test_damage_is_found_in_its_file_and_gives_1(call: Call, run: Path, name: str, damage: Any, word: str) -> None:
+    damage(checkpoint_of(run, 8) / name)
+    code, out = call("verify", run)
+    found = next(line for line in out.splitlines() if f" {name} " in line and "ok" not in line.split())
+    assert code == 1
+    assert word in found or name == "manifest.json"
+    assert "3 checkpoints verified: 1 damaged" in out
+    others = 11 if name != "manifest.json" else 8
+    assert sum("ok" in line.split() for line in out.splitlines()) == others
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_and_its_copy_are_bit_identical(call: Call, made: Path, run: Path) -> None:
+    code, out = call("diff", made / "a", run)
+    assert code == 0
+    assert "bit-identical: 18 tensors" in out
+
+
+def test_two_runs_differ_in_what_was_asked_and_in_what_came_of_it(call: Call, made: Path) -> None:
+    code, out = call("diff", made / "a", made / "b")
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert code == 1
+    assert lines["fingerprint.seed"] == ["0", "1"]
+    assert lines["model"][:3] == ["8", "of", "9"]
+    assert lines["model"][-1] == "net.0.weight"
+    assert 0 < float(lines["model"][3]) < 10
+
+
+def test_diff_as_json_says_the_same(call: Call, made: Path) -> None:
+    code, out = call("diff", made / "a", made / "b", "--json")
+    said = json.loads(out)
+    assert (code, said["equal"]) == (1, False)
+    assert ["fingerprint.seed", 0, 1] in said["values"]
+    assert json.loads(call("diff", "--json", made / "a", made / "a")[1])["equal"]
+
+
+def test_tensors_and_values_are_compared_as_bits() -> None:
+    nan, zero = float("nan"), torch.zeros(2)
+    assert ckpt.compare({"a": [nan], "t": zero}, {"a": [nan], "t": zero.clone()})["values"] == []
+    assert ckpt.compare({"a": 0.0}, {"a": -0.0})["values"] == [("a", 0.0, -0.0)]
+    assert ckpt.compare({"a": 1}, {"a": True})["values"] == [("a", 1, True)]
+    assert ckpt.compare({"t": zero}, {"t": -zero})["tensors"][0]["differ"] == 1
+    (row,) = ckpt.compare({"m": {"t": zero, "u": zero}}, {"m": {"t": torch.zeros(3)}})["tensors"]
+    assert (row["differ"], row["of"], row["largest"]) == (2, 2, None)
+    assert row["first"] == "t ((2,) float32 against (3,) float32)"
+
+
+def test_the_largest_difference_is_over_all_floating_tensors() -> None:
+    then = {"model": {"a": torch.zeros(3), "b": torch.zeros(2), "n": torch.tensor(0)}}
+    now = {"model": {"a": torch.tensor([0.0, 0.5, 0.0]), "b": torch.ones(2), "n": torch.tensor(99)}}
+    (row,) = ckpt.compare(then, now)["tensors"]
+    assert row == {"part": "model", "differ": 3, "of": 3, "largest": 1.0, "first": "a"}
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_weights_of_a_checkpoint_become_one_file(call: Call, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "best.safetensors"
+    code, said = call("export", made / "a" / "checkpoints" / "best", out)
+    assert code == 0
+    assert "9 tensors" in said
+    assert "after 5 updates" in said
+    task = TinyTask.from_checkpoint(checkpoint_of(made / "a", 5))
+    assert_same_weights(load_file(out), task)
+    assert_same_weights(TinyTask.from_checkpoint(out), task)
+
+
+def test_an_existing_file_is_overwritten_only_by_force(call: Call, made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "w.safetensors"
+    out.write_text("precious")
+    with pytest.raises(forge.ForgeError, match=r"exists.*--force"):
+        call("export", made / "a", out)
+    assert out.read_text() == "precious"
+    assert call("export", "--force", made / "a", out)[0] == 0
+    assert "net.0.weight" in load_file(out)
+
+
+def test_another_ending_is_refused(call: Call, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(forge.ForgeError, match=r"does not end in \.safetensors"):
+        call("export", made / "a", tmp_path / "w.pt")
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["show", "a", "b"], ["diff", "a"], ["export", "a"], ["export", "a", "b", "c"]])
+def test_a_wrong_number_of_paths_is_answered_with_how_to_write_it(call: Call, words: list[str]) -> None:
+    with pytest.raises(forge.ForgeError, match=f"Write: forge ckpt {words[0]} PATH"):
+        call(*words)
+
+
+def test_a_path_with_nothing_in_it_is_an_error_that_says_what_to_give(call: Call, tmp_path: Path) -> None:
+    for action in ("show", "verify"):
+        with pytest.raises(forge.CheckpointError, match="Give a run folder"):
+            call(action, tmp_path)
+        with pytest.raises(forge.CheckpointError, match="does not exist"):
+            call(action, tmp_path / "nowhere")
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from forge.cli import ckpt; ckpt.parser().format_help(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (577 * 2**20, "577.0 MiB"), (2**43, "8.0 TiB")]
+)
+def test_sizes_read_as_people_say_them(count: int, text: str) -> None:
+    assert ckpt.size(count) == text
+
+
+def test_ages_read_as_people_say_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_000_000.0)
+    ages = [ckpt.age(1_000_000.0 - seconds) for seconds in (-5, 30, 90, 3600, 7300, 200_000)]
+    assert ages == ["just now", "just now", "1 min ago", "1 hour ago", "2 hours ago", "2 days ago"]

@@ -1,0 +1,380 @@
+"""A run that was cut off and resumed ends in the bits of a straight one: weights, metrics, sample order, logs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import forge
+from forge.data import Loader, TensorLoader
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
+
+
+def everything() -> list[Any]:
+    return [
+        Accumulate(2),
+        Clip(0.5),
+        Schedule("cosine", warmup=3),
+        Checkpoint(every="3 updates", keep=2),
+        JSONL(),
+    ]
+
+
+class PowerCut(Exception):
+    """What ends a life in these tests."""
+
+
+def cut_at(update: int) -> forge.Plugin:
+    @forge.on("boundary", mutates=True)
+    def power(trainer: forge.Trainer) -> None:
+        if trainer.progress.update == update:
+            raise PowerCut
+
+    power.observer = True  # it may come and go
+    return power
+
+
+class Noisy(Dataset):
+    """Samples with augmentation out of all three generators."""
+
+    def __init__(self, length: int = 45):
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.y = torch.randint(3, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import random
+
+        import numpy as np
+
+        noise = torch.randn(6) * 0.1 + random.random() * 0.1 + float(np.random.rand()) * 0.1
+        return self.x[index] + noise, self.y[index]
+
+
+class Wider(TinyTask):
+    """The same task with one unit more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 9), *list(self.net)[1:])
+
+
+def live(folder: Path, plugins: list[Any], *, task: Any = None, train: Any = None, **options: Any) -> Any:
+    """One life of a run in `folder`, from where it is to its end."""
+    settings = {"seed": 3, "device": "cpu", "log_every": 2, "resume": "auto", "max_epochs": 3, **options}
+    trained = task or TinyTask()
+    trainer = forge.Trainer(plugins=plugins, run_dir=folder, **settings)
+    result = trainer.fit(trained, tiny_batches() if train is None else train, tiny_batches(seed=1))
+    return trained, result
+
+
+def die(folder: Path, plugins: list[Any], update: int, **options: Any) -> None:
+    with pytest.raises(PowerCut):
+        live(folder, [*plugins, cut_at(update)], **options)
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def loaders() -> dict[str, Callable[[], Any]]:
+    x, y = Noisy().x, Noisy().y
+    return {
+        "batches": tiny_batches,
+        "tensors": lambda: TensorLoader(x, y, batch_size=8, shuffle=True),
+        "samples": lambda: Loader(Noisy(), 8, shuffle=True),
+    }
+
+
+@given(
+    deaths=st.lists(st.integers(1, 8), max_size=3),
+    kind=st.sampled_from(sorted(loaders())),
+    gan=st.booleans(),
+)
+def test_any_number_of_deaths_ends_in_the_same_weights_metrics_and_log(
+    tmp_path_factory: pytest.TempPathFactory, deaths: list[int], kind: str, gan: bool
+) -> None:
+    make, folder = loaders()[kind], tmp_path_factory.mktemp("runs")
+    new_task = TinyGAN if gan else TinyTask
+    straight, expected = live(folder / "straight", everything(), task=new_task(), train=make())
+    for update in sorted(deaths):
+        die(folder / "cut", everything(), update, task=new_task(), train=make())
+    resumed, result = live(folder / "cut", everything(), task=new_task(), train=make())
+    assert_same_weights(resumed, straight)
+    assert result.metrics == expected.metrics
+    assert (result.updates, result.epochs, result.stop_reason) == (
+        expected.updates,
+        expected.epochs,
+        expected.stop_reason,
+    )
+    assert log_of(folder / "cut") == log_of(folder / "straight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may change between two lives
+
+
+def test_workers_prefetch_and_validation_may_change_between_lives(tmp_path: Path) -> None:
+    straight, _ = live(tmp_path / "straight", everything(), train=Loader(Noisy(), 8, shuffle=True))
+    die(tmp_path / "cut", everything(), 4, train=Loader(Noisy(), 8, shuffle=True, num_workers=2))
+    other = Loader(Noisy(), 8, shuffle=True, num_workers=1, prefetch_factor=3)
+    resumed, _ = live(tmp_path / "cut", everything(), train=other, validate_every="2 updates", log_every=5)
+    assert_same_weights(resumed, straight)
+
+
+def test_a_plain_dataloader_is_continued_exactly_too(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Noisy(), batch_size=8, shuffle=True)
+
+    straight, _ = live(tmp_path / "straight", everything(), train=loader())
+    die(tmp_path / "cut", everything(), 4, train=loader())
+    resumed, _ = live(tmp_path / "cut", everything(), train=loader())
+    assert_same_weights(resumed, straight)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "one_cycle"])
+def test_a_run_may_grow(tmp_path: Path, kind: str) -> None:
+    plugins = [Schedule(kind), Checkpoint()]
+    live(tmp_path, plugins, max_epochs=2)
+    _, result = live(tmp_path, [Schedule(kind), Checkpoint()], max_epochs=4)
+    assert (result.updates, result.epochs, result.stop_reason) == (20, 4, "max_epochs")
+
+
+def test_a_run_cannot_end_before_the_point_it_is_continued_from(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint()], max_epochs=3)
+    with pytest.raises(forge.CheckpointError, match="has 3 epochs behind it, and max_epochs is 2"):
+        live(tmp_path, [Checkpoint()], max_epochs=2)
+
+
+def test_resuming_a_finished_run_trains_nothing_and_gives_its_result(tmp_path: Path) -> None:
+    first, expected = live(tmp_path, everything())
+    again, result = live(tmp_path, everything())
+    assert_same_weights(again, first)
+    assert result == expected
+
+
+def test_the_order_of_the_stack_and_its_observers_are_free(tmp_path: Path) -> None:
+    straight, _ = live(tmp_path / "straight", everything())
+    die(tmp_path / "cut", everything(), 4)
+    resumed, _ = live(tmp_path / "cut", [p for p in reversed(everything()) if p.name != "jsonl"])
+    assert_same_weights(resumed, straight)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What may not
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 4}, "the seed was 3 and is 4"),
+        ({"train": tiny_batches((8, 8, 8))}, "the length of the data was 37 and is 24"),
+        ({"plugins": [Checkpoint(), Accumulate(2)]}, "the number of micro-batches in a window was 1 and is 2"),
+        ({"task": Wider()}, r"holds another model: net.0.weight was \(\(8, 6\), 'float32'\) and is \(\(9, 6\)"),
+    ],
+)
+def test_another_course_is_refused_by_the_name_of_what_changed(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    die(tmp_path, [Checkpoint(every="1 update")], 3)
+    plugins = change.pop("plugins", [Checkpoint()])
+    with pytest.raises(forge.CheckpointError, match=said):
+        live(tmp_path, plugins, **change)
+
+
+class Counting(forge.Plugin):
+    """A plugin that changes the run and has state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        self.count += 1
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_a_plugin_with_state_that_is_missing_on_either_side_is_refused(tmp_path: Path) -> None:
+    die(tmp_path / "with", [Counting(), Checkpoint(every="1 update")], 3)
+    with pytest.raises(forge.CheckpointError, match="'counting' has state in it, but is not in this stack"):
+        live(tmp_path / "with", [Checkpoint()])
+    die(tmp_path / "without", [Checkpoint(every="1 update")], 3)
+    with pytest.raises(forge.CheckpointError, match="'counting' is in this stack, but has no state in it"):
+        live(tmp_path / "without", [Counting(), Checkpoint()])
+
+
+def test_allow_inexact_goes_on_without_the_state_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    die(tmp_path, [Counting(), Checkpoint(every="1 update")], 3)
+    live(tmp_path, [Checkpoint()], allow_inexact=True)
+    assert "'counting' has state in it" in caplog.text
+
+
+class Doubling(forge.Plugin):
+    """Changes the run, has no state."""
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+
+def test_a_plugin_or_an_option_that_was_not_there_before_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    die(tmp_path, [Clip(0.5), Checkpoint(every="1 update")], 3)
+    live(tmp_path, [Clip(0.25), Doubling(), Checkpoint()])
+    assert "clip.max_norm was 0.5 and is 0.25 from here on" in caplog.text
+    assert "plugin 'doubling' was not in the stack before" in caplog.text
+
+
+def test_a_loader_that_cannot_be_continued_is_refused_at_the_start_where_the_run_is_saved(tmp_path: Path) -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(tiny_batches())
+
+    with pytest.raises(forge.DataError, match="Endless has neither seek"):
+        live(tmp_path, [Checkpoint()], train=Endless(), max_updates=3, max_epochs=None)
+    live(tmp_path / "unsaved", [], train=Endless(), max_epochs=1, resume=None)
+    live(tmp_path / "inexact", [Checkpoint()], train=Endless(), max_epochs=1, allow_inexact=True)
+
+
+def test_state_that_cannot_be_saved_is_refused_at_the_start_by_its_path(tmp_path: Path) -> None:
+    class Holds(Counting):
+        @forge.hookimpl
+        def forge_state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    with pytest.raises(forge.CheckpointError, match=r"plugins.*seen.*is a set"):
+        live(tmp_path, [Holds(), Checkpoint()])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run, which folder
+
+
+def test_a_folder_with_a_run_in_it_is_not_trained_over(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint()])
+    with pytest.raises(forge.CheckpointError, match="holds the checkpoints of a run already"):
+        live(tmp_path, [Checkpoint()], resume=None)
+
+
+def test_auto_without_a_folder_continues_the_newest_run_of_the_task(empty_folder: Path) -> None:
+    def fit(**options: Any) -> forge.FitResult:
+        trainer = forge.Trainer(plugins=[Checkpoint()], seed=0, device="cpu", **options)
+        return trainer.fit(TinyTask(), tiny_batches())
+
+    first = fit(max_epochs=1, resume="auto")  # there is nothing yet
+    second = fit(max_epochs=2, resume="auto")
+    assert second.run_dir == first.run_dir
+    assert second.updates == 10
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight, _ = live(tmp_path / "straight", everything())
+    die(tmp_path / "cut", everything(), 7)
+    newest = max((tmp_path / "cut" / "checkpoints").glob("update-*"))
+    data = bytearray((newest / "state.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "state.safetensors").write_bytes(bytes(data))
+    resumed, _ = live(tmp_path / "cut", everything())
+    assert_same_weights(resumed, straight)
+    assert f"Passing over the checkpoint {newest.name}" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_all_broken_is_not_started_afresh_in_silence(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint(keep=1)])
+    for path in (tmp_path / "checkpoints").glob("update-*"):
+        (path / "manifest.json").unlink()
+    with pytest.raises(forge.CheckpointError, match="None of the 1 checkpoints"):
+        live(tmp_path, [Checkpoint()], max_epochs=9)
+
+
+def test_one_checkpoint_is_where_a_new_run_begins(tmp_path: Path) -> None:
+    straight, _ = live(tmp_path / "first", [Checkpoint(every="2 updates", keep=99)])
+    chosen = tmp_path / "first" / "checkpoints" / "update-00000004"
+    branch, result = live(tmp_path / "second", [Checkpoint()], resume=chosen)
+    assert_same_weights(branch, straight)
+    assert result.run_dir == tmp_path / "second"
+    assert len(list((tmp_path / "first" / "checkpoints").glob("update-*"))) == 8
+
+
+def test_two_runs_cannot_share_a_folder_at_once(tmp_path: Path) -> None:
+    @forge.on("boundary")
+    def second(trainer: forge.Trainer) -> None:
+        with pytest.raises(forge.CheckpointError, match="in use by another run in this process"):
+            live(tmp_path, [])
+
+    live(tmp_path, [second], max_epochs=1)
+
+
+def test_the_card_says_what_a_run_was_resumed_from(tmp_path: Path) -> None:
+    die(tmp_path, [Checkpoint(every="1 update")], 3)
+    live(tmp_path, [Checkpoint()])
+    assert json.loads((tmp_path / "card.json").read_text())["resumed_from"] == 2
+    assert "| resumed from | update 2 |" in (tmp_path / "card.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewind
+
+
+def test_a_rewind_goes_back_to_the_newest_checkpoint_and_passes_over_what_it_was_told_to(tmp_path: Path) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    @forge.on("step_end", mutates=True)
+    def watch(step: forge.Step) -> None:
+        seen.append((step.index, step.updated))
+        if step.index == 4 and step.updated:
+            step.trainer.request_rewind("a test", leave_out=[4])
+
+    _, result = live(tmp_path, [watch, Checkpoint(every="3 updates"), JSONL()], max_epochs=2)
+    assert seen == [*[(i, True) for i in range(5)], (3, True), (4, False), *[(i, True) for i in range(5, 10)]]
+    assert result.updates == 10
+    updates = [line["update"] for line in log_of(tmp_path)]
+    assert updates == sorted(updates)
+
+
+def test_a_run_that_is_cut_off_after_a_rewind_ends_like_one_that_is_not(tmp_path: Path) -> None:
+    @forge.on("step_end", mutates=True)
+    def watch(step: forge.Step) -> None:
+        if step.index == 4 and step.updated:
+            step.trainer.request_rewind("a test", leave_out=[4])
+
+    straight, _ = live(tmp_path / "straight", [watch, Checkpoint(every="3 updates")])
+    die(tmp_path / "cut", [watch, Checkpoint(every="3 updates")], 7)
+    resumed, _ = live(tmp_path / "cut", [watch, Checkpoint(every="3 updates")])
+    assert_same_weights(resumed, straight)
+
+
+def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    @forge.on("step_end", mutates=True)
+    def watch(step: forge.Step) -> None:
+        step.trainer.request_rewind("a test")
+
+    with pytest.raises(forge.CheckpointError, match="no checkpoint to go back to"):
+        live(tmp_path, [watch, Checkpoint()])

@@ -1,0 +1,156 @@
+"""A signal sets a flag; the run saves at the end of its update and exits with 85, which says: resume me."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge
+from forge.state import Checkpoint as SavedState
+from forge.state import Checkpoints
+from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import Accumulate, Checkpoint
+from tests.conftest import Run
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+class Shot(TinyTask):
+    """Sends a signal to its own process in the middle of a window."""
+
+    def __init__(self, at: int = -1, number: int = signal.SIGTERM):
+        super().__init__()
+        self.at, self.number, self.seen = at, number, 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen += 1
+        if self.seen == self.at:
+            os.kill(os.getpid(), self.number)
+        return super().training_step(batch)
+
+
+def fit(folder: Path, task: forge.TaskModule, plugins: list[Any] | None = None) -> forge.FitResult:
+    plugins = [Accumulate(2), Checkpoint(every=None)] if plugins is None else plugins
+    options: dict[str, Any] = {"max_epochs": 3, "seed": 1, "device": "cpu", "run_dir": folder, "resume": "auto"}
+    return forge.Trainer(plugins=plugins, **options).fit(task, tiny_batches(), tiny_batches(seed=1))
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_after_the_update_and_the_resumed_run_ends_in_the_same_bits(tmp_path: Path, number: int) -> None:
+    straight = TinyTask()
+    fit(tmp_path / "straight", straight)
+    with pytest.raises(forge.Interrupted) as caught:
+        fit(tmp_path / "cut", Shot(at=7, number=number))
+    assert caught.value.code == 85
+    assert f"{signal.Signals(number).name}: the state after update 4 is saved" in str(caught.value)
+    resumed = TinyTask()
+    fit(tmp_path / "cut", resumed)
+    assert_same_weights(resumed, straight)
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(forge.Interrupted):
+        fit(tmp_path, Shot(at=2))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_run_that_nobody_saves_ends_as_the_shell_expects(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path, Shot(at=2), [])
+    assert not isinstance(caught.value, forge.Interrupted)
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_in_the_last_update_lets_the_run_end_well(tmp_path: Path) -> None:
+    result = fit(tmp_path, Shot(at=15))
+    assert result.epochs == 3
+    assert (tmp_path / "weights.safetensors").exists()
+
+
+def test_a_fit_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    before, during = signal.getsignal(signal.SIGTERM), []
+
+    @forge.on("boundary")
+    def look() -> None:
+        during.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=lambda: fit(tmp_path, TinyTask(), [look]))
+    thread.start()
+    thread.join()
+    assert set(during) == {before}
+
+
+def test_a_signal_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert fit(tmp_path, Shot(at=2, number=signal.SIGUSR1)).epochs == 3
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+SCRIPT = """
+import os, signal, sys
+import forge
+from forge.testing import TinyTask, tiny_batches
+from forge_plugins import Checkpoint
+
+class Twice(TinyTask):
+    seen = 0
+    def training_step(self, batch):
+        self.seen += 1
+        if self.seen == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            {second}
+        return super().training_step(batch)
+
+forge.Trainer(max_epochs=3, seed=1, plugins=[Checkpoint(every="2 updates")], run_dir="run", device="cpu").fit(
+    Twice(), tiny_batches())
+"""
+
+
+def test_a_script_ends_with_85(run_python: Run) -> None:
+    done = run_python("-c", SCRIPT.format(second="pass"))
+    assert done.returncode == 85, done.stderr
+    assert "SIGTERM: stopping after this update" in done.stderr
+
+
+def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(run_python: Run, empty_folder: Path) -> None:
+    done = run_python("-c", SCRIPT.format(second="os.kill(os.getpid(), signal.SIGTERM)"))
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    saved = [path.name for path in Checkpoints(empty_folder / "run" / "checkpoints").all()]
+    assert saved[-1] in ("update-00000004", "update-00000006")
+    for name in saved:
+        SavedState(empty_folder / "run" / "checkpoints" / name).verify()
+
+
+def test_the_command_line_says_how_to_go_on(run_forge: Run, empty_folder: Path) -> None:
+    (empty_folder / "shot.py").write_text(TASK)
+    done = run_forge("fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run", "-p", "checkpoint")
+    assert done.returncode == 85, done.stderr
+    assert "continue with --resume" in done.stderr
+    again = run_forge("fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run", "-p", "checkpoint", "--resume")
+    assert again.returncode == 0, again.stderr
+
+
+TASK = """
+import os, signal
+from forge.data import Splits
+from forge.testing import TinyTask, tiny_batches
+
+class Shot(TinyTask):
+    seen = 0
+    def training_step(self, batch):
+        self.seen += 1
+        if self.seen == 7 and self.trainer.progress.update < 7 and self.trainer.resumed_from is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch)
+
+def data():
+    return Splits(train=tiny_batches())
+"""

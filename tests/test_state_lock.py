@@ -1,0 +1,142 @@
+"""One process per run folder, and the lock dies with its process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge.errors import CheckpointError
+from forge.state import RunLock, lock
+
+
+def in_child(action: Callable[[], None]) -> bool:
+    """Run `action` in a forked process; whether it got through without a CheckpointError."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            action()
+            code = 0
+        except CheckpointError:
+            code = 2
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 2)
+    return code == 0
+
+
+def can_acquire(run: Path) -> bool:
+    return in_child(lambda: RunLock(run).acquire())
+
+
+def test_a_second_process_is_refused_until_the_first_lets_go(tmp_path: Path) -> None:
+    held = RunLock(tmp_path / "run")
+    held.acquire()
+    assert not can_acquire(tmp_path / "run")
+    held.release()
+    assert can_acquire(tmp_path / "run")
+
+
+def test_the_message_names_the_process_that_has_it(tmp_path: Path) -> None:
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            RunLock(tmp_path).acquire()
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        with pytest.raises(CheckpointError, match=rf"in use by process {child} on \S+"):
+            RunLock(tmp_path).acquire()
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+
+
+def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+    def die() -> None:
+        RunLock(tmp_path).acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            die()
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    RunLock(tmp_path).acquire()
+
+
+def test_two_locks_in_one_process_conflict(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    held = RunLock(tmp_path)
+    held.acquire()
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="another run in this process"):
+            RunLock(path).acquire()
+    assert not can_acquire(tmp_path)  # the attempt did not drop the lock
+    held.release()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_forked_worker_neither_has_the_lock_nor_drops_it(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    held.acquire()
+    assert in_child(held.release)
+    assert not in_child(held.acquire)
+    assert not can_acquire(tmp_path)
+    held.release()
+
+
+def test_releasing_twice_or_without_a_lock_does_nothing(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    held.release()
+    held.acquire()
+    held.release()
+    held.release()
+    held.acquire()
+    held.release()
+
+
+def test_the_lock_is_let_go_when_its_block_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    assert can_acquire(tmp_path)
+
+
+def test_a_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("reason", ["no fcntl", "no locks on this file system"])
+def test_where_nothing_can_be_locked_it_warns_once_and_goes_on(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    if reason == "no fcntl":
+        monkeypatch.setattr(lock, "fcntl", None)
+    else:
+        monkeypatch.setattr(lock.fcntl, "lockf", refused)
+    monkeypatch.setattr(lock, "_warned", [])
+    with caplog.at_level(logging.WARNING, "forge"):
+        for name in ("a", "b"):
+            with RunLock(tmp_path / name):
+                pass
+    assert len(caplog.records) == 1
