@@ -147,8 +147,8 @@ def lead(life: Life, folder: Path, seed: int) -> None:
     if life.death in ("micro-batch", "write"):
         _gun[life.death] = int(life.after)
     count = 0 if life.workers == "0 workers" else 2
-    persistent = {"persistent_workers": life.workers == "2 persistent"} if count else {}
-    train = Loader(Samples(), 4, shuffle=True, num_workers=count, **persistent)
+    options: dict[str, Any] = {"persistent_workers": life.workers == "2 persistent"} if count else {}
+    train = Loader(Samples(), 4, shuffle=True, num_workers=count, **options)
     trainer = forge.Trainer(
         max_updates=UPDATES,
         seed=seed,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import CheckpointError
 from forge.run import group_of, new_run_dir
-from forge.state import Checkpoint, Checkpoints
+from forge.state import Checkpoint, Checkpoints, settle
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
@@ -46,9 +45,7 @@ def plan(trainer: Trainer) -> Plan:
 
 def newest(trainer: Trainer) -> Checkpoint:
     """The newest valid checkpoint of the running fit, the one that is still being written included."""
-    for thread in threading.enumerate():
-        if thread.name == "forge-checkpoint":
-            thread.join()
+    settle()
     found = None if trainer.run_dir is None else checkpoints_of(trainer.run_dir).newest_valid()
     if found is None:
         raise CheckpointError("There is no checkpoint to go back to yet. Save more often: checkpoint.every.")
@@ -95,6 +92,7 @@ def _from_path(trainer: Trainer, path: Path) -> Plan:
 def _newest_of(run_dir: Path) -> Checkpoint | None:
     """The newest valid checkpoint; a run whose checkpoints are all broken is not started afresh in silence."""
     folder = checkpoints_of(run_dir)
+    folder.sweep()  # what a kill left half replaced gets its name back
     found = folder.newest_valid()
     if found is None and folder.all():
         raise CheckpointError(

@@ -125,7 +125,7 @@ class Session:
         if trainer.verb == "fit":
             self._open_run_dir()
         elif trainer.wanted_run_dir:
-            trainer.run_dir = Path(trainer.wanted_run_dir)
+            trainer.run_dir = Path(str(trainer.wanted_run_dir))
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
         if trainer.verb == "fit":
@@ -173,7 +173,8 @@ class Session:
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
         trainer.weighs_by_itself = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
-        trainer.keep_batches = len(trainer.optimizers) > 1 or needs_replay or self._owner_replays()
+        trainer.keep_rng = needs_replay or self._owner_replays()
+        trainer.keep_batches = trainer.keep_rng or len(trainer.optimizers) > 1
 
     def _refuse_unusable_loaders(self) -> None:
         train = self.trainer.loaders["train"]

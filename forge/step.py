@@ -39,7 +39,7 @@ class Step:
     loss: Tensor | None = None
     "The window's weighted loss; kept only for owners that replay."
     _prepared: list[Any] | None = None
-    _rng: RNGState | None = None
+    _rng: list[RNGState] | None = None
     _record: bool = True
     _finished: bool = False
     _divisor: int = 1
@@ -124,6 +124,8 @@ class Step:
                 if micro == len(kept):
                     kept.append(hooks.forge_prepare_batch(self, raw))
                 batch = kept[micro]
+                if self._rng is not None:
+                    self._rng.append(RNGState.capture(self.trainer.env.device))  # preparing may have drawn numbers
             hooks.forge_micro_step(self, batch)
 
     def finish(self) -> None:
@@ -145,10 +147,10 @@ class Step:
             hooks.forge_edit_grads(self)
 
     def _kept_batches(self) -> list[Any] | None:
-        """The prepared batches, where they are kept for another run or another optimizer; the RNG is kept with them."""
+        """The prepared batches, where they are kept for another run or another optimizer; for another run, RNG too."""
         if not self.trainer.keep_batches:
             return None
-        self._rng = RNGState.capture(self.trainer.env.device)
+        self._rng = [] if self.trainer.keep_rng else None
         if self._prepared is None:
             self._prepared = []
         return self._prepared
@@ -158,10 +160,10 @@ class Step:
             raise RuntimeError("run_window(replay=True) needs a first run, and `replays = True` on the owner's class.")
         device = self.trainer.env.device
         now, recorded = RNGState.capture(device), self._record
-        self._rng.restore(device)
         self._record, self.loss = record, None
-        for micro, batch in enumerate(self._prepared):
+        for micro, (batch, rng) in enumerate(zip(self._prepared, self._rng, strict=True)):
             self.micro = micro
+            rng.restore(device)
             self.trainer.hooks.forge_micro_step(self, batch)
         self._record = recorded
         now.restore(device)

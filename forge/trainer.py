@@ -141,6 +141,7 @@ class Trainer:
     "Micro-batches that the first window asks for."
     # set by the session: what the loop needs to know of the task
     keep_batches: bool
+    keep_rng: bool
     weighs_by_itself: bool
 
     @_settings_from_recipe
@@ -397,8 +398,12 @@ class Trainer:
 
     def _save(self) -> None:
         self._deliver_log()
+        state = capture(self)
+        if "rewind" in self.requests.open:  # a plugin that was asked for its state found that it must not be saved
+            self._rewind()
+            return
         self._saved_at = self.progress.update
-        self.hooks.forge_save(self, capture(self))
+        self.hooks.forge_save(self, state)  # pyright: ignore[reportOptionalCall]  # asked for only where somebody saves
 
     def _rewind(self) -> None:
         """Back to the newest valid checkpoint of this run; what else was asked for at this update is void."""

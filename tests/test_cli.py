@@ -264,7 +264,7 @@ def test_plan_shows_who_owns_and_wraps_and_where_values_come_from(forge):
 
 def test_plan_as_json_holds_every_hook_and_value(forge):
     plan = json.loads(forge("plan", "quickstart", "clip.max_norm=0.5", "--json"))
-    assert plan["stack"] == ["progress", "jsonl", "tensorboard", "clip", "schedule"]
+    assert plan["stack"] == ["progress", "jsonl", "tensorboard", "guard", "checkpoint", "clip", "schedule"]
     assert plan["hooks"]["forge_edit_grads"] == [{"plugin": "clip", "role": "event"}]
     assert plan["hooks"]["forge_backward"] == [{"plugin": "core", "role": "default"}]
     assert plan["values"]["plugins.clip.max_norm"] == {"value": 0.5, "from": "command line"}

@@ -304,6 +304,20 @@ class TestWorkers:
         loader.seek(0, 6)
         assert batches(loader) == [[6, 7]]
 
+    def test_batches_that_are_lost_with_their_worker_are_told_as_its_death(self) -> None:
+        loader = Loader(numbers(40), 1, num_workers=1)
+        taken = iter(loader)
+        next(taken)
+        inner: Any = loader.loader._iterator
+
+        def lost(timeout: float = 0) -> Any:
+            inner._workers[0].kill()
+            raise ConnectionResetError("the tensors of this batch are gone")
+
+        inner._try_get_data = lost
+        with pytest.raises(forge.DataError, match=r"Worker 0 .*was killed by signal 9"):
+            list(taken)
+
     def test_a_worker_that_exits_is_named(self) -> None:
         with pytest.raises(forge.DataError, match=r"Worker 0 .*exited with code 3"):
             list(Loader(Faulty(leave), 2, num_workers=2))

@@ -320,6 +320,29 @@ class TestReplays:
             optimizer.zero_grad()
         assert same(ours, theirs)
 
+    def test_a_replay_draws_the_same_numbers_although_preparing_a_batch_drew_some(self) -> None:
+        losses: list[torch.Tensor] = []
+
+        class Twice(forge.Plugin):
+            replays = True
+
+            @forge.hookimpl(wrapper=True)
+            def forge_prepare_batch(self) -> Any:
+                x, y = yield
+                return x + torch.randn_like(x), y
+
+            @forge.hookimpl
+            def forge_train_step(self, step: forge.Step) -> bool:
+                for replay in (False, True):
+                    step.run_window(record=not replay, replay=replay)
+                    assert step.loss is not None
+                    losses.append(step.loss)
+                step.finish()
+                return True
+
+        fit(Dropping(), plugins=[Twice(), Accumulate(2)])
+        assert [a.item() for a in losses[::2]] == [a.item() for a in losses[1::2]]
+
     def test_a_replay_needs_the_owner_to_say_so(self) -> None:
         class Silent(SAM):
             replays = False

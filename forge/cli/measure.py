@@ -11,7 +11,9 @@ def measuring_parser(verb: str, description: str) -> ArgumentParser:
     example = f"example:\n  forge {verb} quickstart --weights runs/quickstart/RUN/weights.safetensors\n"
     parser = target.new_parser(verb, description, example)
     target.add_arguments(parser)
-    parser.add_argument("--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file")
+    parser.add_argument(
+        "--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file"
+    )
     return parser
 
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -31,7 +31,15 @@ DATA_TIMEOUT = 600.0
 """Seconds without a batch from any worker after which one is taken to hang."""
 
 _LOOK_EVERY = 5.0
+_LOST = (RuntimeError, OSError, EOFError)
+"""How torch says that a worker is gone: by itself, or because the tensors that it had made are gone with it."""
 _LEFT_TO_MAIN = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+_HELD_AT_START = [*_LEFT_TO_MAIN, *([signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else [])]
+_CAUSES = (
+    "What usually kills workers: SIGKILL: memory ran out (the kernel's log or the job's scheduler says so; take fewer "
+    "workers, a smaller prefetch_factor or smaller batches); SIGBUS: shared memory ran out (enlarge /dev/shm); SIGSEGV "
+    "and SIGABRT: native code in the dataset (run it with num_workers=0 to see where)."
+)
 _SHOW_STACK = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
 
 
@@ -80,17 +88,20 @@ class Pool:
         """Begin a pass. Until a new worker ignores signals, it has them blocked."""
         running = getattr(self.loader, "_iterator", None)
         try:
-            with _blocked(_LEFT_TO_MAIN):
+            with _blocked(_HELD_AT_START):
                 if running is not None:
                     running._timeout = self.data_timeout  # what was prefetched for the last pass is finished first
                     _report_deaths(running, True)
                 batches: Any = iter(self.loader)
-        except RuntimeError as error:
-            if running is None:
-                raise
-            self._explain(running, error)
+                _report_deaths(batches, False)  # one that died already is told when its batch is asked for
+        except _LOST as error:
+            if running is not None:
+                self._explain(running, error)
+            if str(error).startswith("DataLoader worker"):  # another thread took the signal that was held here
+                raise DataError(
+                    f"A worker of the loader over {self.name} died as it began. {error} {_CAUSES}"
+                ) from error
             raise
-        _report_deaths(batches, False)
         batches._timeout = min(self.data_timeout, _LOOK_EVERY)
         if batches is running:
             return batches
@@ -116,7 +127,7 @@ class Pool:
                 batch = self._next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except _LOST as error:
                 self._explain(batches, error)
                 raise
             finally:
@@ -139,8 +150,10 @@ class Pool:
 
     # -- what went wrong ----------------------------------------------------------------------------------------------
 
-    def _explain(self, batches: Any, error: RuntimeError) -> None:
+    def _explain(self, batches: Any, error: Exception) -> None:
         """Raise what is known about a dead or hanging worker; return where it is neither."""
+        if not isinstance(error, RuntimeError):  # what a dying worker had made could not be fetched from it
+            wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
         dead = [(number, worker) for number, worker in enumerate(batches._workers) if worker.exitcode]
         if dead:
             message = self._tell_death(*dead[0])
@@ -160,9 +173,7 @@ class Pool:
             )
         return (
             f"Worker {number} (pid {worker.pid}) of the loader over {self.name} was killed by {_signal_name(-code)}. "
-            "What usually kills workers: SIGKILL: memory ran out (the kernel's log or the job's scheduler says so; "
-            "take fewer workers, a smaller prefetch_factor or smaller batches); SIGBUS: shared memory ran out (enlarge "
-            "/dev/shm); SIGSEGV and SIGABRT: native code in the dataset (run it with num_workers=0 to see where)."
+            f"{_CAUSES}"
         )
 
     def _tell_hang(self, batches: Any) -> str:
@@ -222,7 +233,7 @@ class WorkerStart:
         for number in _LEFT_TO_MAIN:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_MAIN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_AT_START)
         if _SHOW_STACK is not None:
             faulthandler.register(_SHOW_STACK, file=self.stacks.fileno(), all_threads=True)
         threading.Thread(target=_end_with_main, daemon=True, name="forge-end-with-main").start()
@@ -293,7 +304,7 @@ def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _timed_out(error: RuntimeError) -> bool:
+def _timed_out(error: Exception) -> bool:
     return str(error).startswith("DataLoader timed out after")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forge import options, registry
@@ -75,7 +75,7 @@ def _load(kind: str, name: str, key: str, origin: Origin) -> Any:
         raise RecipeError(f"{label(key, origin)}: {error}") from error
 
 
-def _converted(known: list[Option], values: Mapping[str, Any], key: str, origin: Origin) -> dict[str, Any]:
+def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, origin: Origin) -> dict[str, Any]:
     """`values` converted to their types; an error names the full key, its place and the fix."""
     by_name = {option.name: option for option in known}
     for name in values:
@@ -92,7 +92,7 @@ def _converted(known: list[Option], values: Mapping[str, Any], key: str, origin:
     }
 
 
-def _filled(known: list[Option], values: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(known: Sequence[Option], values: Mapping[str, Any]) -> dict[str, Any]:
     return {option.name: _plain(values.get(option.name, option.default)) for option in known}
 
 

@@ -9,7 +9,7 @@ from forge.state.lock import RunLock
 from forge.state.publish import write_checkpoint
 from forge.state.tree import check_savable
 from forge.state.weights import load_weights, save_weights
-from forge.state.writer import BackgroundWriter
+from forge.state.writer import BackgroundWriter, settle
 
 __all__ = [
     "BackgroundWriter",
@@ -20,5 +20,6 @@ __all__ = [
     "check_savable",
     "load_weights",
     "save_weights",
+    "settle",
     "write_checkpoint",
 ]

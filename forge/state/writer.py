@@ -21,6 +21,15 @@ logger = logging.getLogger("forge")
 
 Key = tuple[str, str]
 
+_THREAD = "forge-checkpoint"
+
+
+def settle() -> None:
+    """Wait until every checkpoint that this process is writing is published, or has failed."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD and thread is not threading.current_thread():
+            thread.join()
+
 
 class BackgroundWriter:
     """Writes one checkpoint at a time, from buffers that are kept between saves.
@@ -43,7 +52,7 @@ class BackgroundWriter:
         content = split(tree)
         copied, events = self._copy(content)
         self._thread = threading.Thread(
-            target=self._write, args=(Path(target), copied, events, then), name="forge-checkpoint", daemon=False
+            target=self._write, args=(Path(target), copied, events, then), name=_THREAD, daemon=False
         )
         try:
             self._thread.start()

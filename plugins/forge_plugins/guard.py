@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import forge
 from forge.errors import NonFiniteError, RecipeError
+from forge.state import settle
 from forge_plugins._finite import (
     all_finite,
     bad_gradients,
@@ -167,6 +168,7 @@ class Guard(forge.Plugin):
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
+        settle()
         if last_checkpoint(trainer) is None:
             raise self._error(trainer, bad, "There is no checkpoint to go back to yet: save more often.")
         if self._rewinds == self.config.max_rewinds:
@@ -220,6 +222,8 @@ class Guard(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self, trainer: forge.Trainer) -> dict[str, Any] | None:
+        if self.config.policy == "rewind" and self._flag is not None and trainer.step is not None:
+            self._receive(trainer.step, self._flag)  # the Trainer goes back instead of saving
         self._refuse_unheard(trainer, "No checkpoint was written of it.")
         return {"skipped": self._skipped, "in_a_row": dict(self._in_a_row)} if self._skipped else None
 
