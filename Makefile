@@ -16,7 +16,10 @@ SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing 
 # two workers, a file each: fixtures that build a wheel or install a package run once
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help quickstart test check test-full clean
+# how many runs `make faults` kills
+N ?= 1000
+
+.PHONY: help quickstart test check test-full faults clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -31,6 +34,9 @@ test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
 
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
 	@FORGE_PROFILE=full $(PYTEST)
+
+faults: $(INSTALLED_DEV)  ## kill N runs (1000) anywhere, damage N checkpoints; every one must end in the same bits
+	@$(BIN)/python -m benchmarks.faults --runs $(N) --signals $$(( ($(N) + 4) / 5 )) --damages $(N)
 
 check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and pyright
 	@$(BIN)/ruff check

@@ -63,12 +63,18 @@ class Signals:
         if self.received is not None:
             self._leave(number, frame)
         self.received = signal.Signals(number)
-        if self._trainer.step is None:  # no update has begun: there is nothing to save
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if self._trainer.step is None:
+            self._leave_early(number)
         update = self._trainer.progress.update
         self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, "signal", update))
         # no logging in a handler: it may have interrupted the logger
         os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
+
+    def _leave_early(self, number: int) -> None:
+        """No update has begun, so there is nothing to save; what was to be resumed still can be."""
+        if self._trainer.resume:
+            raise Interrupted(f"{signal.Signals(number).name} before the first update: the same command goes on.")
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         """At once: nothing is torn, because nothing under a final name is ever half written."""

@@ -153,7 +153,11 @@ class Pool:
     def _explain(self, batches: Any, error: Exception) -> None:
         """Raise what is known about a dead or hanging worker; return where it is neither."""
         if not isinstance(error, RuntimeError):  # what a dying worker had made could not be fetched from it
-            wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
+            _report_deaths(batches, False)
+            ending = wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
+            for worker in batches._workers:
+                if worker.sentinel in ending:  # its end is seen a moment before its exit code
+                    worker.join(_LOOK_EVERY)
         dead = [(number, worker) for number, worker in enumerate(batches._workers) if worker.exitcode]
         if dead:
             message = self._tell_death(*dead[0])

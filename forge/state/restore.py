@@ -80,7 +80,7 @@ def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
     for name in sorted(then.keys() ^ now.keys()):
         if not (then.get(name) or now[name])["observer"] and name not in (*lost, *new):
             moved = "was in the stack before, and is not now" if name in then else "was not in the stack before"
-            logger.warning("plugin %r %s: from here on the run differs from the one it continues.", name, moved)
+            logger.warning("plugin %r %s: from here on the run may differ from the one it continues.", name, moved)
     for name in then.keys() & now.keys():
         changed = differences(then[name]["options"], now[name]["options"])
         if not now[name]["observer"]:

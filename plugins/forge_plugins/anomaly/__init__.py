@@ -38,6 +38,7 @@ class Anomaly(forge.Plugin):
 
     config: Config
     provides = ("anomaly",)
+    observer = True
 
     def __init__(self, *first: int, **values: Any):
         super().__init__(*first, **values)
