@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.data.tensor import TensorLoader, mix
+from forge.data.seeds import mix
+from forge.data.tensor import TensorLoader
 
 sizes = {"samples": st.integers(1, 40), "size": st.integers(1, 12), "shuffle": st.booleans()}
 

@@ -150,7 +150,7 @@ class Feed:
             self.batches = self.samples = 0
         set_epoch(self.loader, number)
         if hasattr(self.loader, "seek"):
-            self.loader.seek(number, self.samples)
+            self.loader.seek(number, self._position(number))
         elif resuming and self._stateful and self._state is not None:
             return self._continue(self._state)
         elif resuming and self.batches:
@@ -163,6 +163,11 @@ class Feed:
             )
         self._used_up = True
         return batches
+
+    def _position(self, number: int) -> int:
+        """Samples consumed in this epoch. A loader that can tell knows better than the shapes of its batches."""
+        tell = getattr(self.loader, "position", None)
+        return self.samples if tell is None else tell(number, self.batches)
 
     def _continue(self, state: Any) -> Iterator[Any]:
         """A stateful loader from where it was; one that was at the end of an epoch begins the next."""

@@ -20,16 +20,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from forge.data.feed import is_stateful
-from forge.data.seeded import (
-    failed,
-    is_pure,
-    is_pure_collate,
-    kept_generators,
-    mix,
-    seed_generators,
-    what,
-    where,
-)
+from forge.data.seeded import failed, is_pure, is_pure_collate, what, where
+from forge.data.seeds import fold, kept_generators, mix, seed_generators
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
@@ -83,7 +75,7 @@ class Streams(Dataset[Any]):
             return self._take(turn)
 
     def _take(self, turn: Turn) -> Any:
-        self._word = mix(mix(mix(0, turn.seed), turn.epoch), turn.stream)
+        self._word = mix(turn.seed, turn.epoch, turn.stream)
         try:
             if turn.pass_number != self._pass:
                 self._begin(turn)
@@ -118,14 +110,14 @@ class Streams(Dataset[Any]):
 
     def _open(self) -> None:
         if self.seeding:
-            seed_generators(mix(self._word, _BEGIN))
+            seed_generators(fold(self._word, _BEGIN))
         self._iterator = iter(self.dataset)
 
     def _fill(self, size: int) -> int:
         """Have up to `size` samples at hand; how many there are."""
         while len(self._ahead) < size and not self._ended:
             if self.seeding:
-                seed_generators(mix(self._word, self._count + 2**32))
+                seed_generators(fold(self._word, self._count + 2**32))
             try:
                 self._ahead.append(next(self._iterator))
                 self._count += 1

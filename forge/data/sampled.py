@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from forge.data.feed import is_stateful
-from forge.data.seeded import Draw, Seeded, kept_generators, mix, number_of, seed_generators
+from forge.data.seeded import Draw, Seeded, number_of
+from forge.data.seeds import fold, kept_generators, mix, seed_generators
 from forge.data.workers import Pool
 from forge.errors import DataError
 
@@ -106,11 +107,11 @@ class SampledLoader:
 
     def _indices(self, epoch: int) -> list[list[Any]]:
         """What the sampler gives for this epoch, with every generator that it may draw from seeded for it."""
-        word = mix(mix(0, self.seed), epoch)
+        word = mix(self.seed, epoch)
         with kept_generators():
             seed_generators(word)
             for generator, own in self._generators.values():
-                generator.manual_seed(mix(word, own) >> 1)
+                generator.manual_seed(fold(word, own) >> 1)
             for part in self._parts():
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import random
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-import torch
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -29,9 +25,9 @@ from torch.utils.data import (
 )
 
 from forge.data.collate import pad_collate
+from forge.data.seeds import fold, kept_generators, mix, seed_generators
 from forge.errors import DataError
 
-_MASK = 2**64 - 1
 _COLLATE = 0xC011A7E
 """Sets a batch's seed apart from that of its first sample."""
 
@@ -46,39 +42,12 @@ class Draw(NamedTuple):
     "How many times each index came earlier in the epoch, where that can happen."
 
 
-def mix(word: int, value: int) -> int:
-    """Fold a value into a 64-bit word so that every bit of both matters (splitmix64)."""
-    word = (word + value + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
-
-
 def number_of(index: Any) -> int:
     """An index as an integer; a user's own sampler may give a dataset other keys."""
     try:
         return operator.index(index)
     except TypeError:
         return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:8], "little")
-
-
-def seed_generators(word: int) -> None:
-    """Seed python's, numpy's and torch's CPU generator from one word of 64 bits."""
-    random.seed(word)
-    np.random.seed(word >> 32)  # numpy and torch share an algorithm: with other bits they give other numbers
-    torch.default_generator.manual_seed(word & 0xFFFFFFFF)
-
-
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put every generator on the host back as it was, whatever happens."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(cpu)
 
 
 def is_pure(dataset: Any) -> bool:
@@ -175,12 +144,12 @@ class Seeded(Dataset[Any]):
 
     def _seeded_samples(self, draw: Draw) -> Any:
         dataset, samples, index = self.dataset, [], -1
-        epoch_word = mix(mix(0, draw.seed), draw.epoch)
+        epoch_word = mix(draw.seed, draw.epoch)
         try:
             for place, index in enumerate(draw.indices):
-                word = mix(epoch_word, index if type(index) is int else number_of(index))
+                word = fold(epoch_word, index if type(index) is int else number_of(index))
                 if draw.repeats is not None and draw.repeats[place]:
-                    word = mix(word, draw.repeats[place])
+                    word = fold(word, draw.repeats[place])
                 seed_generators(word)
                 samples.append(dataset[index])
         except Exception as error:
@@ -190,8 +159,8 @@ class Seeded(Dataset[Any]):
     def _collated(self, samples: Any, draw: Draw) -> Any:
         try:
             if not self.pure_collate:
-                word = mix(mix(mix(0, draw.seed), draw.epoch), number_of(draw.indices[0]))
-                seed_generators(mix(word, _COLLATE))
+                word = mix(draw.seed, draw.epoch, number_of(draw.indices[0]))
+                seed_generators(fold(word, _COLLATE))
             return self.collate(samples if self.batched else samples[0])
         except Exception as error:
             name = getattr(self.collate, "__qualname__", type(self.collate).__name__)

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
-from forge.data.tensor import mix
+from forge.data.seeds import mix
 from forge.errors import DataError
 
 Sample = dict[str, Any]

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from forge.data.order import epoch_order
-from forge.data.tensor import SeekableLoader, mix
+from forge.data.seeds import mix
+from forge.data.seekable import SeekableLoader
 from forge.errors import DataError, did_you_mean
 
 Source = str | os.PathLike[str] | np.ndarray | torch.Tensor

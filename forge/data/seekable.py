@@ -1,0 +1,85 @@
+"""SeekableLoader: what loaders over a known number of samples share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from forge.errors import DataError
+
+
+class SeekableLoader:
+    """Seed, epoch, the place to begin, and the count of batches.
+
+    A subclass sets `order` and gives `_batches(epoch, start)` and `sample_indices(epoch, start, stop)`.
+    """
+
+    order: str
+    "The kind of order, for the fingerprint."
+
+    def __init__(self, samples: int, batch_size: int, drop_last: bool, seed: int | None):
+        name = type(self).__name__
+        if batch_size < 1:
+            raise DataError(f"{name}: batch_size is {batch_size}; it must be at least 1.")
+        if drop_last and samples < batch_size:
+            raise DataError(
+                f"{name}: {samples} samples are less than one batch of {batch_size}, and drop_last drops it. "
+                "Take a smaller batch_size, or leave drop_last off."
+            )
+        self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
+        self.own_seed, self.default_seed = seed, 0
+        self._epoch, self._start = 0, 0
+
+    @property
+    def seed(self) -> int:
+        """The loader's own seed, or the Trainer's."""
+        return self.default_seed if self.own_seed is None else self.own_seed
+
+    def set_default_seed(self, seed: int) -> None:
+        """The seed to use where the loader was made without one; the Trainer hands on its own."""
+        self.default_seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration gives this epoch from its beginning."""
+        self.seek(epoch, 0)
+
+    def seek(self, epoch: int, samples: int) -> None:
+        """The next iteration gives epoch `epoch` from its sample number `samples` on; those after it, whole epochs."""
+        if epoch < 0 or not 0 <= samples <= self.samples:
+            raise DataError(
+                f"{type(self).__name__} cannot seek to sample {samples} of epoch {epoch}: an epoch has {self.samples} "
+                "samples. Is this the data that the run was started with?"
+            )
+        self._epoch, self._start = epoch, samples
+
+    def position(self, epoch: int, batches: int) -> int:
+        """How many samples the first `batches` batches of an epoch hold, whatever a transform makes of them."""
+        return min(batches * self.batch_size, self.samples)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a run to be continued."""
+        return {
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "order": self.order,
+            "drop_last": self.drop_last,
+        }
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0  # taken here and not at the first batch: seek may be called in between
+        return self._batches(self._epoch, start)
+
+    def _starts(self, start: int) -> range:
+        """The position of the first sample of each batch from `start` on."""
+        stop = self.samples
+        if self.drop_last:
+            stop = start + (stop - start) // self.batch_size * self.batch_size
+        return range(start, stop, self.batch_size)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+        raise NotImplementedError
