@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import forge
 from benchmarks.cases import Batch, Batches, Case, loss_of
 from benchmarks.contenders import Contender
-from forge_plugins import Accumulate, Clip
+from forge_plugins import Accumulate, Clip, Guard
 
 
 class Classifier(forge.TaskModule):
@@ -30,6 +30,13 @@ class Classifier(forge.TaskModule):
 
 def least(case: Case, batches: Batches, folder: Path) -> nn.Module:
     trainer = forge.Trainer(max_updates=batches.updates, plugins=_stack(case), run_dir=False)
+    task = Classifier(case)
+    trainer.fit(task, batches)
+    return task.network
+
+
+def guarded(case: Case, batches: Batches, folder: Path) -> nn.Module:
+    trainer = forge.Trainer(max_updates=batches.updates, plugins=[*_stack(case), Guard()], run_dir=False)
     task = Classifier(case)
     trainer.fit(task, batches)
     return task.network
@@ -55,5 +62,6 @@ def _stack(case: Case) -> list[forge.Plugin]:
 
 OURS = [
     Contender("forge", least, "plugins=[], run_dir=False; the batches as they are"),
+    Contender("forge guard", guarded, "plugins=[Guard()]: every loss and gradient is looked at"),
     Contender("forge default", default, "recipe default: progress, jsonl, tensorboard, guard, checkpoint"),
 ]

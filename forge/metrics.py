@@ -7,7 +7,6 @@ device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -84,10 +83,10 @@ class Means:
     def empty(self) -> bool:
         return not self._sums and not self._kept
 
-    def finite(self, name: str) -> bool:
-        """Whether everything counted in the mean of `name` since the last read is finite; known on the host only."""
+    def total(self, name: str) -> float:
+        """The weighted sum behind the mean of `name` since the last read, on the host. One NaN stays in it."""
         sums = self._sums.get(name)
-        return sums is None or math.isfinite(sums[0])
+        return 0.0 if sums is None else sums[0]
 
     def latest(self, name: str, count: int) -> list[Tensor | float]:
         """On an accelerator: the last `count` values of `name`, not read; what was folded together is one value."""

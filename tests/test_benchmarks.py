@@ -55,7 +55,7 @@ def test_overhead_begins_with_the_machine(overhead: list[dict[str, Any]]) -> Non
 def test_overhead_gives_a_row_for_every_case_and_contender(overhead: list[dict[str, Any]]) -> None:
     rows = overhead[1:]
     assert all(row.keys() == KEYS for row in rows)
-    contenders = ("bare", "bare again", "forge", "forge default")
+    contenders = ("bare", "bare again", "forge", "forge guard", "forge default")
     expected = {(case, contender) for case in ("mlp", "transformer", "stack") for contender in contenders}
     assert {(row["case"], row["contender"]) for row in rows} == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,16 +114,32 @@ class Guard(forge.Plugin):
             self._look_later(step, self._flag)
             return
         means, loss = step.trainer.means, step.prefix + "loss"
+        again, self._last = self._last == (step.index, step.name), (step.index, step.name)
+        if means.on_host and not self._in_a_row and math.isfinite(self._total(step, means.total(loss))):
+            return
         if means.on_host:
-            loss_is_finite = means.finite(loss)
+            loss_is_finite = math.isfinite(means.total(loss))
         else:
             loss_is_finite = all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
-        again, self._last = self._last == (step.index, step.name), (step.index, step.name)
         if loss_is_finite and (self._only_loss or all_finite(gradients(step))):
-            if self._in_a_row:
-                self._in_a_row.pop(step.name or "", None)
+            self._in_a_row.pop(step.name or "", None)
             return
         self._act(step, Bad(step.index, step.epoch, not loss_is_finite, bad_gradients(step)), again)
+
+    def _total(self, step: forge.Step, total: float) -> float:
+        """The sum of everything there is to look at: finite where all of it is. The cheapest look, and on every update,
+        so it is written out; where it is not finite, large numbers may have overflown, and an exact look follows."""
+        if self._only_loss:
+            return total
+        try:
+            for group in step.optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None:
+                        total += gradient.sum().item()
+            return math.nan if isinstance(total, complex) else total
+        except (RuntimeError, TypeError):  # sparse gradients
+            return math.nan
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
