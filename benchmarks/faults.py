@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -130,6 +131,19 @@ def arm_system_calls() -> None:
         setattr(os, name, call)
 
 
+def note_publications(folder: Path) -> None:
+    """Write down every checkpoint as soon as it has its name: none of those may be gone without a newer one."""
+    rename = os.rename
+
+    def publish(source: Any, target: Any, **kwargs: Any) -> None:
+        rename(source, target, **kwargs)
+        if re.fullmatch(r"update-\d+", Path(target).name):
+            with (folder / "published").open("a") as file:
+                file.write(f"{Path(target).name}\n")
+
+    os.rename = publish
+
+
 @dataclass(frozen=True, slots=True)
 class Life:
     """How one life of a run is led, and how it ends."""
@@ -181,6 +195,7 @@ def spawn(life: Life, folder: Path, seed: int) -> int:
             os.setsid()
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 2)
+            note_publications(folder)
             lead(life, folder, seed)
             status = 0
         except SystemExit as leaving:
@@ -234,28 +249,36 @@ def killed_run(number: int, straight: Straight) -> Outcome:
     """Die 1 to 3 times, then live to the end."""
     dice = random.Random(f"run:{number}")
     seed = dice.randrange(SEEDS)
-    place, temporary = dice.choice(PLACES), dice.choice(PLACES)
-    lives = [_deadly(dice) for _ in range(dice.randint(1, 3))]
-    row = lives[0].workers
-    outcome = Outcome(f"run:{number}", row)
     expected = straight.of(seed)
-    folder = Path(tempfile.mkdtemp(prefix="forge-faults-", dir=place))
-    os.environ["TMPDIR"] = temporary
-    try:
-        newest = -1
-        for life in lives:
-            code = spawn(life, folder, seed)
-            if code == 0:
-                break  # it was through before the shot
-            if code != -signal.SIGKILL:
-                return _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
-            outcome.deaths += 1
-            newest = _check_folder(folder, newest, outcome)
-            if outcome.wrong:
-                return outcome
-        return _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    os.environ["TMPDIR"] = dice.choice(PLACES)
+    outcome = Outcome(f"run:{number}", "")
+    while not outcome.deaths and not outcome.wrong:  # a run that was through before the shot shows nothing
+        lives = [_deadly(dice) for _ in range(dice.randint(1, 3))]
+        outcome.row = lives[0].workers
+        folder = Path(tempfile.mkdtemp(prefix="forge-faults-", dir=dice.choice(PLACES)))
+        try:
+            _die_and_live_on(lives, dice, folder, seed, expected, outcome)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def _die_and_live_on(
+    lives: Sequence[Life], dice: random.Random, folder: Path, seed: int, expected: Path, outcome: Outcome
+) -> None:
+    for life in lives:
+        code = spawn(life, folder, seed)
+        if code == 0:
+            break
+        if code != -signal.SIGKILL:
+            _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
+            return
+        outcome.deaths += 1
+        _check_folder(folder, outcome)
+        if outcome.wrong:
+            return
+    if outcome.deaths:
+        _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
 
 
 def signalled_run(number: int, straight: Straight) -> Outcome:
@@ -264,26 +287,32 @@ def signalled_run(number: int, straight: Straight) -> Outcome:
     seed = dice.randrange(SEEDS)
     outcome = Outcome(f"signal:{number}", "signals")
     expected = straight.of(seed)
-    folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
-    try:
-        for _ in range(dice.randint(1, 2)):
-            life = Life(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
-            before = len(read_trace(folder / "trace.jsonl"))
-            code = spawn(life, folder, seed)
-            if code == 0:
-                break
-            assert life.signal is not None
-            # before the fit has its handlers the signal acts as it always does: there is nothing new to save
-            early = code in (128 + life.signal, -life.signal) and len(read_trace(folder / "trace.jsonl")) == before
-            if code != forge.Interrupted.EXIT_CODE and not early:
-                return _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
-            outcome.deaths += 1
-            _check_folder(folder, -1, outcome)
-        if outcome.wrong:
-            return outcome
-        return _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    while not outcome.deaths and not outcome.wrong:  # one that came before the handlers, or after the end, shows little
+        folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
+        try:
+            _signal_and_live_on(dice, folder, seed, expected, outcome)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return outcome
+
+
+def _signal_and_live_on(dice: random.Random, folder: Path, seed: int, expected: Path, outcome: Outcome) -> None:
+    for _ in range(dice.randint(1, 2)):
+        life = Life(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
+        before = len(read_trace(folder / "trace.jsonl"))
+        code = spawn(life, folder, seed)
+        if code == 0:
+            break
+        assert life.signal is not None
+        # before the fit has its handlers the signal acts as it always does: there is nothing new to save
+        early = code in (128 + life.signal, -life.signal) and len(read_trace(folder / "trace.jsonl")) == before
+        if code != forge.Interrupted.EXIT_CODE and not early:
+            _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
+            return
+        outcome.deaths += not early
+        _check_folder(folder, outcome)
+    if not outcome.wrong and outcome.deaths:
+        _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
 
 
 def damaged_file(number: int, straight: Straight) -> Outcome:
@@ -334,32 +363,33 @@ def _deadly(dice: random.Random) -> Life:
     return Life(dice.choice(WORKERS), death, after[death])
 
 
-def _check_folder(folder: Path, newest: int, outcome: Outcome) -> int:
-    """Every checkpoint under a final name verifies, and none that was there is gone without a newer one."""
-    checkpoints = Checkpoints(folder / "run" / "checkpoints")
-    there = checkpoints.all()
+def _check_folder(folder: Path, outcome: Outcome) -> None:
+    """Every checkpoint under a final name verifies, and the newest that ever had its name is still there."""
+    there = Checkpoints(folder / "run" / "checkpoints").all()
     for path in there:
         try:
             Checkpoint(path).verify()
         except forge.CheckpointError as error:
             _wrong(outcome, "torn", str(error))
-    last = Checkpoint(there[-1]).update if there else -1
-    if last < newest:
-        _wrong(outcome, "lost", f"update {newest} was saved, now there is {last}")
-    return max(last, newest)
+    noted = folder / "published"
+    published = noted.read_text().split() if noted.exists() else []
+    last = there[-1].name if there else ""
+    if published and max(published) > last:
+        _wrong(outcome, "lost", f"{max(published)} was published, now there is {last or 'nothing'}")
 
 
-def _live_on(life: Life, folder: Path, seed: int, expected: Path, outcome: Outcome) -> Outcome:
+def _live_on(life: Life, folder: Path, seed: int, expected: Path, outcome: Outcome) -> None:
     code = spawn(life, folder, seed)
     if code != 0:
-        return _wrong(outcome, "crashed", f"the last life: {code}\n{(folder / 'stderr.log').read_text()}")
+        _wrong(outcome, "crashed", f"the last life: {code}\n{(folder / 'stderr.log').read_text()}")
+        return
     difference = compare(read_trace(expected / "trace.jsonl"), read_trace(folder / "trace.jsonl"))
     if difference is not None:
-        return _wrong(outcome, "different", str(difference))
+        _wrong(outcome, "different", str(difference))
+        return
     ends = [(path / "run" / "weights.safetensors").read_bytes() for path in (expected, folder)]
     if ends[0] != ends[1]:
-        return _wrong(outcome, "different", "the final weights differ")
-    return outcome
+        _wrong(outcome, "different", "the final weights differ")
 
 
 def _wrong(outcome: Outcome, kind: str, what: str) -> Outcome:

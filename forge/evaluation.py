@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge import checks
-from forge.data.feed import length_of
+from forge.data.feed import length_of, set_epoch
 from forge.errors import DataError, TaskError
 from forge.metrics import Image, Means, Text, check_scalars
 from forge.seeding import RNGState
@@ -43,6 +43,7 @@ def run(trainer: Trainer, stage: str) -> Any:
 def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
     """(step, raw batch, output) for every batch; a loader that gives less than its length is refused."""
     hooks, given = trainer.hooks, 0
+    set_epoch(loader, 0)  # every pass is the same, however many came before
     for raw in loader:
         step = Step(trainer, stage)
         step.micro = given

@@ -54,7 +54,7 @@ class Means:
         if not self.on_host:
             self._keep_all(prefix, metrics, weight)
             return
-        mass = weight.item() if isinstance(weight, Tensor) else weight
+        mass = weight if type(weight) is int else float(weight)  # a number of numpy's would not fit into a checkpoint
         if mass == 0:  # it drops its values, NaN or not
             return
         for name, value in metrics.items():
@@ -63,6 +63,8 @@ class Means:
                     value = value.item()
                 except RuntimeError as error:
                     raise _no_scalar(prefix + name, value) from error
+            elif type(value) is not float:
+                value = float(value)
             sums = self._sums.get(prefix + name)
             if sums is None:
                 self._sums[prefix + name] = [value * mass, mass]

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from forge.errors import CheckpointError, TaskError
+from forge import optimizer_state
+from forge.errors import TaskError
 from forge.progress import Interval
 
 if TYPE_CHECKING:
@@ -144,34 +145,16 @@ class Optimizers(Mapping[str | None, Optimizer]):
         return list(seen.values())
 
     def state_dict(self, task: nn.Module) -> dict[str, Any]:
-        """Optimizer and schedule states by name ("" where there is only one); parameters go by the task's names."""
-        names = _names(task)
-        return {
-            name or "": {
-                "optimizer": _named_state(entry.optimizer, names),
-                "schedules": [{"state": item.schedule.state_dict(), "moved": item.moved} for item in entry.schedules],
-            }
-            for name, entry in self.entries.items()
-        }
+        """Optimizer and schedule states by name; parameters go by the task's names."""
+        return optimizer_state.save(self, task)
+
+    def refuse_others(self, state: Mapping[str, Any], task: nn.Module, where: str) -> None:
+        """Raise by name where a state is not of these optimizers and schedules."""
+        optimizer_state.refuse_others(self, state, task, where)
 
     def load_state_dict(self, state: Mapping[str, Any], task: nn.Module) -> None:
-        """Take back what `state_dict` gave; other optimizers, parameters or schedules are refused by name."""
-        names = _names(task)
-        ours, theirs = [name or "" for name in self.entries], list(state)
-        if sorted(ours) != sorted(theirs):
-            raise CheckpointError(f"The checkpoint has the optimizers {theirs}, configure_optimizers gives {ours}.")
-        for name, entry in self.entries.items():
-            saved = state[name or ""]
-            _load_named_state(entry.optimizer, saved["optimizer"], names)
-            if len(saved["schedules"]) != len(entry.schedules):
-                raise CheckpointError(
-                    f"The checkpoint has {len(saved['schedules'])} learning-rate schedules for the optimizer "
-                    f"{name or type(entry.optimizer).__name__}, this run has {len(entry.schedules)}."
-                )
-            for item, kept in zip(entry.schedules, saved["schedules"], strict=True):
-                item.schedule.load_state_dict(_for_this_length(item.schedule, kept["state"]))
-                item.moved = kept["moved"]
-        self.rates_used = None
+        """Take back what `state_dict` gave."""
+        optimizer_state.load(self, state, task)
 
     def __getitem__(self, name: str | None) -> Optimizer:
         return self.entries[name].optimizer
@@ -191,66 +174,6 @@ def drop_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _names(task: nn.Module) -> dict[int, str]:
-    """The task's name of every parameter, by identity."""
-    return {id(parameter): name for name, parameter in task.named_parameters()}
-
-
-def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """A name for each parameter in the order in which the optimizer numbers them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [names.get(id(p), f"(parameter {i})") for i, p in enumerate(parameters)]
-
-
-def _named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` with names in place of numbers: whoever reads it need not count."""
-    plain, labels = optimizer.state_dict(), _labels(optimizer, names)
-    return {
-        **plain,
-        "state": {labels[key] if isinstance(key, int) else key: value for key, value in plain["state"].items()},
-        "param_groups": [{**group, "params": [labels[i] for i in group["params"]]} for group in plain["param_groups"]],
-    }
-
-
-def _load_named_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    labels = _labels(optimizer, names)
-    number = {label: i for i, label in enumerate(labels)}
-    start, groups = 0, []
-    for i, group in enumerate(optimizer.param_groups):
-        now = labels[start : (start := start + len(group["params"]))]
-        then = saved["param_groups"][i]["params"] if i < len(saved["param_groups"]) else []
-        if now != then:
-            odd = next((name for name in [*now, *then] if (name in now) != (name in then)), "their order")
-            raise CheckpointError(
-                f"{type(optimizer).__name__}: parameter group {i} is not the checkpoint's; it differs in {odd}. "
-                "Build the optimizer as it was, or start a new run from the weights alone."
-            )
-        groups.append({**saved["param_groups"][i], "params": [number[name] for name in now]})
-    if len(saved["param_groups"]) > len(groups):
-        raise CheckpointError(f"{type(optimizer).__name__} had {len(saved['param_groups'])} parameter groups.")
-    state = {number.get(key, key): value for key, value in saved["state"].items()}
-    optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    _keep_precision(optimizer, state)
-
-
-def _keep_precision(optimizer: Optimizer, saved: Mapping[Any, Any]) -> None:
-    """torch casts loaded state to its parameter's type; what was kept in a finer one is put back as it was."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, parameter in enumerate(parameters):
-        for key, value in (saved.get(i) or {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def _for_this_length(schedule: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """OneCycleLR keeps the length of its run in its state; a run that has grown keeps its own."""
-    kept = dict(saved)
-    if isinstance(schedule, OneCycleLR):
-        kept |= {"total_steps": schedule.total_steps, "_schedule_phases": schedule._schedule_phases}
-    return kept
 
 
 def _entry(value: Any, where: str) -> Entry:

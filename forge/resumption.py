@@ -1,4 +1,8 @@
-"""Resumption: which run is continued, from which checkpoint, and in which folder."""
+"""Resumption: which run is continued, from which checkpoint, and in which folder.
+
+First `choose` a folder, then lock it, then `find` the checkpoint in it: what another process is doing there is neither
+tidied away nor overlooked.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +22,54 @@ logger = logging.getLogger("forge")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Where a fit writes, and the checkpoint it goes on from."""
+class Choice:
+    """Where a fit writes, and the run folder or checkpoint that it goes on from."""
 
     run_dir: Path | None
-    checkpoint: Checkpoint | None
+    source: Path | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run goes on in its own folder, rather than branching off another."""
+        return self.source is not None and self.source == self.run_dir
 
 
-def plan(trainer: Trainer) -> Plan:
-    """Decide, before anything is written."""
+def choose(trainer: Trainer) -> Choice:
+    """Decide where; nothing is written or removed."""
     wanted: Any = trainer.wanted_run_dir
-    resume = trainer.resume
-    if not resume:
-        return _fresh(trainer)
+    if trainer.resume is None:
+        return Choice(_new_folder(trainer))
     if wanted is False:
         raise CheckpointError("resume= needs a run folder to go on in; run_dir=False forbids one.")
-    if str(resume) != "auto":
-        return _from_path(trainer, Path(resume))
-    folder = Path(wanted) if wanted is not None else newest_run(Path("runs") / group_of(trainer))
-    found = _newest_of(folder) if folder is not None else None
+    if trainer.resume != "auto":
+        return _from_path(trainer, Path(trainer.resume).absolute())
+    if wanted is not None:
+        folder = Path(wanted).absolute()
+        return Choice(folder, folder)
+    group = Path("runs") / group_of(trainer)
+    newest = newest_run(group.absolute())
+    if newest is None:
+        logger.info("Nothing to resume in %s: a new run.", group)
+        return Choice(_new_folder(trainer))
+    return Choice(newest, newest)
+
+
+def find(choice: Choice) -> Checkpoint | None:
+    """The checkpoint to go on from; None where the chosen run has none yet."""
+    if choice.source is None:
+        return None
+    if not choice.continues:
+        return Checkpoint.find(choice.source)
+    folder = checkpoints_of(choice.source)
+    folder.sweep()  # what a kill left half replaced gets its name back
+    found = folder.newest_valid()
+    if found is None and folder.all():
+        raise CheckpointError(
+            f"None of the {len(folder.all())} checkpoints in {folder.folder} is valid. Remove them to start afresh."
+        )
     if found is None:
-        logger.info("Nothing to resume in %s: a new run.", folder or f"runs/{group_of(trainer)}")
-        return _fresh(trainer)
-    return Plan(folder, found)
+        logger.info("Nothing to resume in %s: a new run.", choice.source)
+    return found
 
 
 def newest(trainer: Trainer) -> Checkpoint:
@@ -64,38 +93,26 @@ def newest_run(group: Path) -> Path | None:
     return max(runs, key=lambda folder: folder.name, default=None)
 
 
-def _fresh(trainer: Trainer) -> Plan:
+def _new_folder(trainer: Trainer) -> Path | None:
+    """A folder for a new run. One that holds a run's checkpoints is not trained over."""
     wanted: Any = trainer.wanted_run_dir
     if wanted is False:
-        return Plan(None, None)
+        return None
     if wanted is None:
-        return Plan(new_run_dir(group_of(trainer)), None)
+        return new_run_dir(group_of(trainer)).absolute()
     there = checkpoints_of(Path(wanted)).all()
     if there:
         raise CheckpointError(
             f"{wanted} holds the checkpoints of a run already (up to {there[-1].name}). Say --resume or "
             'resume="auto" to continue it, or choose another run folder.'
         )
-    return Plan(Path(wanted), None)
+    return Path(wanted).absolute()  # whatever the process does about its working directory
 
 
-def _from_path(trainer: Trainer, path: Path) -> Plan:
-    """A run folder is continued where it is; a single checkpoint is where a new run begins."""
+def _from_path(trainer: Trainer, path: Path) -> Choice:
+    """A run folder is continued where it is; a single checkpoint, or another run, is where a new run begins."""
     wanted: Any = trainer.wanted_run_dir
-    if checkpoints_of(path).all():
-        if wanted is None or Path(wanted).resolve() == path.resolve():
-            return Plan(path, _newest_of(path))
-        return Plan(_fresh(trainer).run_dir, _newest_of(path))
-    return Plan(_fresh(trainer).run_dir, Checkpoint.find(path))
-
-
-def _newest_of(run_dir: Path) -> Checkpoint | None:
-    """The newest valid checkpoint; a run whose checkpoints are all broken is not started afresh in silence."""
-    folder = checkpoints_of(run_dir)
-    folder.sweep()  # what a kill left half replaced gets its name back
-    found = folder.newest_valid()
-    if found is None and folder.all():
-        raise CheckpointError(
-            f"None of the {len(folder.all())} checkpoints in {folder.folder} is valid. Remove them to start afresh."
-        )
-    return found
+    is_run = (path / "checkpoints").is_dir()
+    if is_run and (wanted is None or Path(wanted).resolve() == path.resolve()):
+        return Choice(path, path)
+    return Choice(_new_folder(trainer), path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge import checks, resumption
 from forge.core import Core
-from forge.data.adopt import resumable_reason
+from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import Feed, check_loader
 from forge.errors import DataError, ForgeError, Interrupted, TaskError
 from forge.failure import explain
@@ -125,7 +125,7 @@ class Session:
         if trainer.verb == "fit":
             self._open_run_dir()
         elif trainer.wanted_run_dir:
-            trainer.run_dir = Path(str(trainer.wanted_run_dir))
+            trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
         if trainer.verb == "fit":
@@ -189,6 +189,13 @@ class Session:
                 "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
                 "is being trained on. Make a loader for each."
             )
+        given = self.trainer.given_loaders
+        both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
+        if any(loader is given["train"] for loader in both) and shares_badly(train[None]):
+            raise DataError(
+                f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
+                "training on. Make a loader for each."
+            )
 
     def _refuse_inexact_data(self) -> None:
         """A run that is saved must be one that can be continued; better said now than after the first crash."""
@@ -219,18 +226,13 @@ class Session:
         return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
 
     def _open_run_dir(self) -> None:
-        """Find out what is continued and where; take the folder, and put the run card into it."""
+        """Choose the folder, take it, and find what is continued there."""
         trainer = self.trainer
-        plan = resumption.plan(trainer)
-        trainer.run_dir, self.checkpoint = plan.run_dir, plan.checkpoint
-        if trainer.run_dir is None or not trainer.env.is_main:
-            return
-        self.cleanup.enter_context(RunLock(trainer.run_dir))
-        write_card(make_card(trainer, self.checkpoint.update if self.checkpoint else None), trainer.run_dir)
-        if trainer.recipe is not None:
-            note = "# Plugins were given in code too: the whole stack is in card.json.\n"
-            text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
-            (trainer.run_dir / "config.yaml").write_text(text)
+        choice = resumption.choose(trainer)
+        trainer.run_dir = choice.run_dir
+        if trainer.run_dir is not None and trainer.env.is_main:
+            self.cleanup.enter_context(RunLock(trainer.run_dir))
+        self.checkpoint = resumption.find(choice)
 
     def _begin(self) -> None:
         """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
@@ -240,11 +242,22 @@ class Session:
         trainer.at_boundary = True
         if self.checkpoint is not None:
             resume(trainer, self.checkpoint)
-            return
-        if trainer.resume:
+        elif trainer.resume is not None:
             trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
         if trainer.hooks.forge_save is not None:
             check_savable(capture(trainer))
+        self._write_card()
+
+    def _write_card(self) -> None:
+        """What runs, into the run folder; only once nothing refuses to run it."""
+        trainer = self.trainer
+        if trainer.run_dir is None or not trainer.env.is_main:
+            return
+        write_card(make_card(trainer, self.checkpoint.update if self.checkpoint else None), trainer.run_dir)
+        if trainer.recipe is not None:
+            note = "# Plugins were given in code too: the whole stack is in card.json.\n"
+            text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
+            (trainer.run_dir / "config.yaml").write_text(text)
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:

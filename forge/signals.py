@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ class Signals:
         update = self._trainer.progress.update
         self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, "signal", update))
         # no logging in a handler: it may have interrupted the logger
-        os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
+        with suppress(OSError):  # what reads stderr may be gone by the same signal
+            os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
 
     def _leave_early(self, number: int) -> None:
         """No update has begun, so there is nothing to save; what was to be resumed still can be."""

@@ -44,7 +44,7 @@ from forge.requests import Requests
 from forge.session import Session
 from forge.signals import Signals
 from forge.stack import Stack, make_plugins
-from forge.state import capture, save_weights
+from forge.state import capture, check_savable, save_weights, settle
 from forge.state.restore import restore
 from forge.step import Step
 from forge.task import TaskModule
@@ -157,7 +157,7 @@ class Trainer:
         device: str = "auto",
         validate_every: str | None = "1 epoch",
         log_every: int = 50,
-        resume: str | Path | None = None,
+        resume: str | Path | bool | None = None,
         deterministic: bool = False,
         allow_inexact: bool = False,
     ):
@@ -169,7 +169,8 @@ class Trainer:
         self.log_every = _at_least("log_every", log_every, 1)
         self.seed = None if seed is None else int(seed)
         self.device, self.deterministic = str(device), deterministic
-        self.resume, self.allow_inexact = resume, allow_inexact
+        self.resume: str | Path | None = "auto" if resume is True else resume or None
+        self.allow_inexact = allow_inexact
         self.validate_every = Interval(validate_every) if validate_every else None
         self.trace: Callable[[str], Any] | None = None
         "Set to `print`, say, to have pluggy trace every hook call of the next run."
@@ -197,6 +198,7 @@ class Trainer:
         self.resumed_from, self.restores, self.left_out = None, 0, set()
         self.at_boundary = False
         self._saved_at = -1
+        self._savable = False
         self._leave_out_next: set[int] = set()
         self._late_log: tuple[int, PendingMeans, dict[str, float]] | None = None
         self._stop_reason: str | None = None
@@ -213,12 +215,10 @@ class Trainer:
         with Signals(self) as signals, Session(self, "fit", task, {"train": train, "val": val}, weights):
             self._validates = "val" in self.loaders
             stop_reason = self._train()
-            if signals.received is not None and self._end is None:
-                raise signals.interruption(saved=self._saved_at == self.progress.update)
-            self._log(self.optimizers.rates_used)
-            self._deliver_log()
-            if self.run_dir is not None and self.env.is_main:
-                save_weights(task, self.run_dir / "weights.safetensors")
+            if signals.received is None or self._end is not None:
+                self._finish()
+            if signals.received is not None:
+                raise signals.interruption(self._is_saved())
         numbers = {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
 
@@ -233,6 +233,21 @@ class Trainer:
     def predict(self, task: TaskModule, loader: Any, *, weights: str | Path | None = None) -> list[Any]:
         """`predict_step` on every batch: a list of outputs, on the CPU."""
         return self._evaluate_only("predict", "predict", task, loader, weights)
+
+    def _finish(self) -> None:
+        """The last log and the weights alone. A run that had ended before this life has logged it already."""
+        trained = self.progress.update != self.resumed_from
+        self._log(self.optimizers.rates_used, tell=trained)
+        self._deliver_log()
+        if self.run_dir is not None and self.env.is_main:
+            save_weights(self.task, self.run_dir / "weights.safetensors")
+
+    def _is_saved(self) -> bool:
+        """Whether the state after the last update is on disk by now."""
+        settle()
+        where = resumption.checkpoints_of(self.run_dir) if self.run_dir is not None else None
+        failed = where is not None and where.folder.is_dir() and not where.path(self.progress.update).exists()
+        return self._saved_at == self.progress.update and not failed
 
     def _evaluate_only(self, verb: str, stage: str, task: TaskModule, loader: Any, weights: Any) -> Any:
         with Session(self, verb, task, {stage: loader}, weights):
@@ -267,7 +282,7 @@ class Trainer:
         for step in self._steps():
             self.at_boundary = False
             if step.index in self.left_out:
-                step.skip_update("left out after a rewind")
+                step.skip_reason = "left out after a rewind"
             elif optimizers.named:
                 self._take_turns(step)
             else:
@@ -295,10 +310,11 @@ class Trainer:
             if hooks.forge_boundary is not None:
                 hooks.forge_boundary(self, step)
             self.at_boundary = True
+            if not self._savable and step.updated and hooks.forge_save is not None:
+                check_savable(capture(self))  # optimizers have their state now: better refused here than in an hour
+                self._savable = True
             if requests.open:
                 self._grant_requests(step)
-        if hooks.forge_save is not None and self._saved_at != progress.update:
-            self._save()
         return self._stop_reason or self._end or ""
 
     def _steps(self) -> Iterator[Step]:
@@ -324,6 +340,9 @@ class Trainer:
                 if self._stop_reason is not None or progress.update == self.max_updates or self.restores != restores:
                     break
                 asked = clock()
+            ended = self._stop_reason is not None or self._end is not None
+            if ended and self.hooks.forge_save is not None and self._saved_at != progress.update:
+                self._save()  # which may find that it must go back instead
 
     @property
     def _end(self) -> str | None:
@@ -358,11 +377,14 @@ class Trainer:
         self.optimizers.after_validation(metrics)
         self._publish(self.progress.update, metrics)
 
-    def _log(self, rates: dict[str, float] | None = None) -> None:
+    def _log(self, rates: dict[str, float] | None = None, tell: bool = True) -> None:
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
         if self.means.empty:
             return
         pending = self.means.read()
+        if not tell:
+            self.metrics |= {**pending.result(), **(rates or {})}
+            return
         self._late_log = (self.progress.update, pending, rates or self.optimizers.learning_rates())
         if pending.here:
             self._deliver_log()
@@ -408,7 +430,8 @@ class Trainer:
     def _rewind(self) -> None:
         """Back to the newest valid checkpoint of this run; what else was asked for at this update is void."""
         request = self.requests.grant("rewind")
-        self.requests.open.pop("checkpoint", None)
+        for kind in ("checkpoint", "validation"):
+            self.requests.grant(kind)
         self._late_log = None
         checkpoint = resumption.newest(self)
         self.left_out |= self._leave_out_next

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 import forge
 from forge.cli import ckpt
+from forge.state import Checkpoint as SavedState
 from forge.state import Checkpoints
+from forge.state.checkpoint import TensorInfo
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 
@@ -109,7 +111,7 @@ def test_tables_fit_the_terminal(call: Call, made: Path, monkeypatch: pytest.Mon
 
 
 def test_numbered_layers_of_one_shape_share_a_line() -> None:
-    info = ckpt.TensorInfo((4, 4), "float32", 64, "")
+    info = TensorInfo((4, 4), "float32", 64, "")
     names = ["model.layers.0.weight", "model.layers.1.weight", "model.layers.11.weight", "model.head2.weight"]
     grid = ckpt._grouped([(name, info) for name in names])
     assert list(grid.columns[0].cells) == ["model.layers.*.weight", "model.head2.weight"]
@@ -128,6 +130,48 @@ def test_show_as_json_is_json_even_where_a_metric_is_nan(call: Call, tmp_path: P
     one = json.loads(call("show", "--json", tmp_path / "checkpoints" / "latest")[1], parse_constant=pytest.fail)
     assert one["progress"]["epoch"] == 2
     assert {"name": "model.net.0.weight", "shape": [8, 6], "dtype": "float32", "bytes": 192} in one["tensors"]
+
+
+def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(
+    call: Call, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outline = SavedState.outline
+
+    def slow(self: SavedState) -> dict[str, Any]:
+        if self.update == 5:
+            Checkpoints(self.path.parent).remove(self.path)
+        return outline(self)
+
+    monkeypatch.setattr(SavedState, "outline", slow)
+    code, out = call("show", run)
+    assert code == 0
+    assert "2 checkpoints" in out
+    assert "update-00000005" not in out
+
+
+def test_an_outline_describes_every_tensor_and_reads_none(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = SavedState(checkpoint_of(made / "a", 5))
+    weight = checkpoint.load()["model"]["net.0.weight"]
+    monkeypatch.setattr("forge.state.tensors.read_tensors", lambda *words: pytest.fail("a tensor was read"))
+    described = checkpoint.outline()["model"]["net.0.weight"]
+    assert described == TensorInfo(tuple(weight.shape), "float32", weight.nbytes, "model:net.0.weight")
+
+
+@pytest.mark.parametrize("given", ["a", "a/checkpoints", "a/checkpoints/best", "a/checkpoints/update-00000005", "."])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_paths_are_written_as_they_were_given_or_shorter(
+    call: Call, run: Path, monkeypatch: pytest.MonkeyPatch, given: str, absolute: bool
+) -> None:
+    monkeypatch.chdir(run if given == "." else run.parent)
+    path = Path(given).absolute() if absolute else Path(given)
+    for words in (["show", path], ["show", path, "--json"], ["verify", path], ["diff", path, path]):
+        assert str(run.resolve()) not in call(*words)[1], words
+    assert str(run.resolve()) not in call("export", path, "w.safetensors")[1]
+
+
+def test_a_pointer_is_shown_as_the_checkpoint_beside_it(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    assert call("show", "a/checkpoints/best")[1].startswith("a/checkpoints/update-00000005  valid")
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------

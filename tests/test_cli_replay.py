@@ -54,7 +54,7 @@ def task_class(name: str = "Unlucky") -> Any:
     from forge.cli import target
 
     Path("unlucky.py").write_text(TASK)
-    return target._task(f"unlucky.py:{name}")[0]
+    return target.task_class(f"unlucky.py:{name}")[0]
 
 
 def make_bundle(task: Any = None, plugins: list[Any] | None = None, train: Any = None, **options: Any) -> Path:
@@ -209,3 +209,19 @@ def test_names_in_a_bundle_are_looked_up_never_imported(replay: Any) -> None:
     assert code == 2
     assert "No task is called 'evil:Task'" in text
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("folder", ["run", "run/anomaly"])
+def test_a_run_folder_is_answered_with_its_bundles(replay: Any, folder: str) -> None:
+    bundle = make_bundle()
+    code, text = replay(folder)
+    assert code == 2
+    assert f"{folder} is no replay bundle; those of a run are in run/anomaly/." in text
+    assert f"  {bundle}\n" in text
+
+
+def test_a_run_folder_without_bundles_says_so(replay: Any, empty_folder: Path) -> None:
+    (empty_folder / "run").mkdir()
+    code, text = replay("run")
+    assert code == 2
+    assert "those of a run are in run/anomaly/. There is none" in text

@@ -27,7 +27,8 @@ from torch.utils.data import (
 )
 
 import forge
-from forge.data import Loader, TensorLoader, adopt, resumable_reason
+from forge.data import DevicePrefetch, Loader, TensorLoader, adopt, resumable_reason
+from forge.data.adopt import shares_badly
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -89,6 +90,12 @@ class TestDataLoader:
         loader.set_epoch(3)
         own.set_epoch(3)
         assert flat(loader) == list(own)
+
+    def test_a_subset_is_told_from_another_of_the_same_length(self) -> None:
+        def told(indices: Any) -> dict[str, Any]:
+            return adopt(DataLoader(DATA, 2, sampler=SubsetRandomSampler(indices)), "train").fingerprint()
+
+        assert told([1, 3, 5]) == told([1, 3, 5]) != told([1, 3, 6])
 
     def test_shuffle_is_shuffled_and_takes_the_trainers_seed_or_that_of_a_generator(self) -> None:
         def order(generator: int | None, trainers: int) -> list[int]:
@@ -332,10 +339,40 @@ class TestOthers:
         with caplog.at_level(logging.WARNING, "forge"):
             loader.set_epoch(1)
             assert not caplog.records
-            loader.seek(1, 4)
+            loader.seek(1, loader.position(1, 2))
         assert "The train loader Plain cannot be continued exactly" in caplog.text
+        assert "its first 2 batches are dropped" in caplog.text
         assert [batch.tolist() for batch in loader] == [[2.0]]
         assert len(list(loader)) == 3
         assert "Plain has neither" in str(resumable_reason(loader))
         with pytest.raises(TypeError):
             len(loader)
+
+    def test_what_is_dropped_is_counted_in_batches_whatever_they_are_made_of(self) -> None:
+        class Words:
+            def __iter__(self) -> Iterator[str]:
+                return iter(["a", "b", "c", "d"])
+
+        loader = adopt(Words(), "train", allow_inexact=True)
+        loader.seek(0, loader.position(0, 3))
+        assert list(loader) == ["d"]
+
+    def test_those_that_keep_a_single_position_cannot_be_shared_between_stages(self) -> None:
+        class Stream(IterableDataset):
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(5))
+
+        class Stateful(Plain):
+            def state_dict(self) -> dict[str, Any]:
+                return {}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                pass
+
+        stream = Loader(Stream(), 2)
+        own = adopt(DataLoader(DATA, 3, sampler=Drawing()), "train")
+        for bad in (stream, Stateful(), own, iter([1]), DevicePrefetch(stream, "cpu"), adopt(stream, "train", True)):
+            assert shares_badly(bad)
+        for good in (Loader(DATA, 2), TensorLoader(torch.zeros(2), batch_size=1), adopt([DATA], "train"), Plain()):
+            assert not shares_badly(good)
+            assert not shares_badly(DevicePrefetch(good, "cpu"))

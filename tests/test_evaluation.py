@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import forge
+from forge.data import Loader
 from tests.tasks import Classifier, fit, make_batches
 
 
@@ -199,3 +200,54 @@ def test_a_validation_loader_that_gives_less_than_its_length_is_refused() -> Non
 def test_a_missing_loader_is_refused() -> None:
     with pytest.raises(forge.DataError, match="test got a NoneType"):
         forge.Trainer(plugins=[]).test(Classifier(), None)
+
+
+class Looking(Classifier):
+    """Remembers what it was trained on, and each validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Any] = []
+        self.validated: list[Any] = []
+
+    def training_step(self, batch: Any) -> Any:
+        self.trained.append(batch[0].tolist())
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.validated.append(batch[0].tolist())
+        return super().training_step(batch)
+
+
+def test_every_validation_is_the_same_and_a_loader_may_be_shared_with_training() -> None:
+    def loader() -> Loader:
+        return Loader(torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3), 4, shuffle=True)
+
+    torch.manual_seed(0)
+    shared, alone = loader(), Looking()
+    task = copy.deepcopy(alone)
+    fit(task, train=shared, val=shared, max_epochs=3, validate_every="2 updates", seed=1)
+    passes = [task.validated[start : start + 3] for start in range(0, len(task.validated), 3)]
+    assert len(passes) > 3
+    assert all(each == passes[0] for each in passes)
+    fit(alone, train=shared, max_epochs=3, seed=1)
+    assert task.trained == alone.trained
+    assert len({str(alone.trained[start : start + 3]) for start in (0, 3, 6)}) == 3
+
+
+def test_a_validation_loader_is_told_that_it_is_epoch_0() -> None:
+    class Told(list):
+        epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    class Own:
+        def __init__(self) -> None:
+            self.sampler = Told()
+
+        def __iter__(self) -> Any:
+            return iter(make_batches(2))
+
+    fit(val=Own(), max_epochs=3)
+    assert Told.epochs == [0, 0, 0]

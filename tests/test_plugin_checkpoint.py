@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge.env import Env
+from forge.recipe import load_recipe
 from forge.state import Checkpoint as SavedState
 from forge.state import Checkpoints, publish
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
@@ -450,6 +451,25 @@ def test_a_failed_best_leaves_the_best_before_it(tmp_path: Path, monkeypatch: py
     assert target(tmp_path, "best") == 4
 
 
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("error", [OSError(13, "Permission denied"), forge.CheckpointError("It could not be removed.")])
+def test_an_old_one_that_cannot_be_removed_is_a_warning_and_the_new_one_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
+    error: Exception,
+) -> None:
+    def refuse(self: Checkpoints, path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Checkpoints, "remove", refuse)
+    fit(train=make_batches(3), plugins=[Checkpoint("1 updates", keep=1, background=background)], run_dir=tmp_path)
+    assert kept(tmp_path) == [1, 2, 3]
+    assert "The checkpoint of update 2 is saved, but older ones could not be removed" in caplog.text
+    assert "There is no checkpoint" not in caplog.text
+
+
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -478,3 +498,18 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 def test_a_stack_without_best_wraps_nothing() -> None:
     assert Checkpoint().forge_evaluate is None
+
+
+def test_two_in_one_stack_are_refused(tmp_path: Path) -> None:
+    plugins = {"checkpoint": {}, "checkpoint@second": {"every": "1 updates"}}
+    with pytest.raises(forge.StackError, match="'checkpoint' and 'checkpoint@second' both provide 'checkpoint'"):
+        fit(plugins=plugins, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/accuracy", "max")])
+def test_a_metric_alone_for_best_is_answered_with_the_right_form(metric: str, mode: str) -> None:
+    form = rf"best: {{monitor: {metric}, mode: {mode}}}"
+    with pytest.raises(forge.RecipeError, match=form):
+        Checkpoint(best=metric)
+    with pytest.raises(forge.RecipeError, match=form):
+        load_recipe("quickstart", [f"checkpoint.best={metric}"])

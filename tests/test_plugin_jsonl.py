@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import forge
 from forge.env import Env
 from forge.metrics import PendingMeans
-from forge_plugins import JSONL, Accumulate
+from forge_plugins import JSONL, Accumulate, Tensorboard
 from tests.tasks import Classifier, fit, make_batches
 
 
@@ -160,3 +161,65 @@ class SecondRank(forge.Plugin):
     @forge.hookimpl
     def forge_setup_env(self) -> Env:
         return Env("cpu", rank=1, world=2)
+
+
+class FullDisk:
+    """A file on a disk that is full after one line."""
+
+    def __init__(self, file: Any):
+        self.file, self.lines = file, 0
+
+    def write(self, text: str) -> None:
+        self.lines += 1
+        if self.lines > 1:
+            raise OSError(28, "No space left on device")
+        self.file.write(text)
+
+    def close(self) -> None:
+        self.file.close()
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_in_the_log_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opens = JSONL._open
+    monkeypatch.setattr(JSONL, "_open", lambda *words: FullDisk(opens(*words)))
+    plugin = JSONL()
+    assert fit(train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1).updates == 6
+    assert [line["update"] for line in lines_of(tmp_path)] == [1]
+    assert errors_in(caplog) == [
+        "jsonl: metrics.jsonl cannot be written: [Errno 28] No space left on device. The run goes on, without further "
+        "lines in it."
+    ]
+    monkeypatch.undo()
+    fit(train=make_batches(1), plugins=[plugin], run_dir=tmp_path)
+    assert [line["update"] for line in lines_of(tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize(("plugin", "name"), [(JSONL, "metrics.jsonl"), (Tensorboard, "tensorboard")])
+def test_what_cannot_even_be_opened_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, plugin: Any, name: str
+) -> None:
+    if plugin is JSONL:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("in its way")
+    assert fit(train=make_batches(6), plugins=[plugin()], run_dir=tmp_path, log_every=1).updates == 6
+    (error,) = errors_in(caplog)
+    assert "cannot be written" in error
+
+
+def test_a_tensorboard_writer_that_fails_is_given_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("forge_plugins.tensorboard.add_scalars", full)
+    assert fit(train=make_batches(6), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1).updates == 6
+    assert len(errors_in(caplog)) == 1
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]

@@ -240,6 +240,57 @@ class TestBar:
         assert terminal.text.count("epoch 1/2") + terminal.text.count("epoch 2/2") == 3
 
 
+class Gone:
+    """A stderr that can be written a few times, and then no more: its reader has left, or the disk is full."""
+
+    def __init__(self, stream: Any, writes: int, error: OSError):
+        self.stream, self.left, self.error, self.tried = stream, writes, error, 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        if self.tried > self.left:
+            raise self.error
+        return self.stream.write(text)
+
+    def flush(self) -> None:
+        if self.tried > self.left:
+            raise self.error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("writes", [0, 1, 3])
+class TestASilentEnd:
+    """Who runs `forge fit ... 2>&1 | tee log` and ends tee has a run that goes on."""
+
+    def test_lines_stop_at_the_first_error_and_the_run_goes_on(self, writes: int, error: OSError) -> None:
+        stderr = Gone(io.StringIO(), writes, error)
+        with contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
+            result = fit(max_epochs=5, plugins=[Progress(every="1 updates")])
+        assert result.updates == 20
+        assert stderr.tried == writes + 1
+
+    def test_a_bar_stops_at_the_first_error_and_the_run_goes_on(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, writes: int, error: OSError
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.REFRESH", 0.0)
+        stderr, stdout = Gone(terminal, writes, error), Terminal()
+        printed_to: list[Any] = []
+
+        @forge.on("step_end")
+        def see(step: forge.Step) -> None:
+            printed_to.append(sys.stdout)
+
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
+            result = fit(max_epochs=5, plugins=[Progress(), see])
+            assert (sys.stdout, sys.stderr) == (stdout, stderr)
+        assert result.updates == 20
+        assert stderr.tried == writes + 1
+        assert printed_to[-1] is stdout
+
+
 class TestHowThingsRead:
     @pytest.mark.parametrize(
         ("name", "value", "text"),

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import forge
 from forge.data import Loader, TensorLoader
+from forge.state import Checkpoints
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
 
@@ -184,7 +186,7 @@ def test_the_order_of_the_stack_and_its_observers_are_free(tmp_path: Path) -> No
         ({"seed": 4}, "the seed was 3 and is 4"),
         ({"train": tiny_batches((8, 8, 8))}, "the length of the data was 37 and is 24"),
         ({"plugins": [Checkpoint(), Accumulate(2)]}, "the number of micro-batches in a window was 1 and is 2"),
-        ({"task": Wider()}, r"holds another model: net.0.weight was \(\(8, 6\), 'float32'\) and is \(\(9, 6\)"),
+        ({"task": Wider()}, "holds another model: net.0.weight was 8 × 6 float32 and is 9 × 6 float32"),
     ],
 )
 def test_another_course_is_refused_by_the_name_of_what_changed(
@@ -378,3 +380,313 @@ def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(forge.CheckpointError, match="no checkpoint to go back to"):
         live(tmp_path, [watch, Checkpoint()])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What optimizers, schedules and modules keep
+
+
+class Built(TinyTask):
+    """A TinyTask with an optimizer of the test's choice."""
+
+    def __init__(self, make: Callable[[Any], Any]):
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options: Any) -> None:
+    saver = Checkpoint(every="1 update")
+    straight, expected = live(folder / "straight", [saver, JSONL()], task=make(), **options)
+    die(folder / "cut", [Checkpoint(every="1 update"), JSONL()], cut, task=make(), **options)
+    resumed, result = live(folder / "cut", [Checkpoint(every="1 update"), JSONL()], task=make(), **options)
+    assert_same_weights(resumed, straight)
+    assert result.metrics == expected.metrics
+    assert log_of(folder / "cut") == log_of(folder / "straight")
+
+
+class Finer(torch.optim.SGD):
+    """Keeps float64 and whole numbers inside a list, beside float32 parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    kept = self.state[p].setdefault("kept", [torch.zeros_like(p, dtype=torch.float64), torch.tensor(0)])
+                    kept[0] += p.grad.double() / 3
+                    kept[1] += 1
+                    p.data -= (0.1 * kept[0] / kept[1]).float()
+
+
+class Image(forge.TaskModule):
+    """Convolutions in channels-last, with a fused optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+            self.net.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "multi-step": lambda o: (o, torch.optim.lr_scheduler.MultiStepLR(o, [2, 5, 5])),
+    "sequential": lambda o: (
+        o,
+        torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.MultiStepLR(o, [2, 4])], [3]
+        ),
+    ),
+    "plateau": lambda o: (o, torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0)),
+    "per epoch": lambda o: (o, torch.optim.lr_scheduler.StepLR(o, 1), "1 epoch"),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
+    ends_the_same(tmp_path, lambda: Built(lambda p: SCHEDULES[kind](torch.optim.SGD(p, lr=0.1))))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Finer,
+        lambda p: torch.optim.LBFGS(p, max_iter=3),
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+        lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True),
+    ],
+    ids=["finer", "lbfgs", "tensor lr", "amsgrad"],
+)
+def test_optimizers_go_on_where_they_were(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    ends_the_same(tmp_path, lambda: Built(make))
+
+
+def test_optimizer_state_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(4, 3, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(5)
+    ]
+    saver = [Checkpoint(every="1 update")]
+    straight, _ = live(tmp_path / "straight", saver, task=Image(), train=batches, validate_every=None)
+    die(tmp_path / "cut", [Checkpoint(every="1 update")], 4, task=Image(), train=batches, validate_every=None)
+    resumed, _ = live(tmp_path / "cut", saver, task=Image(), train=batches, validate_every=None)
+    assert_same_weights(resumed, straight)
+
+
+class Thaws(TinyTask):
+    """Freezes its first layer; update 2 thaws it, and puts its BatchNorm to rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if step.index == 2:
+            self.net[0].requires_grad_(True)
+            self.net[1].eval()
+
+
+def test_what_was_thawed_or_put_to_rest_on_the_way_stays_so(tmp_path: Path) -> None:
+    ends_the_same(tmp_path, Thaws, cut=7)
+
+
+class Remembers(TinyTask):
+    """Extra state that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(0)
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen = torch.cat([self.seen, batch[0].mean().reshape(1)])
+        return super().training_step(batch)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+
+def test_extra_state_may_change_its_size(tmp_path: Path) -> None:
+    ends_the_same(tmp_path, Remembers)
+
+
+class Numbers(TinyTask):
+    """Metrics and weights that are numpy's numbers."""
+
+    def training_step(self, batch: Any) -> Any:
+        return {**super().training_step(batch), "half": np.float64(0.5), "whole": np.int64(2)}
+
+    def num_items(self, batch: Any) -> Any:
+        return np.int64(len(batch[0]))
+
+
+def test_numbers_of_numpy_among_metrics_and_weights_are_saved_like_any_other(tmp_path: Path) -> None:
+    ends_the_same(tmp_path, Numbers)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW, "was trained with SGD; this run has AdamW"),
+        (torch.optim.Adam, torch.optim.AdamW, "was trained with Adam; this run has AdamW"),
+    ],
+)
+def test_another_optimizer_is_refused_by_name_and_nothing_is_changed(
+    tmp_path: Path, then: Any, now: Any, said: str
+) -> None:
+    die(tmp_path, [Checkpoint(every="1 update")], 3, task=Built(lambda p: then(p, lr=0.1)))
+    task = Built(lambda p: now(p, lr=0.1))
+    with pytest.raises(forge.CheckpointError, match=said):
+        live(tmp_path, [Checkpoint()], task=task)
+    assert_same_weights(task, TinyTask())
+
+
+def test_an_lr_that_is_not_used_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    die(tmp_path, [Checkpoint(every="1 update")], 3, task=Built(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)))
+    live(tmp_path, [Checkpoint()], task=Built(lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.6)))
+    assert "SGD goes on with lr=0.1, as in the checkpoint; 0.2 is not used" in caplog.text
+    assert "SGD goes on with momentum=0.5, as in the checkpoint; 0.6 is not used" in caplog.text
+
+
+class Odd(torch.optim.SGD):
+    """Puts something into its state that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
+
+
+def test_optimizer_state_that_cannot_be_saved_is_refused_after_the_first_update(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    @forge.on("boundary")
+    def count(trainer: forge.Trainer) -> None:
+        seen.append(trainer.progress.update)
+
+    with pytest.raises(forge.CheckpointError, match=r"seen.*is a set"):
+        live(tmp_path, [Checkpoint(), count], task=Built(lambda p: Odd(p, lr=0.1)))
+    assert seen == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders and logs
+
+
+def test_a_refused_resume_leaves_card_and_config_alone(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint()])
+    before = (tmp_path / "card.json").read_text()
+    with pytest.raises(forge.CheckpointError):
+        live(tmp_path, [Checkpoint()], seed=4)
+    assert (tmp_path / "card.json").read_text() == before
+
+
+def test_a_run_stays_in_its_folder_wherever_the_process_goes(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @forge.on("boundary")
+    def wander(trainer: forge.Trainer) -> None:
+        (empty_folder / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(empty_folder / "elsewhere")
+
+    live(Path("run"), [wander, Checkpoint(every="2 updates"), JSONL()])
+    assert (empty_folder / "run" / "checkpoints" / "update-00000015").is_dir()
+    assert not list((empty_folder / "elsewhere").iterdir())
+
+
+def test_a_folder_that_another_run_has_is_not_swept(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint()])
+    leftover = tmp_path / "checkpoints" / ".update-00000099.tmp-999999999-0123456789abcdef"
+
+    @forge.on("boundary")
+    def second(trainer: forge.Trainer) -> None:
+        leftover.mkdir(exist_ok=True)
+        with pytest.raises(forge.CheckpointError, match="in use"):
+            live(tmp_path, [Checkpoint()])
+        assert leftover.exists()
+
+    live(tmp_path, [second, Checkpoint()], max_epochs=4)
+
+
+def test_resuming_a_finished_run_logs_nothing_twice(tmp_path: Path) -> None:
+    def again() -> forge.FitResult:
+        plugins = [Schedule("cosine"), Checkpoint(), JSONL()]
+        return live(tmp_path, plugins, max_epochs=None, max_updates=7, log_every=3)[1]
+
+    expected = again()
+    before = log_of(tmp_path)
+    assert again().metrics == expected.metrics
+    assert log_of(tmp_path) == before
+
+
+def test_true_means_auto(tmp_path: Path) -> None:
+    live(tmp_path, [Checkpoint()], max_epochs=1)
+    assert live(tmp_path, [Checkpoint()], resume=True)[1].updates == 15
+
+
+def test_a_schedule_that_grows_with_its_run_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=2)
+    live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=3)
+    assert "planned for 10 updates and is for 15 now" in caplog.text
+
+
+class Late(forge.Plugin):
+    """Finds out only when it is asked for its state that the last update was bad."""
+
+    asked = False
+
+    @forge.hookimpl
+    def forge_state_dict(self, trainer: forge.Trainer) -> None:
+        if trainer.progress.update == 10 and not self.asked:
+            self.asked = True
+            trainer.request_rewind("too late", leave_out=[9])
+
+
+def test_a_capture_at_the_end_that_finds_it_must_go_back_does_so(tmp_path: Path) -> None:
+    _, result = live(tmp_path, [Late(), Checkpoint(every="4 updates")], max_epochs=2)
+    assert (result.updates, result.stop_reason) == (10, "max_epochs")
+    assert Checkpoints(tmp_path / "checkpoints").all()[-1].name == "update-00000010"
+
+
+class Breaks(Noisy):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 44:
+            raise OSError("unreadable")
+        return super().__getitem__(index)
+
+
+def test_an_exception_in_a_hook_or_a_dataset_leaves_the_last_checkpoint_valid(tmp_path: Path) -> None:
+    with pytest.raises(forge.DataError, match="unreadable"):
+        live(tmp_path / "data", [Checkpoint(every="1 update")], train=Loader(Breaks(), 8))
+    with pytest.raises(PowerCut):
+        live(tmp_path / "hook", [Checkpoint(every="1 update"), cut_at(5)])
+    for name, update in (("data", 5), ("hook", 4)):
+        found = Checkpoints(tmp_path / name / "checkpoints").newest_valid()
+        assert found is not None
+        assert found.update == update
+
+
+def test_one_loader_that_keeps_its_place_cannot_serve_training_and_validation(tmp_path: Path) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(zip(Noisy().x, Noisy().y, strict=True))
+
+    loader = Loader(Stream(), 8)
+    with pytest.raises(forge.DataError, match="keeps its place"):
+        forge.Trainer(max_epochs=1, plugins=[], run_dir=False).fit(TinyTask(), loader, loader)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -67,10 +70,27 @@ def test_a_run_that_nobody_saves_ends_as_the_shell_expects(tmp_path: Path) -> No
     assert caught.value.code == 128 + signal.SIGTERM
 
 
-def test_a_signal_in_the_last_update_lets_the_run_end_well(tmp_path: Path) -> None:
-    result = fit(tmp_path, Shot(at=15))
-    assert result.epochs == 3
+def test_a_signal_in_the_last_update_lets_the_run_end_and_is_not_swallowed(tmp_path: Path) -> None:
+    with pytest.raises(forge.Interrupted):  # there may be another fit after this one
+        fit(tmp_path, Shot(at=15))
     assert (tmp_path / "weights.safetensors").exists()
+    assert fit(tmp_path, TinyTask()).epochs == 3
+
+
+def test_a_save_that_failed_is_not_said_to_have_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path, Shot(at=7), [Checkpoint(every=None, on_failure="warn")])
+    assert not isinstance(caught.value, forge.Interrupted)
+
+
+def test_a_closed_stderr_does_not_keep_a_signal_from_saving(run_python: Run, empty_folder: Path) -> None:
+    done = run_python("-c", "import os\nos.close(2)\n" + SCRIPT.format(second="pass"))
+    assert done.returncode == 85
+    assert Checkpoints(empty_folder / "run" / "checkpoints").all()
 
 
 def test_a_fit_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
@@ -136,6 +156,16 @@ def test_the_command_line_says_how_to_go_on(run_forge: Run, empty_folder: Path) 
     assert "continue with --resume" in done.stderr
     again = run_forge("fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run", "-p", "checkpoint", "--resume")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_broken_pipe_behind_stderr_keeps_the_exit_code(empty_folder: Path) -> None:
+    (empty_folder / "shot.py").write_text(TASK)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "forge", "fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run"]
+    done = subprocess.run(command, cwd=empty_folder, stderr=write, stdout=subprocess.DEVNULL)
+    os.close(write)
+    assert done.returncode == 85
 
 
 TASK = """

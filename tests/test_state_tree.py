@@ -229,7 +229,7 @@ def test_the_deepest_tree_that_can_be_saved_can_be_loaded(wrap: Any, tmp_path: P
 
 def test_a_list_that_belongs_into_a_tensor_is_refused_when_it_is_saved() -> None:
     with pytest.raises(CheckpointError, match="as tensors"):
-        check_savable({"order": list(range(200_000))})
+        check_savable({"order": list(range(400_000))})
 
 
 def test_more_names_than_a_header_may_hold_are_refused_when_they_are_saved(tmp_path: Path) -> None:

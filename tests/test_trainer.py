@@ -56,6 +56,7 @@ def test_the_rhythm_fires_every_hook_in_its_place() -> None:
         "start",
         "state_dict",  # what could not be saved is refused before any work
         *["plan_step", "train_step", *micro, *micro, *gradients, "step_end", "boundary"],
+        "state_dict",  # once more, now that the optimizers have theirs
         *["plan_step", "train_step", *micro, *gradients, "step_end", "log"],
         *["evaluate", "prepare_batch", "forward", "log", "boundary"],
         *["state_dict", "save"],

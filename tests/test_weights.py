@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import forge
-from forge.state import Checkpoints, load_weights, save_weights
+from forge.state import Checkpoints, load_weights, save_weights, tensors
 from forge.state.weights import find_weights
 from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
@@ -118,6 +118,35 @@ def test_equal_weights_give_equal_files(tmp_path: Path) -> None:
     assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
 
 
+def test_the_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, str]] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        done.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        done.append(("replace", str(source)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    save_weights(Classifier(), tmp_path / "w.safetensors")
+    (first, file), (second, source), (third, folder) = done
+    assert (first, second, third) == ("sync", "replace", "sync")
+    assert Path(file) == Path(source)
+    assert Path(folder) == tmp_path
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left, others = ".w.safetensors.tmp-999999999-0123456789ab", ".v.safetensors.tmp-999999999-0123456789ab"
+    for name in (left, others):
+        (tmp_path / name).write_bytes(b"torn")
+    save_weights(Classifier(), tmp_path / "w.safetensors")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [others, "w.safetensors"]
+
+
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +166,24 @@ def test_a_strict_load_that_fails_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(forge.TaskError, match="does not fit"):
             load_weights(task, tmp_path / "w.safetensors")
         assert_same_weights(task, before)
+
+
+class Picky(nn.Linear):
+    """Takes its weights, and then refuses them."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        if (state_dict[f"{prefix}bias"] == 7).all():
+            others[-1].append("seven is no bias")
+
+
+def test_a_module_that_refuses_its_weights_leaves_all_as_it_was(tmp_path: Path) -> None:
+    task = nn.Sequential(nn.Linear(2, 2), Picky(2, 2))
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    torch.save({name: torch.full_like(tensor, 7) for name, tensor in before.items()}, tmp_path / "w.pt")
+    with pytest.raises(forge.TaskError, match="seven is no bias"):
+        load_weights(task, tmp_path / "w.pt")
+    assert_same_weights(task, before)
 
 
 def test_the_error_names_what_is_missing_unexpected_and_of_another_shape(tmp_path: Path) -> None:
@@ -368,6 +415,21 @@ def test_a_checkpoint_and_a_pointer_to_it_stand_for_themselves(run: Path) -> Non
     finished = TinyTask(seed=7)
     load_weights(finished, run)
     assert_same_weights(at_10, finished)
+
+
+def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    read_tensors = tensors.read_tensors
+
+    def watched(stream: Any, header: Any, what: str) -> Any:
+        read.append(Path(what).name)
+        return read_tensors(stream, header, what)
+
+    monkeypatch.setattr(tensors, "read_tensors", watched)
+    task = TinyTask(seed=7)
+    load_weights(task, run / "checkpoints" / "update-00000010")
+    assert read == ["model.safetensors"]
+    assert_same_weights(task, TinyTask.from_checkpoint(run))
 
 
 # -- from_checkpoint --------------------------------------------------------------------------------------------------

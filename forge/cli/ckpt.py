@@ -11,8 +11,9 @@ import stat
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,7 @@ from forge.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
     from forge.state import Checkpoint, Checkpoints
+    from forge.state.checkpoint import TensorInfo
 
 EXAMPLES = """\
 PATH is a checkpoint directory, a link to one (latest, best), or a run folder.
@@ -49,7 +51,7 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    paths = [Path(path) for path in args.paths]
+    paths = [_near(Path(path)) for path in args.paths]
     match args.action, paths:
         case "show", [path]:
             return _show(path, args.json)
@@ -69,10 +71,8 @@ def _show(path: Path, as_json: bool) -> int:
     folder = _folder(path)
     if folder is not None:
         return _show_run(path, folder, as_json)
-    from forge.state import Checkpoint
-
-    checkpoint = Checkpoint.find(path)
-    tree = outline(checkpoint)
+    checkpoint = _find(path)
+    tree = checkpoint.outline()
     if as_json:
         _print_json(_described(checkpoint, tree))
     else:
@@ -92,7 +92,10 @@ def _folder(path: Path) -> Checkpoints | None:
 
 
 def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
-    rows = [_row(found, folder) for found in folder.all()]
+    rows = []
+    for found in folder.all():
+        with suppress(FileNotFoundError):  # a run that goes on has removed it meanwhile
+            rows.append(_row(found, folder))
     if as_json:
         _print_json({"path": str(path), "checkpoints": rows})
         return 0
@@ -119,7 +122,7 @@ def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
 
     tree, error = {}, None
     try:
-        tree = outline(Checkpoint(path))
+        tree = Checkpoint(path).outline()
     except CheckpointError as problem:
         error = str(problem)
     watching = [state for state in tree.get("plugins", {}).values() if isinstance(state, dict) and "monitor" in state]
@@ -211,12 +214,10 @@ def _described(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> dict[str, Any
 
 
 def _verify(paths: list[Path]) -> int:
-    from forge.state import Checkpoint
-
     found: list[Path] = []
     for path in paths:
         folder = _folder(path)
-        found += folder.all() if folder is not None else [Checkpoint.find(path).path]
+        found += folder.all() if folder is not None else [_find(path).path]
     grid = show.table("checkpoint", "file", "size", "state", wrap=["state"])
     _right(grid, "size")
     bad = 0
@@ -297,9 +298,7 @@ def _length(file: Path) -> int | None:
 
 
 def _diff(one: Path, other: Path, as_json: bool) -> int:
-    from forge.state import Checkpoint
-
-    first, second = Checkpoint.find(one), Checkpoint.find(other)
+    first, second = _find(one), _find(other)
     found = compare(first.load(), second.load())
     equal = not found["values"] and not found["tensors"]
     if as_json:
@@ -409,7 +408,7 @@ def _export(path: Path, out: Path, force: bool) -> int:
     weights = read_weights(path)
     count = write_weights(weights.tensors, out, weights.task, weights.update)
     seen = "" if weights.update is None else f" after {_count(weights.update, 'update')}"
-    what = f"{_count(count, 'tensor')}, {size(out.stat().st_size)}, from {weights.path}{seen}"
+    what = f"{_count(count, 'tensor')}, {size(out.stat().st_size)}, from {_as_given(weights.path, path)}{seen}"
     show.console().print(f"Wrote {out}: {what}.", soft_wrap=True)
     return 0
 
@@ -417,31 +416,30 @@ def _export(path: Path, out: Path, force: bool) -> int:
 # -- reading and printing ---------------------------------------------------------------------------------------------
 
 
-class TensorInfo(NamedTuple):
-    """A tensor of a checkpoint, without its numbers."""
+def _find(path: Path) -> Checkpoint:
+    """The checkpoint that a path stands for, called as the user would call it."""
+    from forge.state import Checkpoint
 
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    place: str
-    "Where it is stored: tied tensors share one place."
+    return Checkpoint(_as_given(Checkpoint.find(path).path, path))
 
 
-def outline(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The verified tree of a checkpoint, with a TensorInfo in place of every tensor: no tensor is read."""
+def _as_given(found: Path, given: Path) -> Path:
+    """A path with its links resolved, as a path that begins like the one that the user gave."""
+    for start in (given.parent, given) if given.is_symlink() else (given, given.parent):
+        if found.is_relative_to(start.resolve()):
+            return _near(start / found.relative_to(start.resolve()))
+    return _near(found)
 
-    def describe(file: str, name: str, note: str | None) -> TensorInfo:
-        entry = files.headers[file].entries[name]
-        dtype = note or str(entry.dtype).removeprefix("torch.")
-        shape = entry.shape[:-1] if dtype.startswith("complex") else entry.shape
-        return TensorInfo(shape, dtype, entry.end - entry.begin, f"{file}:{name}")
 
-    with checkpoint._verified() as files:
-        return files.tree(describe)
+def _near(path: Path) -> Path:
+    """A path as it is, or from the current folder where that is shorter."""
+    return Path(min(str(path), os.path.relpath(path), key=len))
 
 
 def tensors_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
     """Every tensor with its path in the tree; tied ones under their first name."""
+    from forge.state.checkpoint import TensorInfo
+
     seen: set[str] = set()
     for name, value in _flat(tree):
         if isinstance(value, TensorInfo) and value.place not in seen:
@@ -454,7 +452,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     pairs: Any = None
     if isinstance(value, Mapping):
         pairs = value.items()
-    elif isinstance(value, (list, tuple)) and not isinstance(value, TensorInfo):
+    elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     if pairs is None or not value:
         yield path, value

@@ -34,6 +34,7 @@ def parser() -> ArgumentParser:
         action="store_true",
         help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; none: start a new run",
     )
+    parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     return parser
 
@@ -47,7 +48,7 @@ def run(args: Namespace) -> int:
         trainer.trace = sys.stderr.write
     if "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
-    result = trainer.fit(task, data.train, data.val)
+    result = trainer.fit(task, data.train, data.val, weights=args.weights)
     _report(result, data, args)
     return 0
 
@@ -60,12 +61,13 @@ def _report(result: FitResult, data: Splits, args: Namespace) -> None:
     console.print(f"{_count(result.epochs, 'epoch')}, {_count(result.updates, 'update')}: {result.stop_reason}")
     if result.run_dir is None:
         return
-    weights = result.run_dir / "weights.safetensors"
-    lines = {"run folder": str(result.run_dir)}
+    folder = show.near(result.run_dir)
+    weights = str(folder / "weights.safetensors")
+    lines = {"run folder": str(folder)}
     if (result.run_dir / "tensorboard").is_dir():
-        lines["look"] = shlex.join([show.command("tensorboard"), "--logdir", str(result.run_dir)])
+        lines["look"] = shlex.join([show.command("tensorboard"), "--logdir", str(folder)])
     if data.test is not None:
-        lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", str(weights)])
+        lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
     for label, text in lines.items():
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
 

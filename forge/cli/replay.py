@@ -57,6 +57,7 @@ def run(args: Namespace) -> int:
 def _load(path: Path) -> dict[str, Any]:
     from forge.state import Checkpoint
 
+    _refuse_a_run(path)
     tree = Checkpoint(path).load()
     if not tree.keys() >= PARTS:
         raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, made by the plugin anomaly.")
@@ -68,6 +69,19 @@ def _load(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _refuse_a_run(path: Path) -> None:
+    """A folder that is no bundle may hold some: say which."""
+    from forge.state import Checkpoints, manifest
+    from forge.state.checkpoint import NAME
+
+    if not path.is_dir() or NAME.fullmatch(path.name) or (path / manifest.NAME).exists():
+        return
+    folder = path if path.name == "anomaly" else path / "anomaly"
+    found = [f"  {bundle}" for bundle in Checkpoints(folder).all()]
+    there = "\n".join(["These are there:", *found]) if found else "There is none: the plugin anomaly makes them."
+    raise ForgeError(f"{path} is no replay bundle; those of a run are in {folder}/. {there}")
+
+
 def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
     """The task by its registered name, or the user's own class; built with the options it had."""
     from forge import options, registry
@@ -75,7 +89,7 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
     recorded, recipe = tree["task"], tree["recipe"] or {}
     name = recipe.get("task", {}).get("name")
     if given is not None:
-        kind, _ = target._task(given)
+        kind, _ = target.task_class(given)
     elif name is not None:
         kind = registry.load("task", name)
     else:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,28 @@ def table(*columns: str, wrap: Sequence[str] = ()) -> Table:
 
 def error(text: str) -> None:
     """One message on stderr; the word before it is red on a terminal."""
-    console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+    _tell(Text.assemble(("error: ", "bold red"), text))
 
 
 def warning(text: str) -> None:
-    console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True)
+    _tell(Text.assemble(("warning: ", "bold yellow"), text))
 
 
 def message(text: str, style: str = "") -> None:
     """A line on stderr that is neither result nor error."""
-    console(stderr=True).print(Text(text, style), soft_wrap=True)
+    _tell(Text(text, style))
+
+
+def _tell(text: Text) -> None:
+    """Where stderr is gone (Ctrl-C ends `| tee log` too) the exit code still has to be right."""
+    with suppress(OSError, SystemExit):  # rich leaves by SystemExit when a pipe breaks
+        console(stderr=True).print(text, soft_wrap=True)
+
+
+def near(path: Path) -> Path:
+    """A path as one would type it: relative where it is below the current folder."""
+    relative = Path(os.path.relpath(path))
+    return path if relative.parts[:1] == ("..",) else relative
 
 
 def command(name: str) -> str:
@@ -52,8 +64,7 @@ def command(name: str) -> str:
     found = shutil.which(name)
     if not here.exists() or (found and Path(found).resolve() == here.resolve()):
         return name
-    near = Path(os.path.relpath(here))
-    return str(here if near.parts[0] == ".." else near)
+    return str(near(here))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
     name, task, data = args.target, None, None
     if _is_python(args.target):
         name = args.recipe or "default"
-        task, module = _task(args.target)
+        task, module = task_class(args.target)
         data = getattr(module, "data", None)
     elif args.recipe:
         raise ForgeError(
@@ -92,7 +92,7 @@ def _is_python(target: str) -> bool:
     return target.endswith(".py") or ".py:" in target
 
 
-def _task(target: str) -> tuple[type[TaskModule], ModuleType]:
+def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
     """The task class that FILE.py:Task names; the name may be left out where the file has just one."""
     from forge.task import TaskModule
 

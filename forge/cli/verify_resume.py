@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,8 @@ def run(args: Namespace) -> int:
         return live(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
+    if args.keep:
+        _refuse_used(Path(args.keep))
     folder = Path(args.keep or tempfile.mkdtemp(prefix="forge-verify-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -63,6 +67,14 @@ def run(args: Namespace) -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_used(folder: Path) -> None:
+    """What an earlier trial left would be resumed, and mistaken for this one."""
+    if folder.exists() and not folder.is_dir():
+        raise ForgeError(f"--keep: {str(folder)!r} is a file; name a new or an empty folder.")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ForgeError(f"--keep: the folder {str(folder)!r} is not empty; name a new or an empty one.")
 
 
 def live(args: Namespace) -> int:
@@ -77,8 +89,8 @@ def live(args: Namespace) -> int:
     trainer, task, data = target.build(recipe, folder / "run")
     trainer.resume = "auto"
     trainer.max_updates = min(args.updates, trainer.max_updates or args.updates)
-    if "checkpoint" in trainer.stack:
-        trainer.stack.remove("checkpoint")
+    for name in [plugin.name for plugin in trainer.stack if "checkpoint" in plugin.provides]:
+        trainer.stack.remove(name)
     trainer.stack.add(load("plugin", "checkpoint")(every=f"{args.every} updates"))
     trainer.stack.add(Recorder(folder / "trace.jsonl", args.kill_at))
     trainer.fit(task, data.train, data.val)
@@ -90,7 +102,7 @@ def verify(args: Namespace, folder: Path) -> int:
 
     console = show.console()
     every = max(1, args.updates // 7)
-    console.print(f"straight: {args.updates} updates", style="dim")
+    console.print(f"The straight run: {args.updates} updates ...", style="dim")
     _live(args, folder / "straight", every, None)
     straight = read_trace(folder / "straight" / "trace.jsonl")
     if not straight:
@@ -99,13 +111,13 @@ def verify(args: Namespace, folder: Path) -> int:
     dice = random.Random(args.seed)
     # a kill before the first checkpoint starts from nothing again, which must come out the same as well
     kills = sorted(dice.sample(range(1, last), min(args.kills, last - 1)))
-    for kill in kills:
-        console.print(f"killed after update {kill}", style="dim")
+    for life, kill in enumerate([*kills, None], 1):
+        end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
+        console.print(f"The killed run, life {life} of {len(kills) + 1}: {end} ...", style="dim")
         _live(args, folder / "killed", every, kill)
-    _live(args, folder / "killed", every, None)
     killed = read_trace(folder / "killed" / "trace.jsonl")
-    difference = compare(straight, killed) or _lost(straight, killed) or _weights(folder)
-    return _report(difference, last, kills, len(killed))
+    difference = compare(straight, killed) or _lost(straight, killed) or _weights(folder, last)
+    return _report(difference, last, kills, [line["update"] for line in killed])
 
 
 def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
@@ -116,7 +128,8 @@ def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> Non
     done = subprocess.run(command, capture_output=True, text=True)
     expected = -signal.SIGKILL if kill_at is not None else 0
     if done.returncode != expected:
-        raise ForgeError(f"This run ended with exit code {done.returncode}:\n{(done.stderr or done.stdout).strip()}")
+        said = re.sub("^error: ", "", (done.stderr or done.stdout).strip(), flags=re.MULTILINE)
+        raise ForgeError(f"This run ended with exit code {done.returncode}:\n{said}")
 
 
 def _same_target(args: Namespace) -> list[str]:
@@ -132,21 +145,40 @@ def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:
     return None if lost is None else Difference(lost, "batch", "the killed run never made it")
 
 
-def _weights(folder: Path) -> Difference | None:
+def _weights(folder: Path, last: int) -> Difference | None:
     from forge.testing.trace import Difference
 
     ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
-    return None if ends[0] == ends[1] else Difference(-1, "weights", "weights.safetensors")
+    return None if ends[0] == ends[1] else Difference(last, "weights", "in weights.safetensors")
 
 
-def _report(difference: Difference | None, last: int, kills: list[int], lines: int) -> int:
+def _report(difference: Difference | None, last: int, kills: list[int], made: list[int]) -> int:
     console = show.console()
     if difference is None:
-        console.print(
-            f"Bit for bit the same: {last} updates, killed after {', '.join(map(str, kills))}; {lines} updates in "
-            f"{len(kills) + 1} lives had the same batches, losses, random numbers, optimizer state and weights."
-        )
+        console.print(same(last, kills, made), soft_wrap=True)
         return 0
-    console.print(f"Not the same. First difference, {difference}.", style="bold red")
-    console.print(ADVICE[difference.part])
+    console.print(f"Not the same. First difference {difference}.", style="bold red", soft_wrap=True)
+    console.print(ADVICE[difference.part], soft_wrap=True)
     return 1
+
+
+def same(last: int, kills: list[int], made: list[int]) -> str:
+    """What was found equal: `made` are the updates of all lives of the killed run, in the order they were made."""
+    again = sorted(update for update, times in Counter(made).items() if times > 1)
+    redone = f"Made again after a kill: {ranges(again)}." if again else "None had to be made again."
+    return (
+        f"Bit for bit the same: {last} updates. Killed after update {' and '.join(map(str, kills))}, the run had "
+        f"{len(kills) + 1} lives, in which it made {len(made)} updates. Each of them had the same batch, loss, random "
+        f"numbers, optimizer state and weights as in the straight run. {redone}"
+    )
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers, neighbours drawn together: 3, 7 to 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -25,7 +25,8 @@ from torch.utils.data import (
 from forge.data.feed import batch_size, is_stateful, length_of, set_epoch
 from forge.data.iterable import StreamLoader
 from forge.data.loader import Loader
-from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, epoch_generator, epoch_order
+from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
+from forge.data.prefetch import DevicePrefetch
 from forge.data.sampled import SampledLoader
 from forge.data.workers import DATA_TIMEOUT
 from forge.errors import DataError
@@ -72,6 +73,15 @@ def resumable_reason(loader: Any) -> str | None:
         f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). Give it one of them, or "
         "use forge.data.Loader, forge.data.TensorLoader or a torch DataLoader."
     )
+
+
+def shares_badly(loader: Any) -> bool:
+    """Whether one object cannot serve two stages: it keeps a single position, so a validation would move training's."""
+    if isinstance(loader, (DevicePrefetch, Reread)):
+        return shares_badly(loader.loader)
+    if isinstance(loader, (StreamLoader, Iterator)):
+        return True
+    return is_stateful(loader) and not hasattr(loader, "seek")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +211,9 @@ class Chosen(Order):
     def indices(self, seed: int, epoch: int) -> Indices:
         return self.chosen[epoch_order(self.samples, seed, epoch)]
 
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "chosen": digest(self.chosen)}
+
 
 class Distributed(Order):
     """torch's DistributedSampler, which is a function of its own seed and the epoch already."""
@@ -277,11 +290,14 @@ class BatchList:
 
 
 class Reread:
-    """A loader that can only be read from its beginning: to go on, it is read again and what is consumed is dropped."""
+    """A loader that can only be read from its beginning: to go on, it is read again and what is consumed is dropped.
+
+    Positions are counted in batches here, not in samples: how many samples a batch holds may not be known.
+    """
 
     def __init__(self, loader: Any, stage: str, reason: str):
         self.loader, self.stage, self.reason = loader, stage, reason
-        self._samples = 0
+        self._batches = 0
 
     def set_default_seed(self, seed: int) -> None:
         """Handed on where the loader takes one."""
@@ -289,13 +305,13 @@ class Reread:
             self.loader.set_default_seed(seed)
 
     def seek(self, epoch: int, samples: int) -> None:
-        """The next pass drops so many samples first. What comes after them may not be what would have come."""
+        """The next pass drops so many batches first (see `position`). What follows may not be what would have come."""
         set_epoch(self.loader, epoch)
-        self._samples = samples
+        self._batches = samples
         if samples:
             logger.warning(
                 "The %s loader %s cannot be continued exactly (allow_inexact): it is read again and its first %d "
-                "samples are dropped. %s",
+                "batches are dropped. %s",
                 self.stage,
                 type(self.loader).__name__,
                 samples,
@@ -306,6 +322,10 @@ class Reread:
         """The next pass is this epoch, where the loader knows of epochs."""
         self.seek(epoch, 0)
 
+    def position(self, epoch: int, batches: int) -> int:
+        """Where the first `batches` batches end: after so many batches."""
+        return batches
+
     def fingerprint(self) -> dict[str, Any]:
         """Nothing is known but the number of batches."""
         return {"order": "unknown", "batches": length_of(self.loader)}
@@ -314,17 +334,6 @@ class Reread:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        samples, self._samples = self._samples, 0
+        dropped, self._batches = self._batches, 0
         batches = iter(self.loader)
-        return batches if not samples else _without(batches, samples)
-
-
-def _without(batches: Iterator[Any], samples: int) -> Iterator[Any]:
-    """The batches after the first `samples` samples."""
-    dropped = 0
-    while dropped < samples:
-        batch = next(batches, None)
-        if batch is None:
-            return
-        dropped += batch_size(batch) or 0
-    yield from batches
+        return itertools.islice(batches, dropped, None) if dropped else batches

@@ -6,6 +6,7 @@ The feed knows before a window's first backward how long the window is and wheth
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
+from forge.data.seeds import kept_generators, mix, seed_generators
 from forge.errors import DataError
 
 
@@ -112,16 +114,16 @@ class Feed:
                 while len(window) < count:
                     window.append(next(batches))
             except StopIteration as stop:
-                self._refuse_short_epoch(self.batches + len(window), stop)
+                self._refuse_short_epoch(len(window), stop)
             self.batches += len(window)
             if length is None or self.batches == length:
                 if self._stateful:
-                    self._state = self.loader.state_dict()  # before the look ahead moves it on
+                    self._state = self._loader_state()  # before the look ahead moves it on
                 last = not self._look_ahead(batches, ahead)
             if last:
                 self.batches = self.samples = 0
                 if self._stateful:
-                    self._state = self.loader.state_dict()
+                    self._state = self._loader_state()
             yield window, last
 
     # -- where the run is, in a checkpoint ----------------------------------------------------------------------------
@@ -129,8 +131,8 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last window handed out, and the loader's own state where it has one."""
         state = self._state
-        if self._stateful and self.length is not None and self.batches:
-            state = self.loader.state_dict()  # nothing was read ahead
+        if self._stateful and self.length is not None and self.batches and not self._resuming:
+            state = self._loader_state()  # nothing was read ahead
         return {"batches": self.batches, "samples": self.samples, "loader": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,10 +154,10 @@ class Feed:
         if hasattr(self.loader, "seek"):
             self.loader.seek(number, self._position(number))
         elif resuming and self._stateful and self._state is not None:
-            return self._continue(self._state)
+            return self._continue(number)
         elif resuming and self.batches:
             raise DataError(f"{type(self.loader).__name__} cannot be continued in the middle of an epoch.")
-        batches = iter(self.loader)
+        batches = self._begin(number)
         if batches is self.loader and self._used_up:
             raise DataError(
                 f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is used up. Pass a "
@@ -169,16 +171,35 @@ class Feed:
         tell = getattr(self.loader, "position", None)
         return self.samples if tell is None else tell(number, self.batches)
 
-    def _continue(self, state: Any) -> Iterator[Any]:
+    def _loader_state(self) -> Any:
+        """What a stateful loader says, in a copy: it may be the very object that the loader goes on changing."""
+        return copy.deepcopy(self.loader.state_dict())
+
+    def _begin(self, number: int) -> Iterator[Any]:
+        """A new pass over the loader.
+
+        A loader with a state may draw as its pass begins (torch's workers need a seed), and one that was resumed begins
+        more often than one that ran straight. So what it draws is a function of the run's seed and the epoch, and the
+        run's own random numbers stay where they are.
+        """
+        if not self._stateful:
+            return iter(self.loader)
+        with kept_generators():
+            seed_generators(mix(torch.initial_seed(), number))
+            return iter(self.loader)
+
+    def _continue(self, number: int) -> Iterator[Any]:
         """A stateful loader from where it was; one that was at the end of an epoch begins the next."""
-        self.loader.load_state_dict(state)
-        batches = iter(self.loader)
+        self.loader.load_state_dict(copy.deepcopy(self._state))
         if self.batches:
-            return batches
+            return self._begin(number)
+        set_epoch(self.loader, number)  # the state may have brought back the epoch that is over
+        batches = self._begin(number)
         try:
             return itertools.chain([next(batches)], batches)
         except StopIteration:
-            return iter(self.loader)
+            set_epoch(self.loader, number)
+            return self._begin(number)
 
     def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
         """Whether there is another batch; it is kept in `ahead`."""
@@ -194,11 +215,18 @@ class Feed:
         return True
 
     def _refuse_short_epoch(self, given: int, stop: StopIteration) -> None:
+        """An epoch may end before a window is full; not before its length says, and not before a window has begun."""
         if self.length is not None:
             raise DataError(
-                f"The train loader gave {given} batches in this epoch, but its length says {self.length}. "
-                f"Mend its __len__{_raised_by(stop)}."
+                f"The train loader gave {self.batches + given} batches in this epoch, but its length says "
+                f"{self.length}. Mend its __len__{_raised_by(stop)}."
             ) from stop
+        if given == 0 and self.batches:
+            raise DataError(
+                f"The train loader {type(self.loader).__name__} gave no more batches in this epoch after it was "
+                f"resumed at batch {self.batches}, but there were more when the run was saved. Check its "
+                "load_state_dict or seek, and whether the data are those that the run began with."
+            )
         if given == 0:
             raise DataError("The train loader gave no batch in this epoch. Check its dataset, sampler and drop_last.")
 

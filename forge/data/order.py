@@ -161,7 +161,7 @@ class Weighted(Order):
         return arrivals.argsort(stable=True)[: self.samples]
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "replacement": self.replacement, "weights": _digest(self.weights)}
+        return {**super().describe(), "replacement": self.replacement, "weights": digest(self.weights)}
 
 
 class Bucketed(Order):
@@ -218,7 +218,7 @@ class Bucketed(Order):
         return len(self._sizes(batch_size))
 
     def describe(self) -> dict[str, Any]:
-        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": _digest(self.lengths)}
+        options = {"max_tokens": self.max_tokens, "pool": self.pool, "lengths": digest(self.lengths)}
         return {**super().describe(), **options}
 
     def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
@@ -272,5 +272,6 @@ def _refuse_position(start: int, samples: int, why: str) -> None:
     )
 
 
-def _digest(values: torch.Tensor) -> str:
+def digest(values: torch.Tensor) -> str:
+    """A short name for these values: others have another."""
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
@@ -278,7 +277,7 @@ def _end_with_main() -> None:
         while os.getppid() == parent:
             time.sleep(1)
     else:
-        select.select([handle], [], [])
+        wait([handle])  # not select.select, which takes no descriptor above 1023
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 

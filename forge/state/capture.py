@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from forge.plugin import Plugin
 from forge.run import plugin_options
 from forge.seeding import RNGState
 from forge.state.fingerprint import fingerprint, surroundings
+
+LONG = 10_000
+"""An argument with more entries than this, such as a vocabulary, is not kept with the task's arguments."""
 
 if TYPE_CHECKING:
     from forge.task import TaskModule
@@ -25,10 +30,13 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     return {
         "model": trainer.task.state_dict(),
         "optimizers": trainer.optimizers.state_dict(trainer.task),
+        "rates_used": trainer.optimizers.rates_used,
+        "flags": flags(trainer.task),
         "progress": dataclasses.asdict(trainer.progress),
+        "planned_updates": trainer.planned_updates,
         "data": trainer.feed.state_dict(),
         "means": trainer.means.state_dict(),
-        "metrics": {name: value for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
+        "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
         "left_out": sorted(trainer.left_out),
         "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
         "plugins": plugin_states(trainer),
@@ -38,6 +46,14 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "recipe": trainer.recipe.config if trainer.recipe is not None else None,
         "versions": surroundings(trainer),
         "rng": [RNGState.capture(trainer.env.device).as_tree()],  # by rank
+    }
+
+
+def flags(task: nn.Module) -> dict[str, list[str]]:
+    """What a run may have switched on its way: frozen parameters, modules in evaluation mode."""
+    return {
+        "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, module in task.named_modules() if not module.training],
     }
 
 
@@ -63,9 +79,9 @@ def describe_task(task: TaskModule) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value without changing what it is."""
-    if isinstance(value, (list, tuple)):
-        return all(is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    """Whether a checkpoint can hold a value, and give it back as what it was."""
+    if type(value) in (list, tuple):
+        return len(value) < LONG and all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return len(value) < LONG and all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str)

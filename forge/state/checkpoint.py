@@ -20,6 +20,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
 """The name of a checkpoint in a run: the number of updates that it comes after."""
 
 _CHUNK = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a checkpoint, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    place: str
+    "Where it is stored: tied tensors share one place."
 
 
 class Checkpoint:
@@ -63,16 +75,22 @@ class Checkpoint:
         with self._verified() as files:
             files.tree(lambda file, name, note: None)
 
-    def load(self) -> dict[str, Any]:
-        """Verify, then return the tree as it was saved, with tensors on the CPU; tied tensors are tied again."""
+    def load(self, only: str | None = None) -> dict[str, Any]:
+        """Verify, then return the tree as it was saved, with tensors on the CPU; tied tensors are tied again.
+
+        `only="model"` loads the model's tensors and leaves None in place of all others, `only="state"` the reverse.
+        """
         with self._verified() as files:
-            return files.tree(_Tensors(files))
+            return files.tree(_Tensors(files, only))
+
+    def outline(self) -> dict[str, Any]:
+        """Verify, then return the tree with a TensorInfo in place of every tensor."""
+        with self._verified() as files:
+            return files.tree(files.describe)
 
     def weights(self) -> dict[str, Tensor]:
         """Verify, then return the model's tensors by name, tied ones under each of their names."""
-        with self._verified() as files:
-            loaded = files.tree(_Tensors(files, only="model"))
-        model = loaded.get("model")
+        model = self.load(only="model").get("model")
         if not isinstance(model, dict):
             raise CheckpointError(f"{self.path} holds no model.")
         return {name: value for name, value in model.items() if isinstance(value, Tensor)}
@@ -126,6 +144,12 @@ class _Files:
             raise CheckpointError(f"{self.path / 'state.json'} does not mention the tensor {min(unused)[1][:80]!r}.")
         return found
 
+    def describe(self, file: str, name: str, note: str | None) -> TensorInfo:
+        entry = self.headers[file].entries[name]
+        dtype = note or str(entry.dtype).removeprefix("torch.")
+        shape = entry.shape[:-1] if dtype.startswith("complex") else entry.shape
+        return TensorInfo(shape, dtype, entry.end - entry.begin, f"{file}:{name}")
+
     def tensors(self, file: str) -> dict[str, Tensor]:
         name = f"{file}.safetensors"
         return tensors.read_tensors(self.streams[name], self.headers[file], str(self.path / name))
@@ -152,7 +176,7 @@ class _Files:
 class _Tensors:
     """Finds tensors by reading a file when it is first asked for; what is tied stays one tensor."""
 
-    def __init__(self, files: _Files, only: str | None = None):
+    def __init__(self, files: _Files, only: str | None):
         self.files, self.only = files, only
         self.read: dict[str, dict[str, Tensor]] = {}
         self.made: dict[tuple[str, str, str], Tensor] = {}

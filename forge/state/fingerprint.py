@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from forge import __version__
 from forge.errors import CheckpointError
@@ -14,6 +15,8 @@ from forge.errors import CheckpointError
 if TYPE_CHECKING:
     from forge.trainer import Trainer
 
+EXTRA_STATE = "_extra_state"
+"""What torch calls the state of a module that is no parameter or buffer: its shape is its own business."""
 WORDS = {
     "seed": "the seed",
     "window": "the number of micro-batches in a window",
@@ -48,26 +51,32 @@ def refuse_another_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: 
     if odd:
         raise CheckpointError(
             f"{where} cannot be continued: {'; '.join(odd)}. Put it back as it was, or start a new run "
-            "(from these weights: weights=)."
+            "(from these weights: --weights, or fit(..., weights=...))."
         )
 
 
 def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raise, naming tensors, when the checkpoint's model is not shaped like this one."""
 
-    def shape(value: Any) -> Any:
-        return (tuple(value.shape), str(value.dtype).removeprefix("torch.")) if isinstance(value, torch.Tensor) else ""
-
     odd = [f"{name} is not in the checkpoint" for name in now if name not in saved]
     odd += [f"{name} is only in the checkpoint" for name in saved if name not in now]
     odd += [
-        f"{name} was {shape(saved[name])} and is {shape(now[name])}"
+        f"{name} was {_shape(saved[name])} and is {_shape(now[name])}"
         for name in now
-        if name in saved and shape(saved[name]) != shape(now[name])
+        if name in saved and not name.endswith(EXTRA_STATE) and _shape(saved[name]) != _shape(now[name])
     ]
     if odd:
-        more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
-        raise CheckpointError(f"{where} holds another model: {'; '.join(odd[:5])}{more}.")
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise CheckpointError(
+            f"{where} holds another model: {'; '.join(odd[:3])}{more}. Give the task the options that it had, or "
+            "start a new run."
+        )
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return ""
+    return f"{' × '.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
 
 
 def differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from forge.errors import CheckpointError
 from forge.requests import Request
 from forge.seeding import RNGState
@@ -35,12 +37,25 @@ def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
     """Put everything back as it was captured. Refusals come before anything is changed; the RNG comes last."""
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
+    trainer.optimizers.refuse_others(tree["optimizers"], trainer.task, where)
     _check_stack(trainer, tree, where)
     _warn_of_other_surroundings(tree["versions"], surroundings(trainer))
     _refuse_shorter_run(trainer, tree["progress"], where)
+    if trainer.optimizers.has_schedules and tree["planned_updates"] != trainer.planned_updates:
+        logger.warning(
+            "The run was planned for %s updates and is for %s now: a learning-rate schedule that depends on it goes on "
+            "otherwise than in a run that was so long from the start.",
+            tree["planned_updates"],
+            trainer.planned_updates,
+        )
 
-    trainer.task.load_state_dict(tree["model"])
+    try:
+        trainer.task.load_state_dict(tree["model"])
+    except RuntimeError as error:
+        raise CheckpointError(f"{where} does not fit {type(trainer.task).__name__}: {error}") from error
+    restore_flags(trainer.task, tree["flags"])
     trainer.optimizers.load_state_dict(tree["optimizers"], trainer.task)
+    trainer.optimizers.rates_used = tree["rates_used"]
     for field, value in tree["progress"].items():
         setattr(trainer.progress, field, value)
     trainer.feed.load_state_dict(tree["data"])
@@ -56,6 +71,16 @@ def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
         if name in states:
             take(trainer, states[name])
     restore_rng(trainer, tree)
+
+
+def restore_flags(task: nn.Module, saved: Mapping[str, list[str]]) -> None:
+    """Which parameters are trained, and which modules are in training mode."""
+    frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad != (name not in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, module in task.named_modules():
+        module.training = name not in evaluating
 
 
 def restore_rng(trainer: Trainer, tree: Mapping[str, Any]) -> None:

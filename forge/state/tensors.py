@@ -51,7 +51,7 @@ NOTED = {
 RESERVED = "__metadata__"
 """The one key of a header that is no tensor."""
 
-LEAST_HEADER_LIMIT = 4 * 2**20
+LEAST_HEADER_LIMIT = 8 * 2**20
 MOST_HEADER_LIMIT = 100_000_000
 BYTES_PER_VALUE = 8
 MAX_DIMENSIONS = 64

@@ -34,7 +34,7 @@ from forge.state.tensors import RESERVED, can_store, dtype_note
 MAX_DEPTH = 100
 """Levels of a tree. Far more than state needs; a tree that contains itself is found so."""
 
-LEAST_LIMIT = 4 * 2**20
+LEAST_LIMIT = 8 * 2**20
 BYTES_PER_VALUE = 32
 
 _OUTLINE = strict_json.no_deeper_than(3 * MAX_DEPTH + 10)  # a level that is a `$dict` takes three brackets

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from forge.errors import CheckpointError, TaskError
+from forge.state import leftovers
 from forge.state.capture import describe_task
 from forge.state.checkpoint import NAME, Checkpoint
 from forge.state.folder import Checkpoints
 from forge.state.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
+from forge.state.publish import sync_directory
 
 logger = logging.getLogger("forge")
 
@@ -112,16 +115,13 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
         names = renamed(weights.tensors, rename, str(weights.path))
     tensors = {names[name]: tensor for name, tensor in weights.tensors.items()}
     odd = _other_shapes(tensors, state)
-    before = _copied(state) if strict and (odd or tensors.keys() != state.keys()) else {}
+    before = _copied(state) if strict else {}
     try:
-        missing, unexpected = task.load_state_dict(tensors, strict=False)
-        odd = {}  # a module that takes another shape has its reasons
+        missing, unexpected, odd = _load(task, tensors, odd)
     except RuntimeError as error:
-        if not odd:
-            raise TaskError(f"{weights.path} does not fit {type(task).__name__}: {error}") from error
-        fitting = {name: tensor for name, tensor in tensors.items() if name not in odd}
-        missing, unexpected = task.load_state_dict(fitting, strict=False)
-        missing = [name for name in missing if name not in odd]
+        if strict:
+            _put_back(task, before)
+        raise TaskError(f"{weights.path} does not fit {type(task).__name__}: {error}") from error
     report = LoadReport(
         source=weights.path,
         task=type(task).__name__,
@@ -132,13 +132,33 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
         taken_off=taken_off,
     )
     if strict and not report.complete:
-        task.load_state_dict(before, strict=False)
+        _put_back(task, before)
         raise TaskError(_misfit(report))
     if not report.complete:
         logger.warning("%s", report)
     elif taken_off:
         logger.info("%s", report)
     return report
+
+
+def _load(
+    task: nn.Module, tensors: Mapping[str, Any], odd: dict[str, Any]
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Load what fits: (missing, unexpected, of another shape)."""
+    try:
+        missing, unexpected = task.load_state_dict(tensors, strict=False)
+        return missing, unexpected, {}  # a module that takes another shape has its reasons
+    except RuntimeError:
+        if not odd:
+            raise
+    fitting = {name: tensor for name, tensor in tensors.items() if name not in odd}
+    missing, unexpected = task.load_state_dict(fitting, strict=False)
+    return [name for name in missing if name not in odd], unexpected, odd
+
+
+def _put_back(task: nn.Module, before: Mapping[str, Any]) -> None:
+    with suppress(RuntimeError):  # a module that refuses whatever it is given has refused before, and is told of then
+        task.load_state_dict(before, strict=False)
 
 
 def _misfit(report: LoadReport) -> str:
@@ -191,7 +211,7 @@ def read_weights(path: str | Path) -> Weights:
     """The tensors that a path stands for, on the CPU; a checkpoint is verified first."""
     found = find_weights(Path(path))
     if found.is_dir():
-        tree = Checkpoint(found).load()
+        tree = Checkpoint(found).load(only="model")
         return Weights(found, tree["model"], tree["task"], tree["progress"]["update"])
     if found.suffix in SUFFIXES:
         return Weights(found, read_foreign(found), None)
@@ -281,18 +301,22 @@ def save_weights(task: nn.Module, path: Path) -> None:
 def write_weights(state: Mapping[str, Any], path: Path, task: dict[str, Any] | None, update: int | None) -> int:
     """Write beside `path`, then rename, so that the name never holds a torn file; return how many tensors there are.
 
-    Equal weights give equal files.
+    Equal weights give equal files. What processes that are gone left half written for this name is removed.
     """
     tensors = _tensors(state, path.name)
     metadata = {"format": "pt", NOTE: json.dumps({"task": task, "update": update})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, partial, metadata=metadata)
-        _sort_metadata(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    for left in leftovers.leftovers(path.parent):
+        if left.name == path.name:
+            leftovers.remove(left.path)
+    with leftovers.temporary(path) as (partial, _):
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            _sort_metadata_and_sync(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
     return len(tensors)
 
 
@@ -314,7 +338,7 @@ def _tensors(state: Mapping[str, Any], file: str) -> dict[str, Tensor]:
     return kept
 
 
-def _sort_metadata(file: Path) -> None:
+def _sort_metadata_and_sync(file: Path) -> None:
     """safetensors writes metadata in the order of a hash table, another one in every process."""
     with file.open("r+b") as stream:
         size = int.from_bytes(stream.read(8), "little")
@@ -324,6 +348,8 @@ def _sort_metadata(file: Path) -> None:
         if len(text) == size:
             stream.seek(8)
             stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _shapes(name: str, file: tuple[int, ...], task: tuple[int, ...]) -> str:

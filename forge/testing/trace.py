@@ -7,15 +7,18 @@ written down too: where one of them differs together with something else, it is 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +69,7 @@ class Difference:
 
     def __str__(self) -> str:
         what = PARTS.get(self.part, "something that is no part of the task's state")
-        return f"at update {self.update}: {what} differs ({self.detail})"
+        return f"at update {self.update}, in {what} ({self.detail})"
 
 
 def read_trace(path: Path) -> list[Line]:
@@ -100,7 +103,7 @@ def line_of(trainer: Trainer, step: Step) -> Line:
     rng = RNGState.capture(trainer.env.device).as_tree()
     return {
         "update": trainer.progress.update,
-        "batch": digest(step.window),
+        "batch": dict(_batches(step.window)),
         "means": {name: _exact(value) for name, value in _means(trainer)},
         "weights": {name: digest(value) for name, value in trainer.task.state_dict().items()},
         "optimizer": {
@@ -112,10 +115,11 @@ def line_of(trainer: Trainer, step: Step) -> Line:
 
 
 def digest(value: Any) -> str:
-    """A short name for a nest of tensors, numbers and strings that another nest does not share."""
-    summary = hashlib.sha256()
-    _feed(summary, value)
-    return summary.hexdigest()[:16]
+    """A short name for a nest of tensors, arrays, plain values and objects that another nest does not share.
+
+    Of what has neither a value nor attributes to look at (a generator, an open file) only the type is seen.
+    """
+    return _Digests().of(value)
 
 
 def hidden_state(task: nn.Module) -> Iterator[tuple[str, str]]:
@@ -129,10 +133,22 @@ def hidden_state(task: nn.Module) -> Iterator[tuple[str, str]]:
         for name, value in vars(module).items():
             if name.startswith("_") or name in ("training", "init_args", "trainer"):
                 continue
-            if isinstance(value, (bool, int, float, str, Tensor)):
-                yield prefix + name, _exact(value) if not isinstance(value, Tensor) else digest(value)
-            elif isinstance(value, (list, dict)):
+            if isinstance(value, (bool, int, float, str)):
+                yield prefix + name, _exact(value)
+            elif isinstance(value, (Tensor, np.ndarray, list, tuple, Mapping, Set)) or _is_record(value):
                 yield prefix + name, digest(value)
+
+
+def _batches(window: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """(position, digest) of every part of every micro-batch."""
+    for i, batch in enumerate(window):
+        parts: Iterable[tuple[Any, Any]] = [("", batch)]
+        if isinstance(batch, Mapping):
+            parts = batch.items()
+        elif isinstance(batch, (list, tuple)):
+            parts = enumerate(batch)
+        for key, part in parts:
+            yield f"micro-batch {i}{f', part {key!r}' if key != '' else ''}", digest(part)
 
 
 def _means(trainer: Trainer) -> Iterator[tuple[str, Any]]:
@@ -150,21 +166,70 @@ def _exact(value: Any) -> str:
     return value.hex() if isinstance(value, float) else str(value)
 
 
-def _feed(summary: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous()
-        summary.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        summary.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            summary.update(repr(key).encode())
-            _feed(summary, item)
-    elif isinstance(value, (list, tuple)):
-        summary.update(b"[")
-        for item in value:
-            _feed(summary, item)
-    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-        summary.update(repr(value).encode())
+class _Digests:
+    """Digests of values and of what they hold; what is held in many places is looked at once."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Any, str]] = {}
+        "Digests by id; the value is kept too, so that no other one gets its id."
+        self.around: set[int] = set()
+        "What is being looked at, from the outermost value in."
+
+    def of(self, value: Any) -> str:
+        if id(value) not in self.known:
+            summary = hashlib.sha256()
+            for piece in self._pieces(value):
+                summary.update(len(piece).to_bytes(8, "little"))  # [1, 23] is not [12, 3]
+                summary.update(piece)
+            self.known[id(value)] = value, summary.hexdigest()[:16]
+        return self.known[id(value)][1]
+
+    def _pieces(self, value: Any) -> Iterator[bytes]:
+        if isinstance(value, Tensor):
+            plain = value.detach().cpu().contiguous()
+            yield f"{plain.dtype}{tuple(plain.shape)}".encode()
+            yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+            yield f"{value.dtype.str}{value.shape}".encode()
+            yield value.tobytes()
+        elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+            yield repr(value).encode()
+        elif id(value) in self.around:
+            yield b"<itself>"
+        else:
+            self.around.add(id(value))
+            parts = [self.of(key) + self.of(item) for key, item in _items(value)]
+            self.around.discard(id(value))
+            yield f"{_kind(value)} of {len(parts)}".encode()
+            # the order of a set is another one in every process
+            yield "".join(sorted(parts) if isinstance(value, Set) else parts).encode()
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """(name, part) of everything that a value holds."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (list, tuple, Set)):
+        return ((None, item) for item in value)
+    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType)):
+        return [("name", getattr(value, "__qualname__", value.__name__))]
+    if _is_record(value):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    if isinstance(value, nn.Module):
+        return value.state_dict().items()
+    return getattr(value, "__dict__", {}).items()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "list"
+    return "mapping" if isinstance(value, Mapping) else type(value).__qualname__
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _detail(ours: Any, theirs: Any) -> str:

@@ -46,7 +46,7 @@ class Checkpoint(forge.Plugin):
         "How often to save: 500 updates, 1 epoch, 10 min, or a list of such; null: only the best, and at the end."
         keep: int = 2
         "How many of the last checkpoints to keep."
-        best: Best | None = None
+        best: Best | str | None = None  # a str only to answer it with the right form
         "Keep the best too: {monitor: val/accuracy, mode: max}, mode min for a loss; keep: 3 for the best three."
         background: bool = True
         "Write while training goes on; needs host memory for one copy of the state."
@@ -55,16 +55,18 @@ class Checkpoint(forge.Plugin):
 
     config: Config
     observer = True
+    provides = ("checkpoint",)
 
     def __init__(self, *first: str | list[str] | None, **values: Any):
         super().__init__(*first, **values)
         config = self.config
         every = [config.every] if isinstance(config.every, str) else config.every or []
         self._every = [forge.Interval(text) for text in every]
-        for name, count in (("keep", config.keep), ("best.keep", config.best.keep if config.best else 1)):
+        self._watched = watched(config.best)
+        for name, count in (("keep", config.keep), ("best.keep", self._watched.keep if self._watched else 1)):
             if count < 1:
                 raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
-        if config.best is None:
+        if self._watched is None:
             self.forge_evaluate = None  # pyright: ignore[reportAttributeAccessIssue]
         self._forget()
 
@@ -86,8 +88,8 @@ class Checkpoint(forge.Plugin):
         if trainer.run_dir is None:
             logger.warning("checkpoint: this fit has no run folder, so nothing will be saved.")
             return
-        if self.config.best is not None and "val" not in trainer.loaders:
-            raise StackError(f"checkpoint.best watches {self.config.best.monitor!r}, but this fit has no val loader.")
+        if self._watched is not None and "val" not in trainer.loaders:
+            raise StackError(f"checkpoint.best watches {self._watched.monitor!r}, but this fit has no val loader.")
         self._folder = Checkpoints(trainer.run_dir / "checkpoints")
         if trainer.env.is_main:
             self._folder.sweep()
@@ -114,7 +116,7 @@ class Checkpoint(forge.Plugin):
 
     def _compare(self, trainer: forge.Trainer, metrics: dict[str, Any]) -> None:
         """Ask for a checkpoint of this update if it is among the best; of equals, the earlier stays."""
-        best, update = self.config.best, trainer.progress.update
+        best, update = self._watched, trainer.progress.update
         assert best is not None
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         if best.monitor not in numbers:
@@ -137,7 +139,7 @@ class Checkpoint(forge.Plugin):
 
     def _best(self) -> list[int]:
         """The updates to keep for their value, best first."""
-        best = self.config.best
+        best = self._watched
         return ranking(self._values, best.mode)[: best.keep] if best is not None else []
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class Checkpoint(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        best = self.config.best
+        best = self._watched
         if best is None:
             return {}
         entries = [{"update": update, "value": self._values[update]} for update in self._best()]
@@ -214,9 +216,21 @@ class Checkpoint(forge.Plugin):
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         self._written, self._values = set(), {}
-        best = self.config.best
+        best = self._watched
         if best is not None and (state.get("monitor"), state.get("mode")) == (best.monitor, best.mode):
             self._values = {entry["update"]: entry["value"] for entry in state["best"]}
+
+
+def watched(best: Best | str | None) -> Best | None:
+    """What `best` names; a metric alone does not say whether more of it is better."""
+    if isinstance(best, str):
+        mode = "min" if "loss" in best else "max"
+        raise RecipeError(
+            f"checkpoint.best is {best!r}, but it takes a metric and whether a larger or a smaller value is better. "
+            f"Write best: {{monitor: {best}, mode: {mode}}}, or checkpoint.best.monitor={best} "
+            f"checkpoint.best.mode={mode}."
+        )
+    return best
 
 
 def ranking(values: Mapping[int, float], mode: str) -> list[int]:
@@ -239,5 +253,5 @@ def tidy(folder: Checkpoints, update: int, best: list[int], keep: set[int]) -> N
         for number in updates(folder):
             if number not in keep:
                 folder.remove(folder.path(number))
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         logger.warning("The checkpoint of update %d is saved, but older ones could not be removed: %s", update, error)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import forge
+
+logger = logging.getLogger("forge")
 
 
 class JSONL(forge.Plugin):
@@ -23,7 +27,8 @@ class JSONL(forge.Plugin):
 
     Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
     it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
-    Without a run folder nothing is written. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+    Without a run folder nothing is written. Where the file cannot be written (a full disk), that is logged as an error,
+    once, and the run goes on without it. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
     """
 
     observer = True
@@ -33,26 +38,34 @@ class JSONL(forge.Plugin):
         self._file: TextIOWrapper | None = None
         self._started = 0.0
         self._restores = 0
+        self._gave_up = False
 
     @forge.hookimpl
     def forge_start(self) -> None:
         self._started = time.monotonic()
         self._restores = 0
+        self._gave_up = False
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
-        if trainer.run_dir is None or not trainer.env.is_main:
+        if trainer.run_dir is None or not trainer.env.is_main or self._gave_up:
             return
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         if not scalars:
             return
-        if self._restores != trainer.restores:
-            self.forge_end()
-        if self._file is None:
-            self._file = self._open(trainer, trainer.run_dir / "metrics.jsonl")
         epoch, sample = counters_after(trainer, update)
         where = {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
-        self._file.write(as_json({**where, **scalars, **where}) + "\n")
+        try:
+            self._write(trainer, trainer.run_dir / "metrics.jsonl", as_json({**where, **scalars, **where}) + "\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _write(self, trainer: forge.Trainer, path: Path, line: str) -> None:
+        if self._restores != trainer.restores:
+            self._close()
+        if self._file is None:
+            self._file = self._open(trainer, path)
+        self._file.write(line)
 
     def _open(self, trainer: forge.Trainer, path: Path) -> TextIOWrapper:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,9 +76,22 @@ class JSONL(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self._close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _give_up(self, error: OSError) -> None:
+        """Metrics are not worth a run."""
+        self._gave_up = True
+        with suppress(OSError):  # what it could not write before it cannot write now
+            self._close()
+        logger.error("jsonl: metrics.jsonl cannot be written: %s. The run goes on, without further lines in it.", error)
 
 
 def drop_after(path: Path, update: int) -> None:

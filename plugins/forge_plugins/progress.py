@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +29,8 @@ class Progress(forge.Plugin):
 
     On a terminal this is a live bar that leaves what you print alone. Anywhere else (a file, CI) it is a plain line per
     interval, at the end of every epoch, after every validation and at the end of the run. Both go to stderr, so that
-    stdout stays yours. Only the main process shows anything.
+    stdout stays yours. Only the main process shows anything. Where stderr can be written no longer (a pipe whose reader
+    is gone), it falls silent, and the run goes on.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -182,6 +183,30 @@ class View(Protocol):
         ...
 
 
+class Screen:
+    """stderr, until it fails for the first time; then nothing more is written, because a run is worth more."""
+
+    def __init__(self) -> None:
+        self.stream, self.gone = sys.stderr, False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        if not self.gone:
+            try:
+                action()
+            except OSError:
+                self.gone = True
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a terminal
 
@@ -193,19 +218,22 @@ class Bar:
         self.status = status
         # a stdout that goes elsewhere must not be drawn into the terminal
         own_stdout = bool(getattr(sys.stdout, "isatty", bool)())
-        self.live = Live(self, console=Console(stderr=True), auto_refresh=False, redirect_stdout=own_stdout)
+        self.screen: Any = Screen()  # rich itself would end the process when a pipe breaks
+        self.live = Live(self, console=Console(file=self.screen), auto_refresh=False, redirect_stdout=own_stdout)
         self.live.start(refresh=True)
         self._next = 0.0
 
     def look(self, step: forge.Step) -> float:
         if time.monotonic() >= self._next:
-            self.live.refresh()
-            self._next = time.monotonic() + REFRESH
+            self.refresh()
+            self._next = NEVER if self.screen.gone else time.monotonic() + REFRESH
         return self._next
 
     def refresh(self) -> None:
         self.live.refresh()
         self._next = 0.0  # what is shown now passes soon
+        if self.screen.gone:
+            self.live.stop()  # what others print goes its own way again
 
     def close(self) -> None:
         self.live.stop()
@@ -288,6 +316,7 @@ class Lines:
         self._seconds = every.count if every.unit == "second" else 0.0
         self._next = time.monotonic() + self._seconds
         self._owed = False
+        self._screen = Screen()
 
     def look(self, step: forge.Step) -> float:
         status = self.status
@@ -323,7 +352,7 @@ class Lines:
         return "  ".join(filter(None, parts)) + _listed(status.metrics)
 
     def _write(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=self._screen, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

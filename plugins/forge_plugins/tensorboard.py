@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,8 @@ from forge.run import card_as_markdown, make_card, plain, plugin_options
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+logger = logging.getLogger("forge")
+
 Hyperparameter = bool | int | float | str
 
 
@@ -20,7 +24,8 @@ class Tensorboard(forge.Plugin):
 
     Scalars, `forge.Image` and `forge.Text` are drawn over updates. The run card is under TEXT. At the end of a fit its
     hyperparameters (the options of the task, of the data, of the Trainer and of every plugin that can change the run)
-    join the final metrics under HPARAMS, in the same run. Without a run folder nothing is written.
+    join the final metrics under HPARAMS, in the same run. Without a run folder nothing is written. Where its
+    folder cannot be written (a full disk), that is logged as an error, once, and the run goes on without it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -35,18 +40,22 @@ class Tensorboard(forge.Plugin):
         super().__init__(*first, **values)
         self._writer: SummaryWriter | None = None
         self._failed = False
+        self._gave_up = False
         self._restores = 0
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
-        self._failed = False
+        self._failed = self._gave_up = False
         if _writes(trainer):
             import torch.utils.tensorboard  # noqa: F401 (slow: now rather than at the first log)
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
-        if not _writes(trainer):
-            return
+        if _writes(trainer) and not self._gave_up:
+            with self._going_on():
+                self._log(trainer, update, metrics)
+
+    def _log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
         if self._writer is not None and self._restores != trainer.restores:
             self._writer.close()
             self._writer = None
@@ -66,14 +75,29 @@ class Tensorboard(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Trainer) -> None:
-        writer, self._writer = self._writer, None
-        if writer is None:
+        if self._writer is None:
             return
+        with self._going_on():
+            try:
+                if trainer.verb == "fit":
+                    values = hyperparameters(trainer)
+                    add_hyperparameters(self._writer, values, trainer.metrics, finished=not self._failed)
+            finally:
+                writer, self._writer = self._writer, None
+                writer.close()
+
+    @contextmanager
+    def _going_on(self) -> Generator[None]:
+        """Metrics are not worth a run: the first OSError is logged, and ends the writing."""
         try:
-            if trainer.verb == "fit":
-                add_hyperparameters(writer, hyperparameters(trainer), trainer.metrics, finished=not self._failed)
-        finally:
-            writer.close()
+            yield
+        except OSError as error:
+            self._gave_up = True
+            writer, self._writer = self._writer, None
+            with suppress(OSError):
+                if writer is not None:
+                    writer.close()
+            logger.error("tensorboard: its folder cannot be written: %s. The run goes on, without it.", error)
 
     def _open(self, trainer: forge.Trainer) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter

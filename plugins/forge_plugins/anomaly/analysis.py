@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.data.feed import batch_size
+from forge.data.feed import Feed, batch_size
 from forge.seeding import RNGState
 from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
 from forge_plugins.anomaly.trace import find
@@ -30,8 +31,6 @@ class Before:
     buffers: Buffers
     held: list[Tensor]
     rng: RNGState | None = None
-    start: int | None = None
-    "Samples of the epoch before the window, where that is known."
     versions: list[int] = field(default_factory=list)
     had_batches: bool = False
 
@@ -44,7 +43,6 @@ class Before:
         self.rng = RNGState.capture(step.trainer.env.device)
         if self.held:
             torch._foreach_copy_(self.held, [_now(owner, name) for owner, name in self.buffers])
-        self.start = epoch_position(step)
         self.versions = versions(step.window)
         self.had_batches = step._prepared is not None
 
@@ -67,6 +65,7 @@ class Analysis:
         sources += [(f"batch {name}", t) for micro in step.window for name, t in named_tensors(micro, "batch")]
         self.watch = Watch(step, sources)
         self.losses: list[Tensor] = []
+        self.edges = sample_edges(step)
 
     def see_loss(self, loss: Tensor) -> None:
         self.losses.append(loss.detach())
@@ -139,7 +138,7 @@ class Analysis:
             if told.get("nan") or told.get("inf"):
                 rows, length = bad_rows(tensor)
                 found = {"name": name, "micro": micro, **told}
-                if rows is not None and length == batch_size(batch):
+                if rows is not None and length == self._size(micro):
                     found |= {"rows": rows, "samples": self._indices(micro, rows)}
                 yield found
 
@@ -150,24 +149,29 @@ class Analysis:
             met = next((found for found in finding["data"] if found["name"] == finding["name"]), None)
             if met is not None:
                 finding |= {key: met[key] for key in ("micro", "rows", "samples") if key in met}
-            finding["of"] = batch_size(self.step.window[finding.get("micro", 0)])
+            finding["of"] = self._size(finding.get("micro", 0))
             return
-        size = batch_size(self.step.window[finding["micro"]]) if "micro" in finding else None
+        size = self._size(finding["micro"]) if "micro" in finding else None
         if not rows or not size or length % size:
             return
+        if length != size != batch_size(self.step.window[finding["micro"]]):
+            return  # samples do not come first in this batch, so which row is whose is not known
         each = length // size  # tokens of one sample lie side by side
         samples = sorted({row // each for row in rows})
         finding |= {"rows": samples, "of": size, "samples": self._indices(finding["micro"], samples)}
 
+    def _size(self, micro: int) -> int | None:
+        """Samples in a micro-batch. The loader's word goes before the shape of the batch."""
+        if self.edges is None:
+            return batch_size(self.step.window[micro])
+        return self.edges[micro + 1] - self.edges[micro]
+
     def _indices(self, micro: int, rows: list[int]) -> list[int] | None:
         """The dataset's indices of these rows, where the loader can tell."""
-        step = self.step
-        ask = getattr(step.trainer.loaders["train"][None], "sample_indices", None)
-        sizes = [batch_size(batch) for batch in step.window]
-        if ask is None or self.before.start is None or any(size is None for size in sizes):
+        ask = getattr(self.step.trainer.feed.loader, "sample_indices", None)
+        if ask is None or self.edges is None:
             return None
-        start = self.before.start + sum(size or 0 for size in sizes[:micro])
-        indices = ask(step.epoch, start, start + (sizes[micro] or 0))
+        indices = ask(self.step.epoch, self.edges[micro], self.edges[micro + 1])
         return [int(indices[row]) for row in rows]
 
 
@@ -207,9 +211,27 @@ def versions(window: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(list(window)) if not tensor.is_inference()]
 
 
-def epoch_position(step: forge.Step) -> int | None:
-    """Samples of the epoch that came before this window."""
+def sample_edges(step: forge.Step) -> list[int] | None:
+    """Samples of the epoch before each batch of this window, and after the last; None where that is not known.
+
+    A loader that can tell knows better than the shapes of its batches, whose first dimension may be time.
+    """
     feed = step.trainer.feed
+    if not hasattr(feed.loader, "sample_indices"):
+        return None
+    if (tell := getattr(feed.loader, "position", None)) is not None:
+        after = feed.length if step.ends_epoch else feed.batches  # at its end the feed stands at the next beginning
+        if after is None:
+            return None
+        return [tell(step.epoch, after - left) for left in range(len(step.window), -1, -1)]
+    start, sizes = _counted_start(feed, step), [batch_size(batch) for batch in step.window]
+    if start is None or None in sizes:
+        return None
+    return list(itertools.accumulate((size or 0 for size in sizes), initial=start))
+
+
+def _counted_start(feed: Feed, step: forge.Step) -> int | None:
+    """Samples of the epoch that came before this window, as the Trainer counted them."""
     if not step.ends_epoch:
         return feed.samples - step.samples
     told = feed.fingerprint()  # the feed is at the next epoch's beginning already

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import logging
 import shlex
 from pathlib import Path
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.data.feed import batch_size
 from forge.errors import CheckpointError
 from forge.state import write_checkpoint
 from forge.state.capture import describe_plugin, describe_task
 from forge_plugins._finite import near
-from forge_plugins.anomaly.analysis import Before
+from forge_plugins.anomaly.analysis import Before, sample_edges
 
 logger = logging.getLogger("forge.anomaly")
 
@@ -67,7 +67,7 @@ def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[s
         "buffers": {name: value for name, value in held.items() if name not in weights},
         "rng": before.rng.as_tree(),
         "window": window,
-        "indices": _indices(step, before),
+        "indices": _indices(step),
         "turn": step.name,
         "progress": dataclasses.asdict(trainer.progress),
         "task": describe_task(task),
@@ -95,14 +95,10 @@ def _names(task: forge.TaskModule, before: Before) -> dict[str, Tensor]:
     return {paths[id(owner)] + name: value for (owner, name), value in pairs}
 
 
-def _indices(step: forge.Step, before: Before) -> list[list[int]] | None:
+def _indices(step: forge.Step) -> list[list[int]] | None:
     """The dataset's indices of every micro-batch, where the loader can tell."""
-    ask = getattr(step.trainer.loaders["train"][None], "sample_indices", None)
-    sizes = [batch_size(batch) for batch in step.window]
-    if ask is None or before.start is None or any(size is None for size in sizes):
+    edges = sample_edges(step)
+    if edges is None:
         return None
-    found, start = [], before.start
-    for size in sizes:
-        found.append([int(index) for index in ask(step.epoch, start, start + (size or 0))])
-        start += size or 0
-    return found
+    ask = step.trainer.feed.loader.sample_indices
+    return [[int(index) for index in ask(step.epoch, *ends)] for ends in itertools.pairwise(edges)]

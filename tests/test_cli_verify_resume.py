@@ -1,0 +1,173 @@
+"""forge verify-resume: what it finds in a user's own file, and what one life of a run does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge.cli import main, verify_resume
+from forge.state import Checkpoints
+from forge.testing.trace import compare, read_trace
+from tests.conftest import Run
+
+TASK = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+import forge
+from forge.data import Loader, Splits
+
+class Counts(forge.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.count = 0
+
+    def training_step(self, batch):
+        x, y = batch
+        self.count += 1
+        return F.cross_entropy(self.net(x), y) / self.count
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Sound(Counts):
+    def training_step(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+def data():
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return Splits(train=Loader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), 4, shuffle=True))
+"""
+
+
+@pytest.fixture
+def file(empty_folder: Path) -> Path:
+    path = empty_folder / f"task_{empty_folder.name}.py"  # modules are kept by their name
+    path.write_text(TASK)
+    return path
+
+
+def live(target: str, folder: Path, *words: str) -> int:
+    """One life, in this process."""
+    given = [target, "--life", str(folder), "--updates", "8", "--every", "2", "-p", "no:progress", *words]
+    folder.mkdir(exist_ok=True)
+    return verify_resume.run(verify_resume.parser().parse_intermixed_args(given))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture
+def no_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = os.kill
+
+    def play(pid: int, number: int) -> None:
+        if number == signal.SIGKILL:
+            raise Killed
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", play)
+
+
+# -- one life ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_life_leaves_a_trace_and_checkpoints_at_its_interval(file: Path, tmp_path: Path) -> None:
+    assert live(f"{file}:Sound", tmp_path / "a") == 0
+    assert [line["update"] for line in read_trace(tmp_path / "a" / "trace.jsonl")] == list(range(1, 9))
+    assert [path.name for path in Checkpoints(tmp_path / "a" / "run" / "checkpoints").all()][-1] == "update-00000008"
+
+
+def test_without_a_seed_of_its_own_two_lives_begin_alike(file: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        live(f"{file}:Sound", tmp_path / name)
+    a, b = (read_trace(tmp_path / name / "trace.jsonl") for name in "ab")
+    assert len(a) == 8
+    assert a == b
+
+
+@pytest.mark.usefixtures("no_kill")
+@pytest.mark.parametrize(("task", "part"), [("Sound", None), ("Counts", "hidden")])
+def test_a_second_life_goes_on_from_the_newest_checkpoint(
+    file: Path, tmp_path: Path, task: str, part: str | None
+) -> None:
+    live(f"{file}:{task}", tmp_path / "straight")
+    with pytest.raises(Killed):
+        live(f"{file}:{task}", tmp_path / "killed", "--kill-at", "5")
+    live(f"{file}:{task}", tmp_path / "killed")
+    straight, killed = (read_trace(tmp_path / name / "trace.jsonl") for name in ("straight", "killed"))
+    assert [line["update"] for line in killed] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    difference = compare(straight, killed)
+    assert (difference.part if difference else None) == part
+    if difference is not None:
+        assert (difference.update, difference.detail) == (5, "count")
+
+
+def test_a_checkpoint_plugin_of_another_name_makes_room(file: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("extends: default\nplugins:\n  checkpoint: null\n  checkpoint@mine: {every: 1 epoch}\n")
+    assert live(f"{file}:Sound", tmp_path / "a", "--recipe", str(recipe)) == 0
+    assert len(Checkpoints(tmp_path / "a" / "run" / "checkpoints").all()) > 1
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_attribute_that_no_checkpoint_holds_is_named(run_forge: Run, file: Path) -> None:
+    done = run_forge("verify-resume", f"{file}:Counts", "--updates", "8", "--kills", "1", "--keep", "kept")
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "The straight run: 8 updates ..."
+    assert [line.partition(":")[0] for line in lines[1:3]] == [f"The killed run, life {i} of 2" for i in (1, 2)]
+    assert lines[3].startswith("Not the same. First difference at update ")
+    assert lines[3].endswith("no part of the task's state (count).")
+    assert "register_buffer" in lines[4]
+    assert {path.name for path in (file.parent / "kept").iterdir()} == {"straight", "killed"}
+
+
+@pytest.mark.slow
+def test_a_task_that_keeps_its_promise_is_told_so(run_forge: Run, file: Path) -> None:
+    done = run_forge("verify-resume", f"{file}:Sound", "--updates", "6", "--kills", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit for bit the same: 6 updates. Killed after update " in done.stdout
+
+
+def test_what_was_found_equal_reads_well() -> None:
+    made = [*range(1, 14), *range(13, 29), *range(25, 31)]
+    assert verify_resume.same(30, [13, 28], made) == (
+        "Bit for bit the same: 30 updates. Killed after update 13 and 28, the run had 3 lives, in which it made 35 "
+        "updates. Each of them had the same batch, loss, random numbers, optimizer state and weights as in the "
+        "straight run. Made again after a kill: 13, 25 to 28."
+    )
+    assert verify_resume.same(4, [2], [1, 2, 3, 4]).endswith("None had to be made again.")
+
+
+def test_a_folder_to_keep_that_is_in_use_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *words, **more: pytest.fail("a life began"))
+    (tmp_path / "old").write_text("")
+    for given, said in ((tmp_path, "is not empty"), (tmp_path / "old", "is a file")):
+        assert main(["verify-resume", "quickstart", "--keep", str(given)]) == 2
+        err = capsys.readouterr().err
+        assert f"'{given}'" in err
+        assert said in err
+
+
+def test_what_a_life_says_of_its_mistake_is_quoted_without_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 2, stdout="", stderr="epoch 1/1\nerror: There is no such thing.\n")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
+    args = verify_resume.parser().parse_intermixed_args(["quickstart"])
+    with pytest.raises(
+        forge.ForgeError, match=r"^This run ended with exit code 2:\nepoch 1/1\nThere is no such thing\.$"
+    ):
+        verify_resume.run(args)

@@ -1,0 +1,206 @@
+"""A trace sees whatever a run is made of, and comparing two of them names the cause before its effects."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from forge.testing import TinyTask, fit_tiny
+from forge.testing.trace import Line, Recorder, compare, digest, hidden_state, read_trace
+
+
+def line(update: int, **parts: Any) -> Line:
+    """A line of a trace, with what is of no interest."""
+    quiet = {"batch": {"micro-batch 0": "a"}, "rng": {"torch": "a"}, "means": {"loss": "a"}, "hidden": {"count": "1"}}
+    return {"update": update, **quiet, "weights": {"w": "a"}, "optimizer": {"optimizer": "a"}, **parts}
+
+
+STRAIGHT = [line(1), line(2), line(3)]
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_traces_have_no_difference_however_often_an_update_comes_again() -> None:
+    assert compare(STRAIGHT, [line(1), line(2), line(1), line(2), line(3)]) is None
+    assert compare(STRAIGHT, []) is None
+
+
+@pytest.mark.parametrize("part", ["batch", "rng", "means", "weights", "optimizer"])
+def test_a_difference_is_named_by_its_update_its_part_and_what_in_it(part: str) -> None:
+    name = next(iter(line(2)[part]))
+    difference = compare(STRAIGHT, [line(1), line(2, **{part: {name: "b"}}), line(3, weights={"w": "b"})])
+    assert difference is not None
+    assert (difference.update, difference.part, difference.detail) == (2, part, name)
+    assert str(difference).startswith("at update 2, in the ")
+
+
+def test_causes_come_before_effects() -> None:
+    parts = ["batch", "rng", "means", "weights", "optimizer"]
+    for i, first in enumerate(parts):
+        difference = compare(STRAIGHT, [line(1, **{part: {"x": "b"} for part in parts[i:]})])
+        assert difference is not None
+        assert difference.part == first
+
+
+def test_a_hidden_attribute_that_differs_too_is_the_cause() -> None:
+    difference = compare(STRAIGHT, [line(2, means={"loss": "b"}, hidden={"count": "0"})])
+    assert difference is not None
+    assert (difference.part, difference.detail) == ("hidden", "count")
+    assert "no part of the task's state (count)" in str(difference)
+
+
+def test_a_hidden_attribute_that_differs_alone_does_no_harm() -> None:
+    assert compare(STRAIGHT, [line(2, hidden={"count": "0"})]) is None
+
+
+def test_another_batch_is_not_blamed_on_an_attribute() -> None:
+    difference = compare(STRAIGHT, [line(2, batch={"micro-batch 0": "b"}, hidden={"count": "0"})])
+    assert difference is not None
+    assert difference.part == "batch"
+
+
+def test_an_update_that_the_straight_run_never_made_is_a_difference() -> None:
+    difference = compare(STRAIGHT, [line(3), line(4)])
+    assert difference is not None
+    assert (difference.update, difference.detail) == (4, "the straight run has no such update")
+
+
+def test_many_names_are_cut() -> None:
+    names = dict.fromkeys("abcde", "x")
+    difference = compare([line(1, weights=names)], [line(1, weights=dict.fromkeys("abcde", "y"))])
+    assert difference is not None
+    assert difference.detail == "a, b, c and 2 more"
+
+
+# -- digest -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Point:
+    x: int
+    more: list[int] = field(default_factory=list)
+
+
+class Plain:
+    def __init__(self, x: Any):
+        self.x = x
+
+
+class Other(Plain):
+    pass
+
+
+DIFFERENT = [
+    (np.zeros(3), np.ones(3)),
+    (np.zeros(4), np.zeros((2, 2))),
+    (np.zeros(1, np.int32), np.zeros(1, np.float32)),
+    (np.float32(1), np.float32(2)),
+    (np.array([Plain(1)]), np.array([Plain(2)])),
+    (torch.zeros(2), -torch.zeros(2)),
+    (Point(1), Point(2)),
+    (Point(1, [2]), Point(1, [3])),
+    ({1, 2}, {1, 3}),
+    (Plain(1), Plain(2)),
+    (Plain([np.zeros(1)]), Plain([np.ones(1)])),
+    (Plain(1), Other(1)),
+    (nn.Linear(2, 2), nn.Linear(2, 2)),
+    ([1, 23], [12, 3]),
+    ([1, [2]], [[1], 2]),
+    ({"a": 1}, {"a": 2}),
+    (object(), iter(())),
+    (len, max),
+    (Plain, Other),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_a_digest_sees_what_differs(one: Any, other: Any) -> None:
+    assert digest(one) != digest(other)
+    assert digest([one]) != digest([other])
+
+
+@pytest.mark.parametrize("value", [pair[0] for pair in DIFFERENT if not isinstance(pair[0], type(len))])
+def test_a_copy_has_the_same_digest(value: Any) -> None:
+    assert digest(copy.deepcopy(value)) == digest(value)
+
+
+def test_the_order_of_a_set_does_not_matter() -> None:
+    names = [f"name {i}" for i in range(50)]
+    shuffled = random.Random(0).sample(names, 50)
+    assert digest(set(names)) == digest(set(shuffled))
+
+
+def test_a_value_that_holds_itself_has_a_digest() -> None:
+    one, other = Plain(1), Plain(2)
+    one.me, other.me = one, other  # pyright: ignore[reportAttributeAccessIssue]
+    assert digest(one) != digest(other)
+
+
+def test_what_is_held_in_many_places_is_looked_at_once() -> None:
+    value: list[Any] = []
+    for _ in range(200):
+        value = [value, value]
+    assert digest(value) == digest(copy.deepcopy(value))
+
+
+# -- what a run leaves ------------------------------------------------------------------------------------------------
+
+
+def test_hidden_state_is_what_a_checkpoint_does_not_hold() -> None:
+    task = TinyTask()
+    task.register_buffer("scratch", torch.zeros(1), persistent=False)
+    things = {"count": 1, "pair": (1, 2), "seen": {1}, "table": np.zeros(2), "point": Point(1), "rows": [1], "on": True}
+    for name, value in things.items():
+        setattr(task, name, value)
+    before = dict(hidden_state(task))
+    assert before.keys() >= {*things, "scratch"}
+    changed = {
+        "count": 2,
+        "pair": (1, 3),
+        "seen": {2},
+        "table": np.ones(2),
+        "point": Point(2),
+        "rows": [2],
+        "on": False,
+    }
+    for name, value in changed.items():
+        setattr(task, name, value)
+    now = dict(hidden_state(task))
+    assert {name for name in now if now[name] != before[name]} == changed.keys()
+    assert not {name for name in now if name.startswith("net.") and name.endswith("weight")}
+
+
+def test_two_equal_runs_leave_equal_traces_and_another_seed_leaves_another(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        fit_tiny([Recorder(tmp_path / name)], seed=seed)
+    a, b, c = (read_trace(tmp_path / name) for name in "abc")
+    assert [line["update"] for line in a] == list(range(1, 11))
+    assert a == b
+    assert compare(a, c) is not None
+
+
+def test_the_place_of_another_batch_is_named(tmp_path: Path) -> None:
+    fit_tiny([Recorder(tmp_path / "a")])
+    lines = read_trace(tmp_path / "a")
+    assert list(lines[0]["batch"]) == ["micro-batch 0, part 0", "micro-batch 0, part 1"]
+    other = copy.deepcopy(lines)
+    other[3]["batch"]["micro-batch 0, part 1"] = "x"
+    assert str(compare(lines, other)) == "at update 4, in the batch (micro-batch 0, part 1)"
+
+
+def test_a_line_that_a_kill_has_cut_is_left_out(tmp_path: Path) -> None:
+    fit_tiny([Recorder(tmp_path / "a")])
+    with (tmp_path / "a").open("a") as file:
+        file.write('{"update": 11, "ba')
+    assert len(read_trace(tmp_path / "a")) == 10
+    assert read_trace(tmp_path / "nowhere") == []
