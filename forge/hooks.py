@@ -103,7 +103,8 @@ def forge_build_optimizers(trainer: Trainer) -> Optimizers:
 
 @hookspec
 def forge_start(trainer: Trainer) -> None:
-    """Event. Everything is built: open sinks, allocate state. RNG is set right after, as the last act before the loop.
+    """Event. Everything is built: open sinks, allocate state. Then a resumed run is restored, RNG last, and the loop
+    begins.
 
     A plugin object can serve several runs, so state that belongs to one run is made here, not in `__init__`.
     """
@@ -218,12 +219,20 @@ def forge_boundary(trainer: Trainer, step: Step) -> None:
 
 @hookspec
 def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
-    """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary."""
+    """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary.
+
+    It also fires at a granted stop and at the end of a fit. Tensors in `capture` are the live ones: whoever keeps them
+    copies them before this returns.
+    """
 
 
 @hookspec
 def forge_state_dict(trainer: Trainer) -> dict[str, Any]:
-    """Event. Return this plugin's state as plain data and tensors; it is filed under the plugin's name."""
+    """Event. Return this plugin's state as plain data and tensors; it is filed under the plugin's name.
+
+    Called for every checkpoint, at the start and after the first update (where what cannot be saved is refused): change
+    nothing here. A plugin that finds that this state must not be saved calls `trainer.request_rewind`, or raises.
+    """
     ...
 
 
