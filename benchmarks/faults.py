@@ -110,8 +110,8 @@ _gun: dict[str, int] = {}
 
 
 def shoot(kind: str) -> None:
-    """One more chance to die of this kind."""
-    if kind in _gun:
+    """One more chance to die of this kind; data workers, which inherit the gun, are not meant."""
+    if kind in _gun and os.getpid() == _gun["owner"]:
         _gun[kind] -= 1
         if _gun[kind] <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -160,7 +160,7 @@ def lead(life: Life, folder: Path, seed: int) -> None:
     if life.death == "write":
         arm_system_calls()
     if life.death in ("micro-batch", "write"):
-        _gun[life.death] = int(life.after)
+        _gun.update({life.death: int(life.after), "owner": os.getpid()})
     count = 0 if life.workers == "0 workers" else 2
     options: dict[str, Any] = {"persistent_workers": life.workers == "2 persistent"} if count else {}
     train = Loader(Samples(), 4, shuffle=True, num_workers=count, **options)
