@@ -193,6 +193,8 @@ def spawn(life: Life, folder: Path, seed: int) -> int:
         status = 1
         try:
             os.setsid()
+            for number in SIGNALS:  # a process in the background may have been told to ignore them
+                signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 2)
             note_publications(folder)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+
+
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """A process in the background may have been told to ignore SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Shot(TinyTask):

@@ -237,3 +237,9 @@ def test_more_names_than_a_header_may_hold_are_refused_when_they_are_saved(tmp_p
     with pytest.raises(CheckpointError, match=r"limit"):
         write_checkpoint(tmp_path / "it", tree)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_tensor_of_any_strides_goes_through(tmp_path: Path) -> None:
+    odd = torch.zeros(0, 2, dtype=torch.float64)[:, 0]
+    write_checkpoint(tmp_path / "it", {"odd": odd})
+    assert Checkpoint(tmp_path / "it").load()["odd"].shape == (0,)

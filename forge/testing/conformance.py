@@ -216,8 +216,11 @@ def _check_resume(make: Make, beside: Callable[[], Iterable[Plugin]], situation:
         folder = Path(temporary)
         with _surviving(plugin, f"{situation.name} that is saved"):
             straight, _ = _fit([plugin, *beside(), _Saver()], situation, folder)
-        for later in Checkpoints(folder / "checkpoints").all()[1:]:  # the plugin may save as well
-            Checkpoints(folder / "checkpoints").remove(later)
+        saved = Checkpoints(folder / "checkpoints")
+        for other in saved.all():  # the plugin may save as well
+            saved.remove(other)
+        saved.folder.mkdir(exist_ok=True)
+        (folder / _Saver.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
         with _surviving(plugin, f"{situation.name} that is resumed at update {CUT}"):
             resumed, _ = _fit([make(), *beside(), _Saver()], situation, folder)
     difference = first_difference(resumed, straight)
@@ -231,6 +234,7 @@ class _Saver(Plugin):
     """Saves once: the kit knows no other plugin."""
 
     observer = True
+    FOLDER = "saved-by-the-kit"
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +249,7 @@ class _Saver(Plugin):
     def forge_save(self, trainer: Trainer, capture: dict[str, Any]) -> None:
         if trainer.progress.update == CUT:
             assert trainer.run_dir is not None
-            folder = Checkpoints(trainer.run_dir / "checkpoints")
-            for path in folder.all():
-                folder.remove(path)
-            write_checkpoint(folder.path(CUT), capture)
+            write_checkpoint(Checkpoints(trainer.run_dir / self.FOLDER).path(CUT), capture)
 
 
 class _StateProbe(Plugin):

@@ -188,7 +188,8 @@ class _Digests:
         if isinstance(value, Tensor):
             plain = value.detach().cpu().contiguous()
             yield f"{plain.dtype}{tuple(plain.shape)}".encode()
-            yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            if plain.numel():  # the strides of an empty one may be anything
+                yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             yield f"{value.dtype.str}{value.shape}".encode()
             yield value.tobytes()
