@@ -114,10 +114,10 @@ def encode(tensors: dict[str, Tensor], what: str) -> Iterator[memoryview]:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    if not tensor.numel():  # whose strides may be anything
-        return memoryview(b"")
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.detach().reshape(-1).view(torch.uint8).numpy().data
+    # a dimension of no or one entry may have any stride, which a view as bytes minds
+    flat = plain.detach().reshape(-1).as_strided((plain.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def _stored_as(tensor: Tensor) -> tuple[torch.dtype, list[int]]:

@@ -188,8 +188,9 @@ class _Digests:
         if isinstance(value, Tensor):
             plain = value.detach().cpu().contiguous()
             yield f"{plain.dtype}{tuple(plain.shape)}".encode()
-            if plain.numel():  # the strides of an empty one may be anything
-                yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            # a dimension of no or one entry may have any stride, which a view as bytes minds
+            flat = plain.reshape(-1).as_strided((plain.numel(),), (1,))
+            yield flat.view(torch.uint8).numpy().tobytes()
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             yield f"{value.dtype.str}{value.shape}".encode()
             yield value.tobytes()

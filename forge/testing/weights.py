@@ -45,6 +45,5 @@ def _difference(a: Tensor, b: Tensor) -> str:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """One row of bytes per entry."""
-    if not tensor.numel():  # whose strides may be anything
-        return torch.empty(0, 1, dtype=torch.uint8)
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    # a dimension of no or one entry may have any stride, which a view as bytes minds
+    return tensor.contiguous().as_strided((tensor.numel(), 1), (1, 1)).view(torch.uint8)
