@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, default_
 
 from forge.data.feed import is_stateful
 from forge.data.seeded import failed, is_pure, is_pure_collate, what, where
-from forge.data.seeds import fold, kept_generators, mix, seed_generators
+from forge.data.seeds import OwnSeed, fold, kept_generators, mix, seed_generators
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
@@ -145,7 +145,7 @@ def open_stream(dataset: IterableDataset[Any], *arguments: Any, **options: Any) 
     return kind(dataset, *arguments, **options)
 
 
-class StreamLoader:
+class StreamLoader(OwnSeed):
     """Batches of an iterable dataset that cannot say where it is: usable, but a run over it cannot be continued.
 
     This is what `forge.data.Loader(dataset, ...)` makes of an iterable dataset without `state_dict`.
@@ -177,7 +177,7 @@ class StreamLoader:
         if batch_size is None and drop_last:
             raise DataError("forge.data.Loader: with batch_size=None there is no batch to drop; leave drop_last off.")
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.own_seed, self.default_seed = seed, 0
+        self.own_seed = seed
         collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
         source = Streams(dataset, batch_size, collate, drop_last, pure)
         self._pool = Pool(source, name, num_workers, data_timeout, **options)
@@ -188,15 +188,6 @@ class StreamLoader:
         self._base: _Standing | None = None
         self._now: _Standing | None = None
         self._resuming = False
-
-    @property
-    def seed(self) -> int:
-        """The loader's own seed, or the Trainer's."""
-        return self.default_seed if self.own_seed is None else self.own_seed
-
-    def set_default_seed(self, seed: int) -> None:
-        """The seed to use where the loader was made without one; the Trainer hands on its own."""
-        self.default_seed = seed
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch; the dataset is told where it has a `set_epoch` itself."""

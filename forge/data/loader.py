@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, Sampler, default_collate, default_
 from forge.data.iterable import open_stream
 from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
 from forge.data.seeded import Draw, Seeded
+from forge.data.seeds import OwnSeed
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
@@ -22,7 +23,7 @@ _OURS = {
 }
 
 
-class Loader:
+class Loader(OwnSeed):
     """A torch DataLoader whose order can be repeated, whose position is a slice, and that leaves the global RNG alone.
 
     ::
@@ -69,7 +70,7 @@ class Loader:
             raise DataError(f"forge.data.Loader: batch_size is {batch_size}; it must be at least 1.")
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.order = _chosen_order(dataset, shuffle, sampler)
-        self.own_seed, self.default_seed = seed, 0
+        self.own_seed = seed
         self._epoch = self._position = 0
         self._step = batch_size or 1
         self._check_sizes(name)
@@ -77,15 +78,6 @@ class Loader:
         source = Seeded(dataset, collate, pure, batched=batch_size is not None)
         self._pool = Pool(source, name, num_workers, data_timeout, **options)
         self.loader = self._pool.loader
-
-    @property
-    def seed(self) -> int:
-        """The loader's own seed, or the Trainer's."""
-        return self.default_seed if self.own_seed is None else self.own_seed
-
-    def set_default_seed(self, seed: int) -> None:
-        """The seed to use where the loader was made without one; the Trainer hands on its own."""
-        self.default_seed = seed
 
     def seek(self, epoch: int, samples: int) -> None:
         """The next pass is epoch `epoch` from its sample `samples` on, which must be the beginning of a batch."""

@@ -62,3 +62,19 @@ def seeded(word: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         kept.restore(device)
+
+
+class OwnSeed:
+    """What loaders that can be given a seed share: without one they use the Trainer's."""
+
+    own_seed: int | None = None
+    default_seed: int = 0
+
+    @property
+    def seed(self) -> int:
+        """The loader's own seed, or the Trainer's."""
+        return self.default_seed if self.own_seed is None else self.own_seed
+
+    def set_default_seed(self, seed: int) -> None:
+        """The seed to use where the loader was made without one; the Trainer hands on its own."""
+        self.default_seed = seed

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from forge.data.seeds import OwnSeed
 from forge.errors import DataError
 
 
-class SeekableLoader:
+class SeekableLoader(OwnSeed):
     """Seed, epoch, the place to begin, and the count of batches.
 
     A subclass sets `order` and gives `_batches(epoch, start)` and `sample_indices(epoch, start, stop)`.
@@ -27,17 +28,8 @@ class SeekableLoader:
                 "Take a smaller batch_size, or leave drop_last off."
             )
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
-        self.own_seed, self.default_seed = seed, 0
+        self.own_seed = seed
         self._epoch, self._start = 0, 0
-
-    @property
-    def seed(self) -> int:
-        """The loader's own seed, or the Trainer's."""
-        return self.default_seed if self.own_seed is None else self.own_seed
-
-    def set_default_seed(self, seed: int) -> None:
-        """The seed to use where the loader was made without one; the Trainer hands on its own."""
-        self.default_seed = seed
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration gives this epoch from its beginning."""
