@@ -27,7 +27,7 @@ def everything() -> list[Any]:
         Accumulate(2),
         Clip(0.5),
         Schedule("cosine", warmup=3),
-        Checkpoint(every="3 updates", keep=2),
+        Checkpoint(every="2 updates", keep=2),
         JSONL(),
     ]
 
