@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from forge.hooks import hookimpl
-    from forge.metrics import Image, Text
+    from forge.metrics import Histogram, Image, Text
     from forge.plugin import Plugin, on
     from forge.progress import Interval
     from forge.recipe import load_recipe
@@ -44,6 +44,7 @@ _HOME = {
     "DataError": "forge.errors",
     "FitResult": "forge.trainer",
     "ForgeError": "forge.errors",
+    "Histogram": "forge.metrics",
     "Image": "forge.metrics",
     "Interrupted": "forge.errors",
     "Interval": "forge.progress",
@@ -67,6 +68,7 @@ __all__ = [
     "DataError",
     "FitResult",
     "ForgeError",
+    "Histogram",
     "Image",
     "Interrupted",
     "Interval",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from forge.hooks import hookimpl
 from forge.model import direct_call
 from forge.optimizers import Optimizers, drop_gradients
 from forge.plugin import Plugin
+from forge.state import save_weights
 from forge.step import Step
 
 if TYPE_CHECKING:
@@ -22,14 +25,16 @@ if TYPE_CHECKING:
 
 default = hookimpl(trylast=True)
 
-STEP_ACTIONS = (
-    "forge_train_step",
-    "forge_prepare_batch",
-    "forge_micro_step",
-    "forge_forward",
-    "forge_backward",
-    "forge_optimizer_step",
-)
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """How the written-out step does each action: None where it is core's own, and written out too."""
+
+    training_step: Callable[[Any], Any] | None
+    prepare: Callable[..., Any] | None
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    update: Callable[..., Any] | None
 
 
 class Core(Plugin):
@@ -39,8 +44,8 @@ class Core(Plugin):
         super().__init__()
         self.looked_at: set[str | None] = set()
         "Optimizer names whose first batch has been checked."
-        self.direct: Callable[[Any], Any] | None = None
-        "The task's training_step, once it is known that nothing stands between it and the Trainer."
+        self.direct: Direct | None = None
+        "How to run the step written out, once it is known that it can be."
 
     @default
     def forge_setup_env(self, trainer: Trainer) -> Env:
@@ -72,8 +77,8 @@ class Core(Plugin):
 
     @default
     def forge_train_step(self, step: Step) -> bool:
-        training_step = self.direct
-        if training_step is None:
+        direct = self.direct
+        if direct is None:
             if step._finished:
                 raise RuntimeError(checks.OWNER_RETURNED_NONE)
             step.run_window()
@@ -84,9 +89,11 @@ class Core(Plugin):
         # every function, object and attribute touched costs. A test holds both paths equal, bit for bit.
         trainer = step.trainer
         hooks, means, move = trainer.hooks, trainer.means, trainer.env.move
+        training_step, prepare, backward = direct.training_step, direct.prepare, direct.backward
         for micro, raw in enumerate(step.window):
             step.micro = micro
-            output = training_step(move(raw))
+            batch = move(raw) if prepare is None else prepare(step, raw)
+            output = direct.forward(step, batch) if training_step is None else training_step(batch)
             metrics = {"loss": output} if isinstance(output, Tensor) else output
             try:
                 loss = metrics["loss"]
@@ -98,26 +105,43 @@ class Core(Plugin):
                 loss = loss * step._factors[micro]
             elif step._divisor != 1:
                 loss = loss / step._divisor
-            loss.backward()
+            if backward is None:
+                loss.backward()
+            else:
+                backward(step, loss)
         if hooks.forge_finalize_grads is not None:
             hooks.forge_finalize_grads(step)
         if hooks.forge_inspect_grads is not None:
             hooks.forge_inspect_grads(step)
-        if hooks.forge_edit_grads is not None:
-            hooks.forge_edit_grads(step)
         optimizer = trainer.optimizers.entries[None].optimizer
-        if step.skip_reason is None:
-            optimizer.step()
-            step.updated = True
+        if step.skip_reason is None and hooks.forge_edit_grads is not None:
+            hooks.forge_edit_grads(step)
+        if step.skip_reason is None:  # whoever edits gradients may still have asked for it
+            if direct.update is None:
+                optimizer.step()
+                step.updated = True
+            else:
+                step.updated = bool(direct.update(step))
         drop_gradients(optimizer)
         return True
 
-    def _direct(self, trainer: Trainer) -> Callable[[Any], Any] | None:
-        """The task's training_step, if the step can run written out: one optimizer, no replays, core alone inside."""
-        alone = all(getattr(trainer.hooks, name) == getattr(self, name) for name in STEP_ACTIONS)
-        if not alone or trainer.keep_batches or trainer.optimizers.named:
+    def _direct(self, trainer: Trainer) -> Direct | None:
+        """The step can run written out where the micro-step is core's own, one optimizer trains and nothing replays."""
+        if self._other(trainer, "forge_micro_step") or trainer.keep_batches or trainer.optimizers.named:
             return None
-        return direct_call(trainer.model)
+        forward = self._other(trainer, "forge_forward")
+        return Direct(
+            direct_call(trainer.model) if forward is None else None,
+            self._other(trainer, "forge_prepare_batch"),
+            forward or self.forge_forward,
+            self._other(trainer, "forge_backward"),
+            self._other(trainer, "forge_optimizer_step"),
+        )
+
+    def _other(self, trainer: Trainer, hook: str) -> Callable[..., Any] | None:
+        """The hook, where somebody owns or wraps it; None where it is core's own."""
+        frozen = getattr(trainer.hooks, hook)
+        return None if frozen == getattr(self, hook) else frozen
 
     @default
     def forge_prepare_batch(self, step: Step, batch: Any) -> Any:
@@ -163,3 +187,8 @@ class Core(Plugin):
     @default
     def forge_evaluate(self, trainer: Trainer, stage: str) -> Any:
         return evaluation.run(trainer, stage)
+
+    @default
+    def forge_export(self, trainer: Trainer, path: Path) -> bool:
+        save_weights(trainer.task, path)
+        return True

@@ -15,8 +15,8 @@ from pluggy import HookCaller, HookImpl
 
 Function = Callable[..., Any]
 Wrapper = Generator[None, Any, Any]
-Instrument = Callable[[HookImpl], Function]
-"""Given an implementation, the function to call in its place: the seam for timing each plugin."""
+Instrument = Callable[[str, HookImpl], Function]
+"""Given a hook's name and an implementation, the function to call in its place: the seam for timing each plugin."""
 
 
 class Hooks:
@@ -43,6 +43,7 @@ class Hooks:
     forge_log: Function | None
     forge_boundary: Function | None
     forge_save: Function | None
+    forge_export: Function
     forge_state_dict: Function | None
     forge_load_state_dict: Function | None
     forge_exception: Function | None
@@ -67,7 +68,7 @@ def freeze(caller: HookCaller, instrument: Instrument | None = None) -> Function
     wrappers = [impl for impl in order if impl.wrapper]
     bodies = [impl for impl in order if not impl.wrapper]
     names = _spec_args(caller)
-    functions = {impl: instrument(impl) if instrument else impl.function for impl in order}
+    functions = {impl: instrument(caller.name, impl) if instrument else impl.function for impl in order}
     if _first_result(caller) and not wrappers and len(bodies) == 1 and tuple(bodies[0].argnames) == names:
         return functions[bodies[0]]
     lines = [f"def {caller.name}({', '.join(names)}):"]

@@ -30,6 +30,7 @@ The rhythm, with every hook in its place::
         forge_log                           the validation's metrics
         forge_boundary
         forge_save                          when a checkpoint is due
+    forge_export                            the trained weights, once a fit has reached its end
     on error: forge_exception               always: forge_end
 
 `trainer.hooks.<hook>` calls a hook with all its wrappers (it is None for an event that nobody implements);
@@ -43,6 +44,8 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from forge.env import Env
@@ -159,7 +162,8 @@ def forge_inspect_grads(step: Step) -> None:
 
 @hookspec
 def forge_edit_grads(step: Step) -> None:
-    """Event. Change gradients: clip, add noise. Use `step.parameters()`: those of the current optimizer."""
+    """Event. Change gradients: clip, add noise. Use `step.parameters()`: those of the current optimizer. Not called for
+    a skipped update."""
 
 
 @hookspec(firstresult=True)
@@ -206,7 +210,8 @@ def forge_evaluate(trainer: Trainer, stage: str) -> Any:
 
 @hookspec
 def forge_log(trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
-    """Event. Metrics have arrived on the host: numbers, `forge.Image`, `forge.Text`. `update` is the x-axis.
+    """Event. Metrics have arrived on the host: numbers, `forge.Image`, `forge.Text`,
+    `forge.Histogram`. `update` is the x-axis.
 
     On an accelerator training metrics arrive one update after their interval ended, so that nothing waits.
     """
@@ -224,6 +229,15 @@ def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
     It also fires at a granted stop and at the end of a fit. Tensors in `capture` are the live ones: whoever keeps them
     copies them before this returns.
     """
+
+
+@hookspec(firstresult=True)
+def forge_export(trainer: Trainer, path: Path) -> bool:
+    """Action, once a fit has reached its end. Write the weights that the run was for to `path`, a safetensors file.
+
+    Wrap: put averaged weights in the task's place meanwhile. An owner returns True.
+    """
+    ...
 
 
 @hookspec

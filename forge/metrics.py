@@ -30,6 +30,29 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
+class Histogram:
+    """A distribution to log: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
+
+    counts: Tensor
+    edges: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, bins: int = 64) -> Histogram:
+        """The histogram of a tensor's finite values, on the tensor's device; nothing is read."""
+        flat = values.detach().flatten().float()
+        finite = torch.isfinite(flat)
+        low = torch.where(finite, flat, torch.inf).amin() if flat.numel() else flat.new_zeros(())
+        high = torch.where(finite, flat, -torch.inf).amax() if flat.numel() else flat.new_zeros(())
+        nothing = low > high
+        low, high = torch.where(nothing, 0.0, low), torch.where(nothing, 0.0, high)
+        width = torch.where(high > low, (high - low) / bins, torch.ones_like(low) / bins)
+        places = ((flat - low) / width).floor().clamp(0, bins - 1)
+        places = torch.where(finite, places, float(bins)).long()
+        counts = torch.zeros(bins + 1, device=flat.device).index_add_(0, places, torch.ones_like(flat))[:bins]
+        return cls(counts, low + width * torch.arange(bins + 1, device=flat.device))
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
     """A text to log, as Markdown."""
 

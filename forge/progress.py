@@ -40,8 +40,9 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "
 class Interval:
     """How often something happens: `Interval("500 updates")`, `"1 epoch"`, `"10000 samples"`, `"10 min"`.
 
-    Ask `due(step)` in `forge_step_end` or later. Intervals in updates, epochs and samples are functions of the counters
-    alone, so a resumed run keeps its beat; wall-clock ones count from the first time asked.
+    Ask `due(step)` anywhere in a step: the answer is the same from its first hook to its boundary. Intervals in
+    updates, epochs and samples are functions of the counters alone, so a resumed run keeps its beat; wall-clock ones
+    count from the first time asked.
     """
 
     __slots__ = ("_answer", "_last", "_run", "count", "unit")
@@ -70,18 +71,18 @@ class Interval:
 
     def due(self, step: Step) -> bool:
         """Whether the interval ends with this step."""
-        unit, progress = self.unit, step.trainer.progress
+        unit = self.unit
         if unit == "update":
-            return progress.update % self.count == 0
+            return (step.index + 1) % self.count == 0
         if unit == "epoch":
-            # progress.epoch grows after forge_step_end; counted this way, the answer is the same before and after
             return step.ends_epoch and (step.epoch + 1) % self.count == 0
         if unit == "sample":
-            return progress.sample // self.count > (progress.sample - step.samples) // self.count
+            return (step.samples_before + step.samples) // self.count > step.samples_before // self.count
+        progress = step.trainer.progress
         if self._run is not progress:
             self._run, self._last, self._answer = progress, None, (-1, False)
-        if self._answer[0] != progress.update:
-            self._answer = (progress.update, self._clock_due())
+        if self._answer[0] != step.index:
+            self._answer = (step.index, self._clock_due())
         return self._answer[1]
 
     def _clock_due(self) -> bool:

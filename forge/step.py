@@ -63,6 +63,8 @@ class Step:
         "Updates done before this one."
         self.epoch: int = progress.epoch
         "Epochs done before this step."
+        self.samples_before: int = progress.sample
+        "Samples trained on before this step."
         self.window: Sequence[Any] = window
         "The raw micro-batches."
         self.items: Sequence[int | Tensor] = items
@@ -82,6 +84,12 @@ class Step:
     def is_last_micro(self) -> bool:
         """Whether the current micro-batch is the window's last."""
         return self.micro == len(self.window) - 1
+
+    @property
+    def ends_interval(self) -> bool:
+        """Whether a log follows this step: what is recorded once in it is logged as it is."""
+        update, trainer = self.index + 1, self.trainer
+        return self.ends_epoch or update % trainer.log_every == 0 or update == trainer.max_updates
 
     @property
     def optimizer(self) -> Optimizer:
@@ -137,13 +145,13 @@ class Step:
         self._finished = True
 
     def gradient_phases(self) -> None:
-        """Finalize, inspect, edit."""
+        """Finalize, inspect, edit; what is skipped by now is not edited."""
         hooks = self.trainer.hooks
         if hooks.forge_finalize_grads is not None:
             hooks.forge_finalize_grads(self)
         if hooks.forge_inspect_grads is not None:
             hooks.forge_inspect_grads(self)
-        if hooks.forge_edit_grads is not None:
+        if hooks.forge_edit_grads is not None and self.skip_reason is None:
             hooks.forge_edit_grads(self)
 
     def _kept_batches(self) -> list[Any] | None:

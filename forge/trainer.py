@@ -44,7 +44,7 @@ from forge.requests import Requests
 from forge.session import Session
 from forge.signals import Signals
 from forge.stack import Stack, make_plugins
-from forge.state import capture, check_savable, save_weights, settle
+from forge.state import capture, check_savable, settle
 from forge.state.restore import restore
 from forge.step import Step
 from forge.task import TaskModule
@@ -240,7 +240,7 @@ class Trainer:
         self._log(self.optimizers.rates_used, tell=trained)
         self._deliver_log()
         if self.run_dir is not None and self.env.is_main:
-            save_weights(self.task, self.run_dir / "weights.safetensors")
+            self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
 
     def _is_saved(self) -> bool:
         """Whether the state after the last update is on disk by now."""
@@ -255,6 +255,15 @@ class Trainer:
             if stage != "predict":
                 self._publish(self.progress.update, result)
         return result
+
+    # -- for plugins and tasks ---------------------------------------------------------------------------------------
+
+    def publish(self, metrics: Mapping[str, Any]) -> None:
+        """Hand numbers, `forge.Image`, `forge.Text` or `forge.Histogram` to every sink now, as of this update.
+
+        For what is made once or at an interval; a number of every update goes through `step.record`.
+        """
+        self._publish(self.progress.update, dict(metrics))
 
     # -- requests, for plugins and tasks ------------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ def test_each_implementation_can_be_replaced_by_an_instrumented_one() -> None:
     for index in range(2):
         manager.register(make_plugin(index, "plain", "value", ("a",), "event", log), name=f"plugin{index}")
 
-    def timed(impl: pluggy.HookImpl) -> Callable[..., Any]:
+    def timed(hook: str, impl: pluggy.HookImpl) -> Callable[..., Any]:
+        assert hook == "event"
         return lambda *args: (impl.plugin_name, impl.function(*args))
 
     call = freeze(manager.hook.event, timed)

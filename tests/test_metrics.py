@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -89,7 +90,8 @@ def test_a_metric_that_is_no_scalar_is_refused_by_name(on_host: bool) -> None:
 
 def at(update: int = 0, sample: int = 0, samples: int = 0, epoch: int = 0, ends_epoch: bool = False) -> Any:
     trainer = SimpleNamespace(progress=Progress(update=update, sample=sample))
-    return SimpleNamespace(trainer=trainer, samples=samples, epoch=epoch, ends_epoch=ends_epoch)
+    before = {"index": update - 1, "samples_before": sample - samples}
+    return SimpleNamespace(trainer=trainer, samples=samples, epoch=epoch, ends_epoch=ends_epoch, **before)
 
 
 class TestIntervals:
@@ -142,10 +144,27 @@ class TestIntervals:
 
         def answers() -> list[bool]:
             step, given = at(), []
-            for step.trainer.progress.update, now[0] in enumerate([0.0, 5.0, 11.0, 12.0, 22.0]):
+            for step.index, now[0] in enumerate([0.0, 5.0, 11.0, 12.0, 22.0]):
                 given.append(interval.due(step))
                 assert interval.due(step) == given[-1]
             return given
 
         assert answers() == [False, False, True, False, True]
         assert answers() == [False, False, True, False, True]  # another run starts afresh
+
+
+class TestHistogram:
+    def test_it_counts_like_numpy(self) -> None:
+        values = torch.randn(500, generator=torch.Generator().manual_seed(0)).double()
+        histogram = forge.Histogram.of(values, bins=16)
+        counts, edges = numpy.histogram(values.float().numpy(), bins=16)
+        assert histogram.counts.sum() == 500
+        assert (histogram.counts.numpy() - counts).__abs__().max() <= 1  # a value on an edge may fall either way
+        numpy.testing.assert_allclose(histogram.edges.numpy(), edges, rtol=1e-5)
+
+    @pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0], [float("nan")], [float("inf"), 1.0, 2.0]])
+    def test_odd_values_neither_raise_nor_count(self, values: list[float]) -> None:
+        histogram = forge.Histogram.of(torch.tensor(values), bins=4)
+        assert histogram.counts.sum() == sum(numpy.isfinite(values))
+        assert torch.isfinite(histogram.edges).all()
+        assert (histogram.edges.diff() > 0).all()

@@ -24,7 +24,7 @@ def rates_of(task: forge.TaskModule, **options: Any) -> list[float]:
     """The learning rate in force at each update."""
     rates: list[float] = []
 
-    @forge.on("edit_grads")
+    @forge.on("finalize_grads")
     def watch(step: forge.Step) -> None:
         rates.append(step.optimizer.param_groups[0]["lr"])
 

@@ -24,7 +24,7 @@ PEAK = 0.5
 def watched(rates: dict[str | None, list[float]]) -> forge.Plugin:
     """Keeps the learning rate that each update of each optimizer was made with."""
 
-    @forge.on("edit_grads")
+    @forge.on("finalize_grads")
     def watch(step: forge.Step) -> None:
         rates.setdefault(step.name, []).append(float(step.optimizer.param_groups[0]["lr"]))
 

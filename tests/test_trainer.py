@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import forge
@@ -578,3 +580,81 @@ def test_a_copy_of_a_running_task_takes_no_trainer_with_it() -> None:
     fit(task, plugins=[keep], max_updates=1)
     assert copies[0].trainer is None
     assert task.trainer is None
+
+
+def test_a_skipped_update_is_not_edited() -> None:
+    edited: list[int] = []
+
+    @forge.on("inspect_grads", mutates=True)
+    def skip(step: forge.Step) -> None:
+        if step.index == 1:
+            step.skip_update("test")
+
+    @forge.on("edit_grads")
+    def edit(step: forge.Step) -> None:
+        edited.append(step.index)
+
+    fit(plugins=[skip, edit])
+    assert edited == [0, 2, 3]
+
+
+def test_what_a_plugin_publishes_reaches_every_sink_at_once() -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+
+    @forge.on("step_end", every="2 updates")
+    def make(step: forge.Step) -> None:
+        step.trainer.publish({"shape": forge.Histogram.of(torch.ones(3)), "height": 2})
+
+    @forge.on("log")
+    def sink(update: int, metrics: dict[str, Any]) -> None:
+        seen.append((update, metrics))
+
+    result = fit(plugins=[make, sink])
+    assert [update for update, metrics in seen if "shape" in metrics] == [2, 4]
+    assert result.metrics["height"] == 2
+    assert "shape" not in result.metrics
+
+
+def test_a_plugin_can_put_other_weights_in_place_for_the_export(tmp_path: Path) -> None:
+    class Zeros(forge.Plugin):
+        """Exports zeros."""
+
+        @forge.hookimpl(wrapper=True)
+        def forge_export(self, trainer: forge.Trainer) -> Any:
+            kept = {name: value.clone() for name, value in trainer.task.state_dict().items()}
+            for value in trainer.task.state_dict().values():
+                value.zero_()
+            yield
+            trainer.task.load_state_dict(kept)
+            return True
+
+    task = Classifier()
+    fit(task, plugins=[Zeros()], run_dir=tmp_path)
+    exported = load_file(tmp_path / "weights.safetensors")
+    assert all(not value.any() for value in exported.values())
+    assert all(value.any() for value in task.state_dict().values())
+
+
+@pytest.mark.parametrize("every", ["2 updates", "1 epoch", "9 samples"])
+def test_an_interval_gives_one_answer_from_the_first_hook_of_a_step_to_its_boundary(every: str) -> None:
+    interval, answers = forge.Interval(every), []
+
+    class Asks(forge.Plugin):
+        """Asks everywhere."""
+
+        @forge.hookimpl(wrapper=True)
+        def forge_train_step(self, step: forge.Step) -> Any:
+            answers.append([interval.due(step)])
+            return (yield)
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            answers[-1].append(interval.due(step))
+
+        @forge.hookimpl
+        def forge_boundary(self, step: forge.Step) -> None:
+            answers[-1].append(interval.due(step))
+
+    fit(plugins=[Asks()], max_epochs=2)
+    assert all(len(set(three)) == 1 for three in answers)
+    assert {True, False} == {three[0] for three in answers}

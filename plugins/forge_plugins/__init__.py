@@ -8,33 +8,59 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forge.plugin import snake_case
+
 if TYPE_CHECKING:
     from forge_plugins.accumulate import Accumulate
+    from forge_plugins.amp import AMP
     from forge_plugins.anomaly import Anomaly
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
+    from forge_plugins.compile import Compile
+    from forge_plugins.early_stop import EarlyStop
+    from forge_plugins.ema import EMA
+    from forge_plugins.freeze import Freeze
     from forge_plugins.guard import Guard
     from forge_plugins.jsonl import JSONL
+    from forge_plugins.ledger import Ledger
+    from forge_plugins.monitor import Monitor
     from forge_plugins.prefetch import Prefetch
+    from forge_plugins.profiler import Profiler
     from forge_plugins.progress import Progress
+    from forge_plugins.remat import Remat
+    from forge_plugins.sam import SAM
     from forge_plugins.schedule import Schedule
+    from forge_plugins.swa import SWA
     from forge_plugins.tensorboard import Tensorboard
+    from forge_plugins.throughput import Throughput
 
 __all__ = [
+    "AMP",
+    "EMA",
     "JSONL",
+    "SAM",
+    "SWA",
     "Accumulate",
     "Anomaly",
     "Checkpoint",
     "Clip",
+    "Compile",
+    "EarlyStop",
+    "Freeze",
     "Guard",
+    "Ledger",
+    "Monitor",
     "Prefetch",
+    "Profiler",
     "Progress",
+    "Remat",
     "Schedule",
     "Tensorboard",
+    "Throughput",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'forge_plugins' has no attribute {name!r}")
-    return getattr(import_module(f"forge_plugins.{name.lower()}"), name)
+    return getattr(import_module(f"forge_plugins.{snake_case(name)}"), name)

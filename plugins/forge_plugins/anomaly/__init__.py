@@ -91,15 +91,16 @@ class Anomaly(forge.Plugin):
             self._analysis.see_loss(loss)
         return (yield)
 
-    @forge.hookimpl
-    def forge_inspect_grads(self, step: forge.Step) -> None:
+    @forge.hookimpl(wrapper=True)
+    def forge_inspect_grads(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """Behind the yield everybody has inspected the gradients, and whether the update is skipped is known."""
         self._bad = not self._is_finite(step)
+        result = yield
+        if self._bad:
+            self._tell(step)
+        return result
 
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        """Everybody has inspected the gradients by now; whether the update is skipped is known."""
-        if not self._bad:
-            return
+    def _tell(self, step: forge.Step) -> None:
         self._analyse(step)
         self._bad = False
         # an optimizer that was handed found_inf leaves the update out by itself, and who handed it will speak up
