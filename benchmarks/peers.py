@@ -302,12 +302,16 @@ def installed(name: str) -> bool:
 
 
 def contenders(name: str) -> list[Contender]:
+    return imported(name, PEERS[name][1])
+
+
+def imported(name: str, make: Callable[[], list[Contender]]) -> list[Contender]:
     """Import a peer. What its import sets in the environment becomes its own: Lightning sets
     PYTORCH_NVML_BASED_CUDA_CHECK, which makes every optimizer step of the process slower, the bare loop's too."""
     before = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = PEERS[name][1]()
+        made = make()
     found = {key: value for key, value in os.environ.items() if before.get(key) != value}
     for key in found:
         del os.environ[key]

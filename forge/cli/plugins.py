@@ -5,25 +5,27 @@ from __future__ import annotations
 import inspect
 from argparse import ArgumentParser, Namespace
 
+from rich.padding import Padding
 from rich.text import Text
 
-from forge import hooks, options, registry
-from forge.cli import show, target
-from forge.errors import StackError
-from forge.options import Option
-from forge.plugin import Plugin
-from forge.stack import ACTIONS, SPECS
-
-DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "capturable", "replays")
+from forge import options, registry
+from forge.cli import page, show, target
+from forge.errors import ForgeError
 
 
 def parser() -> ArgumentParser:
     parser = target.new_parser("plugins", "List installed plugins, or show one's options and hooks.")
     parser.add_argument("name", metavar="NAME", nargs="?", help="a plugin to show")
+    parser.add_argument("--markdown", action="store_true", help="print its page as Markdown, for a package's docs")
     return parser
 
 
 def run(args: Namespace) -> int:
+    if args.markdown:
+        if not args.name:
+            raise ForgeError("forge plugins --markdown prints one plugin's page: name it.")
+        print(page.markdown(args.name), end="")
+        return 0
     return _show(args.name) if args.name else _list()
 
 
@@ -39,68 +41,29 @@ def _list() -> int:
 
 
 def _show(name: str) -> int:
-    kind = registry.load("plugin", name)
-    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
-        raise StackError(f"The plugin {name!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
+    kind = page.plugin_class(name)
     entry = registry.installed("plugin")[name]
     console = show.console()
     console.print(Text.assemble((name, "bold"), (f"  {registry.origin(entry)}, {entry.value}", "dim")), soft_wrap=True)
     console.print()
-    console.print(_paragraphs(inspect.getdoc(kind) or "(no description)"), markup=False)
-    console.print()
+    for part in page.parts(inspect.getdoc(kind) or "(no description)"):
+        console.print(Padding(Text(part.text, "cyan"), (0, 0, 0, 4)) if part.is_code else Text(part.text))
+        console.print()
     known = options.of_config(kind.Config)
     if known:
         grid = show.table("option", "type", "default", "what it is for", wrap=["type", "what it is for"])
         for option in known:
-            grid.add_row(Text(option.name), Text(options.type_name(option.type)), _default(option), Text(option.doc))
+            default = Text(page.default_of(option), "yellow" if option.required else "")
+            grid.add_row(Text(option.name), Text(options.type_name(option.type)), default, Text(option.doc))
         console.print(grid)
     else:
         console.print(Text("no options", "dim"))
     console.print()
-    _print_declarations(kind)
+    if page.declared(kind):
+        console.print(Text("; ".join(page.declared(kind))))
+        console.print()
     grid = show.table("hook", "role", "when", wrap=["when"])
-    for hook, role in _hooks(kind):
-        grid.add_row(hook, role, Text(_when(hook), "dim"))
+    for hook, role in page.implemented(kind):
+        grid.add_row(hook, role, Text(page.when(hook), "dim"))
     console.print(grid)
     return 0
-
-
-def _default(option: Option) -> Text:
-    return (
-        Text("required", "yellow")
-        if option.required
-        else Text("null" if option.default is None else str(option.default))
-    )
-
-
-def _print_declarations(kind: type[Plugin]) -> None:
-    declared = {name: getattr(kind, name) for name in DECLARATIONS if getattr(kind, name)}
-    if declared:
-        words = [name if value is True else f"{name} {', '.join(value)}" for name, value in declared.items()]
-        console = show.console()
-        console.print(Text("; ".join(words)))
-        console.print()
-
-
-def _hooks(kind: type[Plugin]) -> list[tuple[str, str]]:
-    """Each hook of the class with its role; an instance may drop some."""
-    found = []
-    for hook in SPECS:
-        marks = getattr(getattr(kind, hook, None), "forge_impl", None)
-        if marks is not None:
-            role = "wraps" if marks.get("wrapper") else "owns" if hook in ACTIONS else "event"
-            found.append((hook, role))
-    return found
-
-
-def _when(hook: str) -> str:
-    """The first sentence of the hook's own documentation, after "Event." or "Action."."""
-    text = " ".join((inspect.getdoc(getattr(hooks, hook)) or "").split())
-    text = text.removeprefix("Event. ").removeprefix("Action. ")
-    return text.partition(". ")[0].removesuffix(".")
-
-
-def _paragraphs(text: str) -> str:
-    """A docstring whose lines flow to the terminal's width; indented parts (code) stay as they are."""
-    parts = text.split("\n\n")
-    return "\n\n".join(part if "\n " in f"\n{part}" else " ".join(part.split()) for part in parts)

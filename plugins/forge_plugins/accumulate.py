@@ -12,7 +12,11 @@ class Accumulate(forge.Plugin):
     """Make each update from several micro-batches: their gradients are averaged before one optimizer step.
 
     The mean is right for unequal batches and for the epoch's last, shorter window too; `num_items` on the task decides
-    what is averaged over. Clipping, schedules and logs count updates, not micro-batches.
+    what is averaged over. Clipping, schedules and logs count updates, not micro-batches. BatchNorm sees micro-batches.
+
+    ::
+
+        forge fit quickstart -p accumulate accumulate.window=4 data.batch_size=16
     """
 
     @dataclass(kw_only=True, slots=True)

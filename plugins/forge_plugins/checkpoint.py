@@ -38,6 +38,11 @@ class Checkpoint(forge.Plugin):
 
     In the background, training goes on as soon as the state is copied to host memory; hashing and writing follow. A
     write that fails leaves the earlier checkpoints as they are. Without a run folder nothing is saved.
+
+    ::
+
+        forge fit quickstart checkpoint.every="20 updates" checkpoint.keep=3
+        forge fit quickstart --resume
     """
 
     @dataclass(kw_only=True, slots=True)

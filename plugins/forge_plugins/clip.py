@@ -18,6 +18,10 @@ class Clip(forge.Plugin):
 
     Clips once per update, over the parameters of the current optimizer, after unscaling. The norm before and after is
     logged as `grad_norm/before` and `grad_norm/after`, and stays on the device until then.
+
+    ::
+
+        forge fit quickstart -p clip clip.max_norm=0.5
     """
 
     @dataclass(kw_only=True, slots=True)

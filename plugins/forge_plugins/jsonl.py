@@ -29,6 +29,10 @@ class JSONL(forge.Plugin):
     it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
     Without a run folder nothing is written. Where the file cannot be written (a full disk), that is logged as an error,
     once, and the run goes on without it. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+
+    ::
+
+        forge fit quickstart -p jsonl
     """
 
     observer = True

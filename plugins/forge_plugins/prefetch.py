@@ -16,6 +16,10 @@ class Prefetch(forge.Plugin):
 
     The copy of the next batches runs while the device computes; what is trained on, and in which order, stays the same.
     On any other device there is nothing to do. Each batch ahead takes its memory on the device.
+
+    ::
+
+        forge fit quickstart -p prefetch prefetch.depth=3
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -31,6 +31,10 @@ class Progress(forge.Plugin):
     interval, at the end of every epoch, after every validation and at the end of the run. Both go to stderr, so that
     stdout stays yours. Only the main process shows anything. Where stderr can be written no longer (a pipe whose reader
     is gone), it falls silent, and the run goes on.
+
+    ::
+
+        forge fit quickstart progress.every="10 updates"
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -52,6 +52,10 @@ class Schedule(forge.Plugin):
 
     Counts updates, not micro-batches. An update that is skipped does not count. With several optimizers each has its
     own schedule, which moves when that optimizer does.
+
+    ::
+
+        forge fit quickstart schedule.kind=one_cycle schedule.warmup=4
     """
 
     @dataclass(kw_only=True, slots=True)

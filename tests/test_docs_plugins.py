@@ -1,0 +1,61 @@
+"""Every plugin has its page, made from its own docstrings, and what the page says to type works."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from forge import cli, registry
+from forge.cli import page
+from tests.conftest import REPO
+
+OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins."))
+CHEAP = {"compile": ["compile.backend=aot_eager"]}
+"""What an example leaves out so that it reads well, and a test adds so that it needs no C++ compiler."""
+
+
+def make_pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_pages", REPO / "docs" / "make_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_what_the_plugins_say() -> None:
+    folder = REPO / "docs" / "plugins"
+    made = make_pages().pages()
+    assert {path.name for path in folder.iterdir()} == made.keys()
+    stale = [name for name, text in made.items() if (folder / name).read_text() != text]
+    assert not stale, f"python docs/make_pages.py writes {', '.join(stale)} anew"
+
+
+def test_every_plugin_has_a_page() -> None:
+    groups = make_pages().GROUPS
+    assert sorted(name for names in groups.values() for name in names) == OURS
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_example_of_a_page_runs(name: str, empty_folder: Path) -> None:
+    lines = page.examples(page.plugin_class(name))
+    assert lines, f"{name}: end its docstring with a command line to try"
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        if words[0] == "fit":
+            words += ["trainer.max_updates=12", *CHEAP.get(name, [])]
+        assert cli.main(words) == 0, line
+
+
+def test_a_page_is_made_of_docstring_options_and_hooks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plugins", "clip", "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# clip\n\nClip gradients before the optimizer step")
+    assert "| `max_norm` | float or None | `1.0` | Largest allowed global gradient norm;" in text
+    assert "```bash\nforge fit quickstart -p clip" in text
+    assert "| `forge_edit_grads` | event |" in text
+    assert "Declares: provides clip; capturable." in text
