@@ -20,20 +20,15 @@ GROUPS = {
     "Looking": ["progress", "jsonl", "tensorboard", "monitor", "throughput", "profiler", "ledger"],
 }
 """The order a reader meets them in; a test holds it complete."""
+INTRODUCTION = """\
+Each is one line in a recipe, or `-p NAME` on the command line. Any stack of them is right, or is refused before it
+starts with a message that names who clashes. `forge plugins NAME` prints what these pages say."""
 
 
 def pages() -> dict[str, str]:
     """Every page by its file's name."""
     entries = registry.installed("plugin")
-    lines = [
-        "# Plugins",
-        "",
-        "Each is one line in a recipe, or `-p NAME` on the command line; any stack of them is right, or is",
-    ]
-    lines += [
-        "refused before it starts with a message that names who clashes. `forge plugins NAME` prints these pages.",
-        "",
-    ]
+    lines = ["# Plugins", "", INTRODUCTION, ""]
     made: dict[str, str] = {}
     for group, names in GROUPS.items():
         lines += [f"## {group}", "", "| plugin | what it does |", "|---|---|"]

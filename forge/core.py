@@ -30,9 +30,10 @@ default = hookimpl(trylast=True)
 class Direct:
     """How the written-out step does each action: None where it is core's own, and written out too."""
 
-    training_step: Callable[[Any], Any] | None
+    call: Callable[[Any], Any]
+    "The model on a batch: the task's own training_step, where nothing stands around the task."
     prepare: Callable[..., Any] | None
-    forward: Callable[..., Any]
+    forward: Callable[..., Any] | None
     backward: Callable[..., Any] | None
     update: Callable[..., Any] | None
 
@@ -89,11 +90,11 @@ class Core(Plugin):
         # every function, object and attribute touched costs. A test holds both paths equal, bit for bit.
         trainer = step.trainer
         hooks, means, move = trainer.hooks, trainer.means, trainer.env.move
-        training_step, prepare, backward = direct.training_step, direct.prepare, direct.backward
+        call, prepare, forward, backward = direct.call, direct.prepare, direct.forward, direct.backward
         for micro, raw in enumerate(step.window):
             step.micro = micro
             batch = move(raw) if prepare is None else prepare(step, raw)
-            output = direct.forward(step, batch) if training_step is None else training_step(batch)
+            output = call(batch) if forward is None else forward(step, batch)
             metrics = {"loss": output} if isinstance(output, Tensor) else output
             try:
                 loss = metrics["loss"]
@@ -129,11 +130,10 @@ class Core(Plugin):
         """The step can run written out where the micro-step is core's own, one optimizer trains and nothing replays."""
         if self._other(trainer, "forge_micro_step") or trainer.keep_batches or trainer.optimizers.named:
             return None
-        forward = self._other(trainer, "forge_forward")
         return Direct(
-            direct_call(trainer.model) if forward is None else None,
+            direct_call(trainer.model),
             self._other(trainer, "forge_prepare_batch"),
-            forward or self.forge_forward,
+            self._other(trainer, "forge_forward"),
             self._other(trainer, "forge_backward"),
             self._other(trainer, "forge_optimizer_step"),
         )
@@ -168,6 +168,8 @@ class Core(Plugin):
 
     @default
     def forge_forward(self, step: Step, batch: Any) -> Any:
+        if self.direct is not None and step.stage == "train":
+            return self.direct.call(batch)
         return step.trainer.model(batch, step.stage, step.name)
 
     @default

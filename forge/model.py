@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -27,11 +27,13 @@ class TaskCall(nn.Module):
         return getattr(self.task, STAGE_METHODS[stage])(batch)
 
 
-def direct_call(model: nn.Module) -> Callable[[Any], Any] | None:
-    """The task's own training_step, where the shell around it has nothing to add; None where it has."""
-    if type(model) is not TaskCall or model._forward_hooks or model._forward_pre_hooks:
-        return None
-    return model.task.training_step if model._compiled_call_impl is None else None
+def direct_call(model: nn.Module) -> Callable[[Any], Any]:
+    """One optimizer's training call on a batch: the task's own training_step, where the shell around it has nothing to
+    add."""
+    bare = type(model) is TaskCall and not (model._forward_hooks or model._forward_pre_hooks)
+    if bare and model._compiled_call_impl is None:
+        return cast(TaskCall, model).task.training_step
+    return lambda batch: model(batch, "train", None)
 
 
 @dataclass(slots=True)

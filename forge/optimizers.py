@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -65,8 +65,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self.entries = dict(entries)
         self.named = None not in self.entries
         self.has_schedules = any(entry.schedules for entry in self.entries.values())
-        self.rates_used: dict[str, float] | None = None
-        "The learning rates of the last update, once schedules have moved on from them."
+        self._used: list[list[Any]] | dict[str, float] | None = None
         self.orphans: list[nn.Parameter] = []
         "Trainable parameters in no optimizer: their gradients are dropped after every window."
 
@@ -89,7 +88,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
     def advance(self, step: Step) -> None:
         """Step every schedule that is due, if its optimizer has stepped since the last time."""
-        self.rates_used = self.learning_rates()
+        self._used = self._rates()
         for name, entry in self.entries.items():
             updated = step.updated and (name is None or name in step.updated_names)
             for item in entry.schedules:
@@ -113,15 +112,32 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
     def learning_rates(self) -> dict[str, float]:
         """`lr`, or `lr/<name>`, with `/0`, `/1`, ... where parameter groups differ."""
-        rates: dict[str, float] = {}
-        for name, entry in self.entries.items():
+        return self._by_name(self._rates())
+
+    @property
+    def rates_used(self) -> dict[str, float] | None:
+        """The learning rates of the last update, once schedules have moved on from them."""
+        return self._by_name(self._used) if isinstance(self._used, list) else self._used
+
+    @rates_used.setter
+    def rates_used(self, rates: dict[str, float] | None) -> None:
+        self._used = rates
+
+    def _rates(self) -> list[list[Any]]:
+        """The rate of every parameter group, as it is: on every update, so nothing is read from a device."""
+        groups = [entry.optimizer.param_groups for entry in self.entries.values()]
+        return [[rate.clone() if isinstance(rate := g.get("lr"), Tensor) else rate for g in each] for each in groups]
+
+    def _by_name(self, rates: list[list[Any]]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for name, values in zip(self.entries, rates, strict=True):
             key = "lr" if name is None else f"lr/{name}"
-            values = [float(group["lr"]) for group in entry.optimizer.param_groups if "lr" in group]
-            if len(set(values)) > 1:
-                rates |= {f"{key}/{i}": value for i, value in enumerate(values)}
-            elif values:
-                rates[key] = values[0]
-        return rates
+            numbers = [float(value) for value in values if value is not None]
+            if len(set(numbers)) > 1:
+                named |= {f"{key}/{i}": value for i, value in enumerate(numbers)}
+            elif numbers:
+                named[key] = numbers[0]
+        return named
 
     @contextmanager
     def only(self, name: str | None) -> Iterator[None]:

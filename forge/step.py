@@ -221,6 +221,8 @@ def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Ten
     """
     if not items:
         return 1, None
+    if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
+        return len(items), None  # nearly always
     if any(isinstance(n, Tensor) for n in items):
         total = sum(items[1:], start=items[0])
         return 1, [n / total for n in items]

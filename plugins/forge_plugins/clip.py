@@ -51,8 +51,12 @@ class Clip(forge.Plugin):
         config, parameters = self.config, step.parameters()
         prefix = "grad_norm" if step.name is None else f"grad_norm/{step.name}"
         if config.max_norm is not None:
-            before = clip_grad_norm_(parameters, config.max_norm, config.norm_type)
-            after = before.clamp(max=config.max_norm)
+            norm = clip_grad_norm_(parameters, config.max_norm, config.norm_type)
+            if norm.is_cpu:  # a number is cheaper than one more operation
+                before = float(norm)
+                after = min(before, config.max_norm)
+            else:
+                before, after = norm, norm.clamp(max=config.max_norm)
         else:
             before = after = self._norm(parameters)
         if config.max_value is not None:
