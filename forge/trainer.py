@@ -268,7 +268,7 @@ class Trainer:
     # -- requests, for plugins and tasks ------------------------------------------------------------------------------
 
     def request_stop(self, reason: str) -> None:
-        """End the run after this update."""
+        """End the run after this update; asked while a run is restored, before its first."""
         self.requests.add("stop", reason)
 
     def request_validation(self, reason: str = "") -> None:
@@ -288,6 +288,8 @@ class Trainer:
 
     def _train(self) -> str:
         hooks, progress, optimizers, requests = self.hooks, self.progress, self.optimizers, self.requests
+        if "stop" in requests.open:  # asked for by what was restored: the run had been stopped before this life
+            self._stop_reason = str(requests.grant("stop"))
         for step in self._steps():
             self.at_boundary = False
             if step.index in self.left_out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,3 +85,127 @@ def train_gan(
             for net in nets.values():
                 net.requires_grad_(True)
             update += 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every lever at once
+
+
+@dataclass(kw_only=True)
+class Levers:
+    """What a strong training script does by hand; each is off unless it is set."""
+
+    window: int = 1
+    clip_norm: float | None = None
+    dtype: torch.dtype | None = None
+    "Forward under autocast; float16 with a GradScaler."
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    rho: float | None = None
+    "Sharpness-aware minimisation."
+    decay: float | None = None
+    "Exponential moving average."
+    swa_every: int | None = None
+    "Stochastic weight averaging: updates between two samples."
+    frozen: Sequence[nn.Module] = ()
+    thaw_at: int | None = None
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
+
+
+@dataclass
+class Outcome:
+    average: list[torch.Tensor] | None
+    skipped: int
+
+
+def train_with_levers(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    epochs: int,
+    levers: Levers,
+    seed: int,
+) -> Outcome:
+    """One loop that does all of it, in the order in which it has to be done."""
+    torch.manual_seed(seed)
+    model.train()
+    for module in levers.frozen:
+        module.requires_grad_(False)
+        module.eval()
+    schedule = levers.schedule(optimizer) if levers.schedule is not None else None
+    half = levers.dtype is torch.float16
+    scaler = torch.amp.GradScaler("cpu", levers.scale, growth_interval=levers.growth_interval, enabled=half)
+    average: list[torch.Tensor] | None = None
+    taken = update = skipped = 0
+
+    def run_window(micros: Sequence[Any]) -> None:
+        sizes = [len(x) for x, _ in micros]
+        for micro, size in zip(micros, sizes, strict=True):
+            with torch.autocast("cpu", levers.dtype or torch.bfloat16, enabled=levers.dtype is not None):
+                loss = loss_of(model, micro)
+            if len(set(sizes)) > 1:
+                loss = loss * (size / sum(sizes))
+            elif len(micros) > 1:
+                loss = loss / len(micros)
+            scaler.scale(loss).backward()
+
+    for _ in range(epochs):
+        for start in range(0, len(batches), levers.window):
+            micros = batches[start : start + levers.window]
+            optimizer.zero_grad()
+            rng = torch.get_rng_state()
+            run_window(micros)
+            if levers.rho is not None:
+                after = torch.get_rng_state()
+                torch.set_rng_state(rng)
+                climb_and_run(model, levers.rho, lambda micros=micros: run_window(micros))
+                torch.set_rng_state(after)
+            scaler.unscale_(optimizer)
+            if levers.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), levers.clip_norm)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            updated = scaler.get_scale() >= before
+            update += 1
+            skipped += not updated
+            if schedule is not None and updated:
+                schedule.step()
+            weights = [p.detach() for p in model.parameters()]
+            if levers.decay is not None and updated:
+                average = step_average(average, weights, 1 - levers.decay)
+            if levers.swa_every is not None and update % levers.swa_every == 0 and update > skipped:
+                average = step_average(average, weights, 1 / (taken + 1))
+                taken += 1
+            if update == levers.thaw_at:
+                for module in levers.frozen:
+                    module.requires_grad_(True)
+                    module.train()
+    return Outcome(average, skipped)
+
+
+def climb_and_run(model: nn.Module, rho: float, run_window: Callable[[], None]) -> None:
+    """Sharpness-aware minimisation's second pass; weights and BatchNorm's statistics are put back."""
+    moving = [p for p in model.parameters() if p.grad is not None]
+    held = [t.detach().clone() for t in (*moving, *model.buffers())]
+    with torch.no_grad():
+        length = rho / (torch.nn.utils.get_total_norm([p.grad for p in moving if p.grad is not None]) + 1e-12)
+        for p in moving:
+            assert p.grad is not None
+            p.add_(p.grad * length)
+    for p in moving:
+        p.grad = None
+    run_window()
+    with torch.no_grad():
+        for tensor, value in zip((*moving, *model.buffers()), held, strict=True):
+            tensor.copy_(value)
+
+
+def step_average(average: list[torch.Tensor] | None, weights: list[torch.Tensor], share: float) -> list[torch.Tensor]:
+    """Move an average towards the weights; the first time it is a copy of them."""
+    if average is None:
+        return [w.clone() for w in weights]
+    for a, w in zip(average, weights, strict=True):
+        a.lerp_(w, share)
+    return average

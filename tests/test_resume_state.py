@@ -14,6 +14,7 @@ from torch import nn
 import forge
 from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import JSONL, Checkpoint
+from tests.tasks import fit, make_batches
 from tests.test_resume import die, live, log_of
 
 
@@ -210,3 +211,31 @@ def test_optimizer_state_that_cannot_be_saved_is_refused_after_the_first_update(
     with pytest.raises(forge.CheckpointError, match=r"seen.*is a set"):
         live(tmp_path, [Checkpoint(), count], task=Built(lambda p: Odd(p, lr=0.1)))
     assert seen == [1]
+
+
+def test_a_plugin_can_say_while_it_is_restored_that_the_run_was_over(tmp_path: Path) -> None:
+    class Enough(forge.Plugin):
+        """Stops after three updates, and knows it when it comes back."""
+
+        stopped = False
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            if step.index == 2:
+                self.stopped = True
+                step.trainer.request_stop("three are enough")
+
+        @forge.hookimpl
+        def forge_state_dict(self) -> dict[str, Any]:
+            return {"stopped": self.stopped}
+
+        @forge.hookimpl
+        def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+            if state["stopped"]:
+                trainer.request_stop("three were enough")
+
+    first, second = (
+        fit(plugins=[Enough(), Checkpoint()], train=make_batches(6), run_dir=tmp_path, resume="auto") for _ in range(2)
+    )
+    assert first.updates == second.updates == 3
+    assert second.stop_reason == "enough: three were enough"
