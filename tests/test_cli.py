@@ -179,7 +179,8 @@ def test_a_stack_recipe_alone_says_what_is_missing(forge):
 
 
 def test_a_task_from_a_file_trains_with_any_stack_recipe(forge, ring):
-    forge("fit", "ring.py:Ring", "--recipe", "fast", "task.lr=0.02", "data.batch_size=128", "--run-dir", "run")
+    changed = ["task.lr=0.02", "data.batch_size=128", "compile.backend=aot_eager"]
+    forge("fit", "ring.py:Ring", "--recipe", "fast", *changed, "--run-dir", "run")
     config = Path("run/config.yaml").read_text()
     assert "lr: 0.02" in config
     assert "log_every: 200" in config
@@ -207,8 +208,17 @@ def test_a_task_without_data_says_where_to_give_them(forge, ring):
     assert "--data FILE.py:function" in forge.refused("fit", "bare.py:Ring")
 
 
-def test_a_recipe_does_not_take_a_second_recipe(forge):
-    assert "extends: [fast, quickstart]" in forge.refused("fit", "quickstart", "--recipe", "fast")
+def test_a_stack_is_laid_over_a_recipe(forge):
+    forge("fit", "quickstart", "--recipe", "debug", "trainer.max_updates=3", "-p", "no:profiler", "--run-dir", "run")
+    config = Path("run/config.yaml").read_text()
+    assert "log_every: 1\n" in config
+    assert "anomaly:" in config
+    assert "name: digits_mlp" in config
+
+
+def test_a_recipe_with_a_task_is_no_stack(forge):
+    Path("mine.yaml").write_text("extends: [default]\ntask: {name: digits_mlp}\n")
+    assert "mine.yaml:2: 'mine' names its own task" in forge.refused("fit", "quickstart", "--recipe", "mine.yaml")
 
 
 # -- validate, test, predict ------------------------------------------------------------------------------------------

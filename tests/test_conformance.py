@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -272,6 +272,26 @@ class Amnesiac(forge.Plugin):
                 parameter.grad.mul_(self.scale)
 
 
+class Hoarder(forge.Plugin):
+    """Keeps every gradient that it ever saw."""
+
+    kept: ClassVar[list[Any]] = []
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        self.kept += [parameter.grad for parameter in step.parameters()]
+
+
+class Clinger(forge.Plugin):
+    """Keeps the task where nobody forgets it."""
+
+    tasks: ClassVar[list[Any]] = []
+
+    @forge.hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self.tasks[:] = [trainer.task]
+
+
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
@@ -290,6 +310,8 @@ class Amnesiac(forge.Plugin):
         (Forgetful, "'forgetful' does not take back what it gave away"),
         (OneWay, "'one_way' defines only forge_state_dict"),
         (Clingy, "'clingy' carries something from one run into the next"),
+        (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
+        (Clinger, "'clinger' keeps the task alive"),
         (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends elsewhere: net.0.weight differs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="e.g. trainer.max_epochs=3 task.lr=1e-3 clip.max_norm=0.5"
     )
-    parser.add_argument("--recipe", metavar="NAME", help="with FILE.py:Task: the recipe to use (default: default)")
+    parser.add_argument("--recipe", metavar="NAME", help="a stack to use: fast, frugal, debug, ...")
     parser.add_argument("--data", metavar="FILE.py:function", help="a function that returns forge.data.Splits")
     parser.add_argument(
         "-p",
@@ -54,21 +54,16 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
     """The recipe that the arguments describe, with the user's own task and data in place of the recipe's."""
     add = [name for name in args.plugins if not name.startswith("no:")]
     remove = [name.removeprefix("no:") for name in args.plugins if name.startswith("no:")]
-    name, task, data = args.target, None, None
+    name, stack, task, data = args.target, args.recipe, None, None
     if _is_python(args.target):
-        name = args.recipe or "default"
+        name, stack = args.recipe or "default", None
         task, module = task_class(args.target)
         data = getattr(module, "data", None)
-    elif args.recipe:
-        raise ForgeError(
-            f"--recipe goes with FILE.py:Task; {args.target!r} is a recipe itself. To combine two, write a .yaml file "
-            f"with extends: [{args.recipe}, {args.target}]."
-        )
     if args.data:
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
         data = _function(args.data)
-    recipe = load_recipe(name, args.overrides, add, remove, task=task, data=data)
+    recipe = load_recipe(name, args.overrides, add, remove, stack=stack, task=task, data=data)
     if to_train and task is not None and not {"max_epochs", "max_updates"} & recipe.trainer.keys():
         overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
         recipe = load_recipe(name, overrides, add, remove, task=task, data=data)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge import options
 from forge.errors import RecipeError
-from forge.recipe.files import SECTIONS, locate, omegaconf, with_bases
+from forge.recipe.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
 from forge.recipe.merge import Layers, leaves
 from forge.recipe.schema import Maker, check_section, maker_of
 
@@ -99,15 +99,17 @@ def load_recipe(
     add: Sequence[str] = (),
     remove: Sequence[str] = (),
     *,
+    stack: str | Path | None = None,
     task: type | None = None,
     data: Maker | None = None,
 ) -> Recipe:
     """Load an installed recipe by name, or a .yaml file by path, and check every option against what takes it.
 
-    `overrides` are "key=value" as on the command line; `add` and `remove` name plugins. A `task` class or `data`
-    function given here stands in for what the recipe names.
+    `overrides` are "key=value" as on the command line; `add` and `remove` name plugins; `stack` is a second recipe,
+    one without a task, laid over the first. A `task` class or `data` function given here stands in for what the recipe
+    names.
     """
-    recipe = read_recipe(name, overrides, add, remove, task=task, data=data)
+    recipe = read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
     recipe.resolved = {"description": recipe.description} if recipe.description else {}
     for section in SECTIONS:
         if section in recipe.config or section in recipe.local or section == "trainer":
@@ -122,6 +124,7 @@ def read_recipe(
     add: Sequence[str] = (),
     remove: Sequence[str] = (),
     *,
+    stack: str | Path | None = None,
     task: type | None = None,
     data: Maker | None = None,
 ) -> Recipe:
@@ -129,7 +132,10 @@ def read_recipe(
     path = locate(name)
     local: dict[str, Maker] = {key: given for key, given in (("task", task), ("data", data)) if given is not None}
     layers = Layers()
-    for file in with_bases(path):
+    files = list(with_bases(path))
+    if stack is not None:
+        files += _over(stack, files)
+    for file in files:
         layers.add(file.values, file.where)
     for section in local:
         if "name" in layers.values.get(section, {}):  # the options of another task or data set mean nothing here
@@ -139,6 +145,20 @@ def read_recipe(
     config = layers.resolved()
     kept = {key for key, _ in leaves(config)} | {f"plugins.{name}" for name in config.get("plugins", {})}
     return Recipe(path.stem, config, {key: at for key, at in layers.origin.items() if key in kept}, local=local)
+
+
+def _over(stack: str | Path, files: list[SourceFile]) -> list[SourceFile]:
+    """The files of a stack that is laid over others; a base that both have counts once, as the others' base."""
+    there = {file.path for file in files}
+    over = [file for file in with_bases(locate(stack)) if file.path not in there]
+    for file in over:
+        for section in ("task", "data"):
+            if section in file.values:
+                raise RecipeError(
+                    f"{file.where(section)}: {file.path.stem!r} names its own {section}, so it is no stack to be laid "
+                    "over another recipe. Stacks are recipes with plugins alone, such as fast, frugal or debug."
+                )
+    return over
 
 
 def _escaped(value: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge import options
 from forge.errors import StackError
@@ -62,6 +64,7 @@ def check_plugin(make: Make, *, beside: Callable[[], Iterable[Plugin]] = tuple, 
     - `observer = True`: weights, counters and everybody else's metrics are the same without the plugin, bit for bit;
     - `forge_state_dict` returns plain data and tensors, and `forge_load_state_dict` takes them back;
     - a fit that was cut off and resumed ends in the weights of the straight one, bit for bit;
+    - once run, task and plugin are forgotten, their memory is free again;
     - one object serves two runs in a row, and the second gives the weights of the first.
 
     `beside` makes the other plugins that this one `requires`. `leave_out` names situations that the plugin refuses on
@@ -76,6 +79,7 @@ def check_plugin(make: Make, *, beside: Callable[[], Iterable[Plugin]] = tuple, 
     for situation in situations:
         _check_situation(make, beside, situation)
     _check_evaluation(make, beside)
+    _check_memory(make, beside, situations[0])
     _check_state(make, beside, situations[0])
     for situation in situations:
         _check_resume(make, beside, situation)
@@ -140,6 +144,23 @@ def _check_evaluation(make: Make, beside: Callable[[], Iterable[Plugin]]) -> Non
         with _surviving(plugin, f"trainer.{verb}(), where there are neither optimizers nor a run folder"):
             trainer = Trainer(plugins=[plugin, *beside()], seed=0, device="cpu")
             getattr(trainer, verb)(TinyTask(), tiny_batches())
+
+
+def _check_memory(make: Make, beside: Callable[[], Iterable[Plugin]], situation: Situation) -> None:
+    """After a second fit as many tensors are left as after the first, whatever was set up once for all."""
+
+    def left_over() -> tuple[int, bool]:
+        task = weakref.ref(_fit([make(), *beside()], situation)[0])
+        gc.collect()
+        return sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)), task() is not None
+
+    name = make().name
+    (before, _), (after, lives) = left_over(), left_over()
+    assert not lives, f"{name!r} keeps the task alive when the run, and the plugin itself, are forgotten."
+    assert after <= before, (
+        f"{name!r} leaves {after - before} tensors behind after {situation.name}: memory grows with every run. "
+        "Look for a cache, a hook that was not removed, or what autograd was given to keep (detach it)."
+    )
 
 
 def _fit(plugins: Iterable[Plugin], situation: Situation, folder: Path | None = None) -> tuple[TaskModule, FitResult]:
