@@ -90,10 +90,14 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         return {**self.__dict__, "trainer": None}
 
     @classmethod
-    def from_checkpoint(cls, path: str | Path, /, *, strict: bool = True, **overrides: Any) -> Self:
+    def from_checkpoint(
+        cls, path: str | Path, /, *, weights: str | None = None, strict: bool = True, **overrides: Any
+    ) -> Self:
         """Make a task again as it was saved, with its weights, on the CPU and in training mode.
 
         `path` is a run folder, a checkpoint, a weights file, or a file of torch.save's, as for `forge.load_weights`.
+        `weights="ema"` takes the average that the plugin `ema` kept, `weights="raw"` what was trained; without it a
+        finished run gives what it exported (an average, where one was evaluated) and a checkpoint what was trained.
         The arguments of `__init__` that are plain data were saved with the weights; others must be given again, by
         name, and `overrides` win over what was saved. `strict=False` loads what fits and logs the rest. The random
         numbers of the caller are left as they were.
@@ -103,9 +107,9 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 
         if cls is TaskModule:
             raise TaskError("TaskModule.from_checkpoint makes no task: call it on the class that was saved.")
-        weights = read_weights(path)
-        saved = weights.task or {"class": cls.__name__, "options": {}}
-        args, kwargs = _arguments(cls, saved, overrides, weights.path)
+        found = read_weights(path, weights)
+        saved = found.task or {"class": cls.__name__, "options": {}}
+        args, kwargs = _arguments(cls, saved, overrides, found.path)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         rng = RNGState.capture(device)
         try:
@@ -114,7 +118,7 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         finally:
             rng.restore(device)
         try:
-            fill(task, weights, strict=strict)
+            fill(task, found, strict=strict)
         except TaskError as error:
             if saved["class"] != cls.__name__:
                 raise TaskError(f"{error} It was saved by the task {saved['class']}.") from error

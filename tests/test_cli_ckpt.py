@@ -19,7 +19,7 @@ from forge.state import Checkpoint as SavedState
 from forge.state import Checkpoints
 from forge.state.checkpoint import TensorInfo
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
-from forge_plugins.checkpoint import Checkpoint
+from forge_plugins import EMA, SWA, Checkpoint
 
 Call = Any
 
@@ -31,6 +31,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("a", 0), ("b", 1)):
         plugin = Checkpoint(["1 epoch", "8 updates"], keep=3, best={"monitor": "val/loss", "mode": "min"})
         fit_tiny([plugin], seed=seed, run_dir=folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two averages, of which `ema` was exported; `swa` begins after the checkpoint of update 5."""
+    folder = tmp_path_factory.mktemp("averaged")
+    fit_tiny([EMA(0.9), SWA("1 epoch", every="2 updates", evaluate=False), Checkpoint()], run_dir=folder)
     return folder
 
 
@@ -174,6 +182,16 @@ def test_a_pointer_is_shown_as_the_checkpoint_beside_it(call: Call, run: Path, m
     assert call("show", "a/checkpoints/best")[1].startswith("a/checkpoints/update-00000005  valid")
 
 
+def test_the_averages_of_a_checkpoint_are_named_with_how_to_get_them(call: Call, averaged: Path, made: Path) -> None:
+    out = call("show", averaged / "checkpoints" / "latest")[1]
+    assert "averages" in out
+    assert "ema (export --weights ema), swa (export --weights swa)" in out
+    assert "plugins.ema …" in out
+    assert "swa (export" not in call("show", checkpoint_of(averaged, 5))[1]
+    assert json.loads(call("show", "--json", averaged / "checkpoints" / "latest")[1])["averages"] == ["ema", "swa"]
+    assert "averages" not in call("show", checkpoint_of(made / "a", 5))[1]
+
+
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +316,55 @@ def test_an_existing_file_is_overwritten_only_by_force(call: Call, made: Path, t
 def test_another_ending_is_refused(call: Call, made: Path, tmp_path: Path) -> None:
     with pytest.raises(forge.ForgeError, match=r"does not end in \.safetensors"):
         call("export", made / "a", tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("name", ["ema", "swa", "raw"])
+def test_an_average_becomes_a_file_of_its_own(call: Call, averaged: Path, tmp_path: Path, name: str) -> None:
+    for source in (averaged, averaged / "checkpoints" / "latest"):
+        out = tmp_path / f"{source.name}.safetensors"
+        code, said = call("export", source, out, "--weights", name)
+        expected = TinyTask.from_checkpoint(averaged / "checkpoints" / "latest", weights=name)
+        assert code == 0
+        assert (f"9 tensors, averaged by {name}," in said) == (name != "raw")
+        assert_same_weights(load_file(out), expected)
+        assert_same_weights(TinyTask.from_checkpoint(out, weights=name), expected)
+    three = [TinyTask.from_checkpoint(averaged, weights=which).net[0].weight for which in ("ema", "swa", "raw")]
+    assert len({tuple(weight.flatten().tolist()) for weight in three}) == 3
+
+
+def test_without_a_name_a_run_gives_what_it_exported_and_a_checkpoint_what_was_trained(
+    call: Call, averaged: Path, tmp_path: Path
+) -> None:
+    said = call("export", averaged, tmp_path / "run.safetensors")[1]
+    assert "averaged by ema, " in said
+    assert "weights.safetensors after 10 updates" in said
+    assert (tmp_path / "run.safetensors").read_bytes() == (averaged / "weights.safetensors").read_bytes()
+    said = call("export", averaged / "checkpoints" / "latest", tmp_path / "checkpoint.safetensors")[1]
+    assert "averaged" not in said.partition(", from")[0]
+    trained = TinyTask.from_checkpoint(averaged, weights="raw")
+    assert_same_weights(load_file(tmp_path / "checkpoint.safetensors"), trained)
+
+
+def test_the_average_of_the_last_checkpoint_is_what_the_run_exported(
+    call: Call, averaged: Path, tmp_path: Path
+) -> None:
+    call("export", averaged / "checkpoints" / "latest", tmp_path / "w.safetensors", "--weights", "ema")
+    assert (tmp_path / "w.safetensors").read_bytes() == (averaged / "weights.safetensors").read_bytes()
+
+
+def test_an_unknown_average_is_answered_with_those_there_are(
+    call: Call, averaged: Path, made: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "w.safetensors"
+    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'emma'\. Did you mean 'ema'\?"):
+        call("export", averaged, out, "--weights", "emma")
+    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. There is: ema, swa\."):
+        call("export", averaged, out, "--weights", "polyak")
+    with pytest.raises(forge.CheckpointError, match=r"No plugin of its run keeps one"):
+        call("export", made / "a", out, "--weights", "ema")
+    with pytest.raises(forge.CheckpointError, match=r"update-00000005: the plugin 'swa' had averaged nothing by then"):
+        call("export", checkpoint_of(averaged, 5), out, "--weights", "swa")
+    assert not out.exists()
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

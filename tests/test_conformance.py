@@ -18,8 +18,10 @@ ACTING: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},
     "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
     "clip": {"max_norm": 0.1, "max_value": 0.05},
+    "ema": {"decay": 0.9, "start": 1},
     "progress": {"every": "2 updates"},
     "schedule": {"warmup": 2},
+    "swa": {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2},
 }
 """Options with which a built-in plugin acts within the few updates of the kit, where its defaults would not."""
 

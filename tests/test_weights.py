@@ -24,7 +24,7 @@ from torch import nn
 
 import forge
 from forge.state import Checkpoints, load_weights, save_weights, tensors
-from forge.state.weights import find_weights
+from forge.state.weights import find_weights, noted_as_average, read_weights
 from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from tests.tasks import Classifier
@@ -550,3 +550,126 @@ def test_state_that_is_no_tensor_comes_back_from_a_checkpoint(tmp_path: Path) ->
     again = Counting.from_checkpoint(tmp_path / "checkpoints" / "latest", start=0)
     assert again.count == 5
     assert torch.equal(again.net[0].weight, task.state_dict()["net.0.weight"])
+
+
+# -- averages ---------------------------------------------------------------------------------------------------------
+
+
+class KeepsWeights(forge.Plugin):
+    """A third party's average, of one layer: it knows nothing but the convention."""
+
+    def __init__(self, state: dict[str, Any]):
+        super().__init__()
+        self.name, self.state = "polyak", state
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def saved_with(folder: Path, state: dict[str, Any]) -> tuple[Path, forge.TaskModule]:
+    task, _ = fit_tiny([KeepsWeights(state), Checkpoint()], run_dir=folder)
+    return folder / "checkpoints" / "latest", task
+
+
+def test_whoever_keeps_weights_by_the_tasks_names_offers_an_average(tmp_path: Path) -> None:
+    halves = torch.full((8, 6), 0.5, dtype=torch.float64)
+    checkpoint, task = saved_with(tmp_path, {"weights": {"net.0.weight": halves}, "more": 1})
+    loaded = TinyTask(seed=7)
+    load_weights(loaded, checkpoint, weights="polyak")
+    expected = {**task.state_dict(), "net.0.weight": halves.float()}
+    assert_same_weights(loaded, expected)
+    assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="polyak"), expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"classes": torch.ones(3)},
+        {"net.0.weight": torch.ones(8, 6), "classes": torch.ones(3)},
+        {"net.0.weight": 0.5},
+        [torch.ones(3)],
+        0.5,
+    ],
+)
+def test_weights_of_another_kind_are_no_average(tmp_path: Path, weights: Any) -> None:
+    checkpoint, task = saved_with(tmp_path, {"weights": weights})
+    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. No plugin"):
+        load_weights(TinyTask(), checkpoint, weights="polyak")
+    assert_same_weights(TinyTask.from_checkpoint(checkpoint), task)
+
+
+def test_an_average_of_another_shape_is_a_misfit_by_name(tmp_path: Path) -> None:
+    checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(2, 2)}})
+    with pytest.raises(forge.TaskError, match=r"net\.0\.weight is \(2, 2\) in the file"):
+        load_weights(TinyTask(), checkpoint, weights="polyak")
+
+
+def test_complex_weights_are_averaged_as_what_they_are(tmp_path: Path) -> None:
+    class Spectral(TinyTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def training_step(self, batch: Any) -> Any:
+            metrics = super().training_step(batch)
+            return {**metrics, "loss": metrics["loss"] + self.filter.abs().square().sum()}
+
+        validation_step = TinyTask.training_step
+
+    mean = torch.tensor([1 + 2j, 0, 3j, 4])
+    task, _ = fit_tiny(
+        [KeepsWeights({"weights": {"filter": mean}}), Checkpoint()], task=Spectral(), run_dir=tmp_path / "run"
+    )
+    loaded = Spectral()
+    load_weights(loaded, tmp_path / "run" / "checkpoints" / "latest", weights="polyak")
+    assert torch.equal(loaded.filter, mean.to(torch.complex64))
+    assert torch.equal(loaded.net[0].weight, task.state_dict()["net.0.weight"])
+
+
+def test_only_the_average_is_read_out_of_a_checkpoints_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, _ = saved_with(tmp_path, {"weights": {"net.0.weight": torch.ones(8, 6)}})
+    read: list[str] = []
+    read_tensors = tensors.read_tensors
+
+    def watched(stream: Any, header: Any, what: str) -> Any:
+        read.extend(name for name in header.entries if Path(what).name == "state.safetensors")
+        return read_tensors(stream, header, what)
+
+    monkeypatch.setattr(tensors, "read_tensors", watched)
+    load_weights(TinyTask(), checkpoint, weights="polyak")
+    assert read == ["plugins.polyak.weights.net.0.weight"]
+
+
+def test_a_weights_file_says_whose_average_it_is(tmp_path: Path) -> None:
+    task = TinyTask()
+    with noted_as_average("polyak"):
+        save_weights(task, tmp_path / "average.safetensors")
+    save_weights(task, tmp_path / "plain.safetensors")
+    assert read_weights(tmp_path / "average.safetensors").average == "polyak"
+    assert read_weights(tmp_path / "average.safetensors", "polyak").average == "polyak"
+    assert read_weights(tmp_path / "plain.safetensors", "raw").average is None
+    with pytest.raises(forge.TaskError, match=r"average\.safetensors holds the average of the plugin 'polyak'"):
+        read_weights(tmp_path / "average.safetensors", "raw")
+    with pytest.raises(forge.TaskError, match=r"plain\.safetensors holds the weights that were trained.*average 'ema'"):
+        read_weights(tmp_path / "plain.safetensors", "ema")
+
+
+def test_a_foreign_file_is_what_was_trained(tmp_path: Path) -> None:
+    torch.save(TinyTask().state_dict(), tmp_path / "w.pt")
+    load_weights(TinyTask(seed=7), tmp_path / "w.pt", weights="raw")
+    with pytest.raises(forge.TaskError, match=r"w\.pt holds the weights that were trained"):
+        load_weights(TinyTask(), tmp_path / "w.pt", weights="ema")
+
+
+def test_a_task_with_an_argument_called_weights_is_made_again(tmp_path: Path) -> None:
+    class Pretrained(TinyTask):
+        def __init__(self, weights: str = "imagenet"):
+            super().__init__()
+            self.weights = weights
+
+    save_weights(Pretrained("none"), tmp_path / "w.safetensors")
+    assert Pretrained.from_checkpoint(tmp_path / "w.safetensors").weights == "none"

@@ -34,6 +34,7 @@ examples:
   forge ckpt verify runs/quickstart/RUN                      every byte; exit code 1 if one is damaged
   forge ckpt diff RUN_A RUN_B                                what differs; exit code 1 if anything does
   forge ckpt export runs/quickstart/RUN model.safetensors    the weights alone
+  forge ckpt export RUN ema.safetensors --weights ema        the average that the plugin ema kept
 """
 USAGE = {"show": "PATH", "verify": "PATH ...", "diff": "PATH PATH", "export": "PATH OUT.safetensors"}
 
@@ -46,6 +47,9 @@ def parser() -> ArgumentParser:
     parser.add_argument("action", choices=list(USAGE), help="what to do")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a run folder")
     parser.add_argument("--json", action="store_true", help="show, diff: print one JSON object instead")
+    parser.add_argument(
+        "--weights", metavar="NAME", help="export: the average that the plugin NAME kept, or raw for what was trained"
+    )
     parser.add_argument("--force", action="store_true", help="export: overwrite OUT")
     return parser
 
@@ -60,7 +64,7 @@ def run(args: Namespace) -> int:
         case "diff", [one, other]:
             return _diff(one, other, args.json)
         case "export", [path, out]:
-            return _export(path, out, args.force)
+            return _export(path, out, args.weights, args.force)
     raise ForgeError(f"Write: forge ckpt {args.action} {USAGE[args.action]}")
 
 
@@ -148,6 +152,8 @@ def _state(row: Mapping[str, Any]) -> Text:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
+    from forge.state.checkpoint import averages
+
     console = show.console()
     found = list(tensors_of(tree))
     total = sum(tensor.bytes for _, tensor in found)
@@ -162,9 +168,11 @@ def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
         "metrics": ", ".join(f"{name}={show.number(value)}" for name, value in sorted(tree["metrics"].items())),
         "fingerprint": _options(dict(_flat(tree["fingerprint"]))),
         "versions": _options(tree["versions"]),
+        "averages": ", ".join(f"{name} (export --weights {name})" for name in averages(tree)),
     }
     for label, text in rows.items():
-        grid.add_row(Text(label, "dim"), Text(text))
+        if text or label != "averages":
+            grid.add_row(Text(label, "dim"), Text(text))
     for i, plugin in enumerate(tree["stack"]):
         text = Text(f"{plugin['name']}({_options(plugin['options'])})")
         grid.add_row(Text("" if i else "stack", "dim"), text)
@@ -175,12 +183,15 @@ def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
 
 
 def _grouped(found: list[tuple[str, TensorInfo]]) -> Table:
-    """Tensors of one kind in one line: layers that differ only in their number, and one kind of optimizer state."""
+    """Tensors of one kind in one line: layers that differ only in their number, one kind of optimizer state, a plugin's
+    state."""
     groups: dict[tuple[str, ...], list[tuple[str, TensorInfo]]] = {}
     for name, tensor in found:
         part, _, rest = name.partition(".")
         if part == "model":
             key = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name), tensor.dtype, str(tensor.shape))
+        elif part == "plugins":
+            key = (f"plugins.{rest.partition('.')[0]} …", tensor.dtype)
         else:
             key = (f"{part} … {rest.rpartition('.')[2]}", tensor.dtype)
         groups.setdefault(key, []).append((name, tensor))
@@ -202,12 +213,15 @@ def _right(grid: Table, *columns: str) -> None:
 
 def _described(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
     """What `show --json` says of one checkpoint."""
+    from forge.state.checkpoint import averages
+
     known = ("progress", "metrics", "task", "fingerprint", "versions", "stack")
     tensors = [
         {"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": tensor.bytes}
         for name, tensor in tensors_of(tree)
     ]
-    return {"path": str(checkpoint.path), "valid": True, **{key: tree[key] for key in known}, "tensors": tensors}
+    described = {"path": str(checkpoint.path), "valid": True, **{key: tree[key] for key in known}}
+    return {**described, "averages": list(averages(tree)), "tensors": tensors}
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
@@ -398,17 +412,18 @@ def _apart(a: Any, b: Any) -> tuple[str | None, float | None]:
 # -- export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(path: Path, out: Path, force: bool) -> int:
+def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
     if out.suffix != ".safetensors":
         raise ForgeError(f"{str(out)!r} does not end in .safetensors, by which a weights file is known.")
     if out.exists() and not force:
         raise ForgeError(f"{str(out)!r} exists. Choose another name, or overwrite it with --force.")
     from forge.state.weights import read_weights, write_weights
 
-    weights = read_weights(path)
-    count = write_weights(weights.tensors, out, weights.task, weights.update)
+    weights = read_weights(path, which)
+    count = write_weights(weights, out)
+    kind = "" if weights.average is None else f", averaged by {weights.average}"
     seen = "" if weights.update is None else f" after {_count(weights.update, 'update')}"
-    what = f"{_count(count, 'tensor')}, {size(out.stat().st_size)}, from {_as_given(weights.path, path)}{seen}"
+    what = f"{_count(count, 'tensor')}{kind}, {size(out.stat().st_size)}, from {_as_given(weights.path, path)}{seen}"
     show.console().print(f"Wrote {out}: {what}.", soft_wrap=True)
     return 0
 

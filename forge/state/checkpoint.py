@@ -18,7 +18,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from forge.errors import CheckpointError
+from forge.errors import CheckpointError, did_you_mean
 from forge.state import manifest, tensors, tree
 
 NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
@@ -95,6 +95,25 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} holds no model.")
         return {name: value for name, value in model.items() if isinstance(value, Tensor)}
 
+    def load_weights(self, average: str | None = None) -> dict[str, Any]:
+        """`load(only="model")`; `average` names a plugin whose average stands in the place of the trained weights."""
+        if average is None:
+            return self.load(only="model")
+        with self._verified() as files:
+            outline = files.tree(files.describe)
+            kept = averages(outline)
+            if average not in kept:
+                raise CheckpointError(self._no_average(average, outline, kept))
+            tree = files.tree(_Tensors(files, "model"))
+            read = {name: files.tensor(info) for name, info in kept[average].items()}
+        return {**tree, "model": _replaced(tree["model"], read)}
+
+    def _no_average(self, asked: str, outline: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
+        if _state(outline, asked).get("weights") == {}:
+            return f"{self.path}: the plugin {asked!r} had averaged nothing by then."
+        there = did_you_mean(asked, kept) if kept else " No plugin of its run keeps one."
+        return f"{self.path} holds no average called {asked!r}.{there}"
+
     @contextmanager
     def _verified(self) -> Iterator[_Files]:
         try:
@@ -102,6 +121,36 @@ class Checkpoint:
                 yield _Files(self.path, stack)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+
+def averages(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The averaged weights in a tree or an outline, by plugin: a plugin's state offers them as a dict "weights" of
+    tensors that have names of the model's."""
+    model = _named_tensors(tree.get("model"))
+    offered = {plugin: _state(tree, plugin).get("weights") for plugin in _dict(tree.get("plugins"))}
+    return {plugin: weights for plugin, weights in offered.items() if weights and _is_average(weights, model)}
+
+
+def _is_average(weights: Any, model: set[str]) -> bool:
+    return isinstance(weights, dict) and weights.keys() == _named_tensors(weights) <= model
+
+
+def _named_tensors(values: Any) -> set[str]:
+    return {name for name, value in _dict(values).items() if isinstance(value, (Tensor, TensorInfo))}
+
+
+def _state(tree: Mapping[str, Any], plugin: str) -> dict[str, Any]:
+    return _dict(_dict(tree.get("plugins")).get(plugin))
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _replaced(model: Mapping[str, Any], average: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The model with an average in the place of what it names, and of what is tied to that; dtypes are the model's."""
+    place = {id(model[name]): tensor.to(model[name].dtype) for name, tensor in average.items()}
+    return {name: place.get(id(value), value) for name, value in model.items()}
 
 
 class _Files:
@@ -153,6 +202,14 @@ class _Files:
     def tensors(self, file: str) -> dict[str, Tensor]:
         name = f"{file}.safetensors"
         return tensors.read_tensors(self.streams[name], self.headers[file], str(self.path / name))
+
+    def tensor(self, info: TensorInfo) -> Tensor:
+        """One tensor that `describe` has described."""
+        file, _, name = info.place.partition(":")
+        entry, start = self.headers[file].entries[name], self.headers[file].start
+        alone = tensors.Header({name: entry}, start + entry.begin)
+        found = tensors.read_tensors(self.streams[f"{file}.safetensors"], alone, str(self.path / f"{file}.safetensors"))
+        return tensors.noted(found[name], info.dtype) if info.dtype in tensors.NOTED else found[name]
 
     def _header(self, name: str) -> tensors.Header:
         return tensors.read_header(self.streams[name], self.records[name].size, str(self.path / name))

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,12 @@ EXTRA_STATE = "_extra_state"
 """What torch calls the state of a module that is no tensor; a weights file has no place for it."""
 NOTE = "forge"
 """The key in a weights file's metadata under which forge notes the task it came from."""
+RAW = "raw"
+"""Asks for the weights that were trained, where a plugin's name asks for the average that it keeps."""
 SHOWN = 20
 """How many names of a kind a report prints."""
+
+_averaged_by: ContextVar[str | None] = ContextVar("averaged_by", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Weights:
     '`{"class": name, "options": {...}, "not_saved": [...]}`, or None for a file that something else wrote.'
     update: int | None = None
     "How many updates they have seen, where the file says."
+    average: str | None = None
+    "The plugin whose average they are; None for the weights that were trained."
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +94,22 @@ class LoadReport:
 # Loading
 
 
-def load_weights(task: nn.Module, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> LoadReport:
+def load_weights(
+    task: nn.Module,
+    path: str | Path,
+    *,
+    weights: str | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> LoadReport:
     """Load weights into a task, or into any module of it, from
 
     - a `.safetensors` file;
     - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is further;
     - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save's or Lightning's, as far as it can be read without running code.
+
+    `weights="ema"` loads the average that the plugin `ema` kept, `weights="raw"` what was trained. Without it a weights
+    file gives what it holds (where an average was evaluated, a fit leaves that) and a checkpoint what was trained.
 
     Names and shapes must match, else nothing is changed and TaskError says what does not fit. `strict=False` loads what
     does, and logs what was missing, unexpected or of another shape; the report that is returned has it all.
@@ -102,7 +119,7 @@ def load_weights(task: nn.Module, path: str | Path, *, strict: bool = True, rena
     (`{r"^layer(\\d+)\\.": r"layers.\\1."}`). Rules apply in order, each to the outcome of the one before. Without
     `rename`, what torch.compile, DDP and Lightning put into names is taken off where more names fit so, and said.
     """
-    return fill(task, read_weights(path), strict=strict, rename=rename)
+    return fill(task, read_weights(path, weights), strict=strict, rename=rename)
 
 
 def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rename | None = None) -> LoadReport:
@@ -207,15 +224,36 @@ def _really_missing(task: nn.Module, missing: Iterable[str], loaded: Mapping[str
 # Reading
 
 
-def read_weights(path: str | Path) -> Weights:
-    """The tensors that a path stands for, on the CPU; a checkpoint is verified first."""
+def read_weights(path: str | Path, weights: str | None = None) -> Weights:
+    """The tensors that a path stands for, on the CPU; a checkpoint is verified first.
+
+    `weights` names the plugin whose average is wanted, or is "raw". Averages are found by a convention, not by class: a
+    plugin offers one when its `forge_state_dict` has a dict "weights" of tensors by the task's own names. What it does
+    not name is taken from the trained weights.
+    """
     found = find_weights(Path(path))
+    if weights is not None and found.is_file():
+        found = _holder(found, Path(path), weights)
     if found.is_dir():
-        tree = Checkpoint(found).load(only="model")
-        return Weights(found, tree["model"], tree["task"], tree["progress"]["update"])
+        average = None if weights == RAW else weights
+        tree = Checkpoint(found).load_weights(average)
+        return Weights(found, tree["model"], tree["task"], tree["progress"]["update"], average)
     if found.suffix in SUFFIXES:
         return Weights(found, read_foreign(found), None)
     return _read_safetensors(found)
+
+
+def _holder(file: Path, path: Path, weights: str) -> Path:
+    """The weights file, if it holds what is asked for, else the newest checkpoint of its run, which may."""
+    held = (None if file.suffix in SUFFIXES else _note(_opened(file)).average) or RAW
+    if held == weights:
+        return file
+    newest = _checkpoints(path).newest_valid() if path.is_dir() else None
+    if newest is None:
+        holds = "the weights that were trained" if held == RAW else f"the average of the plugin {held!r}"
+        asked = "those" if weights == RAW else f"the average {weights!r}"
+        raise TaskError(f"{file} holds {holds}. Give a checkpoint, or a run folder with one, for {asked}.")
+    return newest.path
 
 
 def find_weights(path: Path) -> Path:
@@ -232,7 +270,7 @@ def find_weights(path: Path) -> Path:
     if NAME.fullmatch(real.name) or (real / "manifest.json").exists():
         return real
     file = path / "weights.safetensors"
-    folder = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    folder = _checkpoints(path)
     written = _update_of(file) if file.is_file() else -1
     if any(Checkpoint(found).update > written for found in folder.all()):
         newest = folder.newest_valid()
@@ -246,35 +284,47 @@ def find_weights(path: Path) -> Path:
     return file
 
 
+def _checkpoints(path: Path) -> Checkpoints:
+    return Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+
+
 def _update_of(file: Path) -> float:
     """How far the run was when it wrote its weights; infinitely, where the file does not say."""
-    update = _note(_opened(file))[1]
+    update = _note(_opened(file)).update
     return float("inf") if update is None else update
 
 
 def _read_safetensors(file: Path) -> Weights:
     opened = _opened(file)
-    task, update = _note(opened)
+    note = _note(opened)
     try:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged: {error}.") from error
-    return Weights(file, tensors, task, update)
+    return Weights(file, tensors, note.task, note.update, note.average)
 
 
-def _note(opened: Any) -> tuple[dict[str, Any] | None, int | None]:
-    """The task and the update that forge noted in a file; nothing where the file is not forge's."""
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What forge noted in a weights file; nothing where the file is not forge's."""
+
+    task: dict[str, Any] | None = None
+    update: int | None = None
+    average: str | None = None
+
+
+def _note(opened: Any) -> Note:
     try:
         note = json.loads((opened.metadata() or {})[NOTE])
-        task, update = note["task"], note["update"]
+        task, update, average = note["task"], note["update"], note.get("average")
         task = task and {
             "class": str(task["class"]),
             "options": dict(task["options"]),
             "not_saved": list(task["not_saved"]),
         }
-        return task, update and int(update)
+        return Note(task, update and int(update), average and str(average))
     except (KeyError, TypeError, ValueError, RecursionError):
-        return None, None
+        return Note()
 
 
 def _opened(file: Path) -> Any:
@@ -295,16 +345,30 @@ def save_weights(task: nn.Module, path: Path) -> None:
     """Write parameters and buffers, and how the task was made, to a safetensors file of clean names."""
     description = describe_task(task) if hasattr(task, "init_args") else None  # pyright: ignore[reportArgumentType]
     trainer = getattr(task, "trainer", None)
-    write_weights(task.state_dict(), path, description, trainer.progress.update if trainer is not None else None)
+    update = trainer.progress.update if trainer is not None else None
+    write_weights(Weights(path, task.state_dict(), description, update, _averaged_by.get()), path)
 
 
-def write_weights(state: Mapping[str, Any], path: Path, task: dict[str, Any] | None, update: int | None) -> int:
+@contextmanager
+def noted_as_average(plugin: str) -> Iterator[None]:
+    """What `save_weights` writes meanwhile is noted as the average of this plugin, which has put it in place."""
+    token = _averaged_by.set(plugin)
+    try:
+        yield
+    finally:
+        _averaged_by.reset(token)
+
+
+def write_weights(weights: Weights, path: Path) -> int:
     """Write beside `path`, then rename, so that the name never holds a torn file; return how many tensors there are.
 
     Equal weights give equal files. What processes that are gone left half written for this name is removed.
     """
-    tensors = _tensors(state, path.name)
-    metadata = {"format": "pt", NOTE: json.dumps({"task": task, "update": update})}
+    note = {"task": weights.task, "update": weights.update}
+    if weights.average is not None:
+        note["average"] = weights.average
+    tensors = _tensors(weights.tensors, path.name)
+    metadata = {"format": "pt", NOTE: json.dumps(note)}
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in leftovers.leftovers(path.parent):
         if left.name == path.name:

@@ -1,0 +1,268 @@
+"""An average of a task's weights beside the weights themselves: what `ema` and `swa` share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import forge
+from forge.errors import ForgeError, RecipeError, TaskError
+from forge.state.weights import noted_as_average
+
+logger = logging.getLogger("forge")
+
+
+class Average:
+    """A running average of a task's parameters, and of its buffers where asked for, under the task's own names.
+
+    The first weights taken are the average; those that follow move it. A frozen parameter costs nothing: the average of
+    what does not change is what it is. `wake`, called before every update, lets it in once it is trained.
+
+    Half precision is averaged in float32, because the small steps of an average would be lost in rounding.
+    """
+
+    def __init__(self, task: nn.Module, buffers: bool = False):
+        self.task, self.with_buffers = task, buffers
+        self.count = 0
+        "How many weights the average is made of; 0: there is none yet."
+        self.tensors: dict[str, Tensor] = {}
+        "The averages by name: parameters first, then buffers."
+        self._parameters: list[nn.Parameter] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        "(averages, parameters) of one device and dtype each: what one kernel can move."
+        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        "Where the averaged buffers are: a module may put another tensor in the place of a buffer."
+        self.resting: list[tuple[str, nn.Parameter]] = []
+        "The frozen parameters, once there is an average."
+
+    def take(self, weight: float) -> None:
+        """Move the average towards the weights as they are now by this share of the way."""
+        if not self.count:
+            self._begin()
+            return
+        if self.resting:
+            self.wake()
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a third of the time of torch.no_grad(), after every update
+        try:
+            for averages, live in self._groups:
+                if averages[0].dtype is not live[0].dtype:
+                    live = [parameter.to(averages[0].dtype) for parameter in live]
+                torch._foreach_lerp_(averages, live, weight)
+            if self._buffers:
+                averages = list(self.tensors.values())[len(self._parameters) :]
+                live = [now.to(average.dtype) for average, now in zip(averages, self._live_buffers(), strict=True)]
+                torch._foreach_lerp_(averages, live, weight)
+        finally:
+            torch._C._set_grad_enabled(grad)
+        self.count += 1
+
+    def wake(self) -> None:
+        """Let in what is trained from this update on, with the value it has had so far."""
+        thawed = {name: _copied(parameter) for name, parameter in self.resting if parameter.requires_grad}
+        if thawed:
+            self.tensors = {**thawed, **self.tensors}
+            self._find_live()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The task holds the average meanwhile, in the very memory that holds its weights, which are put back bit for
+        bit, whatever happens."""
+        if not self.count:
+            yield
+            return
+        held = [tensor.detach().clone() for tensor in self._live()]
+        try:
+            self._put(list(self.tensors.values()))
+            yield
+        finally:
+            self._put(held)
+
+    def copy_to(self, task: nn.Module) -> None:
+        """Give another task, or this one, the averaged weights for good."""
+        there: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
+        odd = [name for name, tensor in self.tensors.items() if getattr(there.get(name), "shape", None) != tensor.shape]
+        if odd:
+            raise TaskError(
+                f"{type(task).__name__} has no {odd[0]} of the shape that was averaged: it is another task."
+            )
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                there[name].copy_(tensor)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is averaged, under the key that makes an average of it for `forge ckpt export --weights`."""
+        return {"weights": dict(self.tensors), "updates": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; tensors that are here already keep their memory."""
+        self.count, saved = state["updates"], state["weights"]
+        here = {name: p for name, p in self.task.named_parameters() if name in saved}
+        here |= dict(self._named_buffers()) if self.count else {}
+        self.tensors = {name: self.tensors.get(name, _copied(live)) for name, live in here.items()}
+        for name, tensor in self.tensors.items():
+            tensor.copy_(saved.get(name, here[name].detach()))
+        self._find_live()
+
+    # -- what there is to average -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.count = 1
+        parameters = {name: _copied(p) for name, p in self.task.named_parameters() if p.requires_grad}
+        self.tensors = {**parameters, **{name: _copied(buffer) for name, buffer in self._named_buffers()}}
+        self._find_live()
+
+    def _find_live(self) -> None:
+        """What each average belongs to; the rest of the parameters is frozen."""
+        named = dict(self.task.named_parameters())
+        self._parameters = [named[name] for name in self.tensors if name in named]
+        self._buffers = [_owner(self.task, name) for name in self.tensors if name not in named]
+        self.resting = [(name, p) for name, p in named.items() if name not in self.tensors] if self.count else []
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, parameter in zip(self.tensors.values(), self._parameters, strict=False):
+            averages, parameters = groups.setdefault((parameter.device, parameter.dtype), ([], []))
+            averages.append(average)
+            parameters.append(parameter)
+        self._groups = list(groups.values())
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that are averaged: floats that are saved with the task."""
+        saved = self.task.state_dict().keys() if self.with_buffers else ()
+        return (
+            (n, b) for n, b in self.task.named_buffers() if n in saved and (b.is_floating_point() or b.is_complex())
+        )
+
+    def _live_buffers(self) -> list[Any]:
+        return [owner[name] for owner, name in self._buffers]
+
+    def _live(self) -> list[Tensor]:
+        return [*self._parameters, *self._live_buffers()]
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        torch._foreach_copy_(self._live(), values)
+
+
+class Averaging(forge.Plugin):
+    """Keeps an Average over a fit, saves it, and puts it in the weights' place for evaluation and export.
+
+    A subclass has the options `start` and `evaluate`, and says in `forge_step_end` when weights are taken.
+    """
+
+    capturable = True
+
+    def __init__(self, *first: Any, **values: Any):
+        super().__init__(*first, **values)
+        check_length(self.config.start, f"{self.name}.start")
+        if self.config.evaluate:
+            self.provides = ("averaged_weights",)
+        else:
+            self.forge_evaluate = self.forge_export = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._average = Average(nn.Module())  # of nothing, until a fit begins
+        self._start, self._told = 0, False
+
+    def apply_to(self, task: nn.Module) -> None:
+        """Give a task the averaged weights of the last fit, for good; the fit itself leaves it the trained ones."""
+        if not self._average.count:
+            raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
+        self._average.copy_to(task)
+
+    def averages_buffers(self) -> bool:
+        """Whether buffers are averaged too, rather than left as training has them."""
+        raise NotImplementedError
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.verb == "fit":  # any other verb leaves the last fit's average where it is, for apply_to
+            self._average = Average(trainer.task, self.averages_buffers())
+            self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
+            self._told = False
+
+    @forge.hookimpl
+    def forge_inspect_grads(self) -> None:
+        if self._average.resting:
+            self._average.wake()
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+        if trainer.verb != "fit" or not self._average.count:
+            return (yield)
+        if not self._told:
+            logger.info("%s: the averaged weights are evaluated from update %d on.", self.name, trainer.progress.update)
+            self._told = True
+        with self.in_place(trainer):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_export(self, trainer: forge.Trainer, path: Path) -> Generator[None, Any, Any]:
+        if not self._average.count:
+            logger.warning("%s averaged nothing in this run: %s holds the trained weights.", self.name, path.name)
+            return (yield)
+        logger.info("%s: %s holds the averaged weights.", self.name, path.name)
+        with self.in_place(trainer, over=True), noted_as_average(self.name):
+            return (yield)
+
+    def in_place(self, trainer: forge.Trainer, over: bool = False) -> AbstractContextManager[None]:
+        """The averaged weights in the task, meanwhile; `over` says that training has ended."""
+        return self._average.in_place()
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return self._average.state_dict()
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        self._average.load_state_dict(state)
+
+
+def check_length(length: int | float | str, option: str) -> None:
+    """Refuse what is no length of a run: updates, a share of the run, or an interval in updates or epochs."""
+    if isinstance(length, str):
+        if forge.Interval(length).unit not in ("update", "epoch"):
+            raise RecipeError(f"{option} is {length!r}: it can be counted in updates or epochs.")
+    elif length < 0 or (isinstance(length, float) and length >= 1):
+        raise RecipeError(
+            f"{option} is {length!r}. Write updates as a whole number (500), a share of the run below 1 (0.75), or an "
+            "interval ('500 updates', '3 epochs')."
+        )
+
+
+def updates_of(length: int | float | str, trainer: forge.Trainer, option: str) -> int:
+    """A length in updates, as far as this run can tell."""
+    if isinstance(length, float):
+        if trainer.planned_updates is None and length:
+            raise ForgeError(
+                f"{option} is {length:g} of the run, but nobody knows how many updates the run has. Set max_updates, "
+                f"use a train loader with a length and max_epochs, or give {option} in updates."
+            )
+        return round(length * (trainer.planned_updates or 0))
+    if isinstance(length, int):
+        return length
+    interval = forge.Interval(length)
+    if interval.unit == "update":
+        return int(interval.count)
+    if trainer.updates_per_epoch is None:
+        raise ForgeError(
+            f"{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an epoch "
+            f"has. Give {option} in updates."
+        )
+    return int(interval.count) * trainer.updates_per_epoch
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy in the same layout, wide enough to average in."""
+    low = tensor.is_floating_point() and tensor.itemsize < 4
+    return tensor.detach().to(torch.float32 if low else tensor.dtype, copy=True)
+
+
+def _owner(task: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    module, _, buffer = name.rpartition(".")
+    return task.get_submodule(module)._buffers, buffer

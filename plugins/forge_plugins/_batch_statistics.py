@@ -1,0 +1,101 @@
+"""BatchNorm's statistics for weights that were not trained with: estimated from the training data, in the middle of a
+run or at its end, without a trace in the run."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import forge
+from forge.data.adopt import shares_badly
+from forge.data.feed import set_epoch
+from forge.data.seeds import seeded
+
+
+def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
+    """The modules whose statistics training moves; frozen ones are in evaluation mode and keep theirs."""
+    return [
+        module
+        for module in task.modules()
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+    ]
+
+
+def unreadable(trainer: forge.Trainer, over: bool) -> str | None:
+    """Why the training data cannot be read a second time now, or None; once training is over, nothing is in the way."""
+    loader, step = trainer.loaders["train"][None], trainer.step
+    if over or step is None:
+        return None
+    if shares_badly(loader):
+        return f"{type(loader).__name__} keeps its place, which a second pass would move."
+    inner = loader
+    while hasattr(inner, "loader"):
+        inner = inner.loader
+    if getattr(inner, "persistent_workers", False) and not step.ends_epoch:
+        return (
+            "persistent workers serve one pass at a time. Validate at ends of epochs, or set persistent_workers=False."
+        )
+    return None
+
+
+def estimate(
+    trainer: forge.Trainer, modules: list[_BatchNorm], limit: int | None, seed: int
+) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+    """The mean over the batches of what each module sees: (batches, [(buffer, its value)]); nothing else is changed.
+
+    As torch.optim.swa_utils.update_bn, but through the hooks of a training step, with gradients on, since a training
+    step may ask for some, and with each module in the mode it trains in.
+    """
+    loader, means = trainer.loaders["train"][None], trainer.means.mark()
+    moving: list[Any] = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
+    momenta = [module.momentum for module in modules]
+    seen = 0
+    try:
+        with kept_buffers(trainer.task), seeded(seed, trainer.env.device), uncompiled():
+            for module in modules:
+                module.reset_running_stats()
+                module.momentum = None  # the mean of all batches instead of the last few
+            set_epoch(loader, 0)
+            for raw in itertools.islice(loader, limit):
+                _forward(trainer, raw)
+                seen += 1
+            found = [(buffer, buffer.clone()) for buffer in moving]
+    finally:
+        for module, momentum in zip(modules, momenta, strict=True):
+            module.momentum = momentum
+        trainer.means.back_to(means)
+    return seen, found
+
+
+@contextmanager
+def kept_buffers(task: torch.nn.Module) -> Iterator[None]:
+    """Every buffer is put back, also one that a forward replaced by another tensor."""
+    places = [(m._buffers, name, b) for m in task.modules() for name, b in m._buffers.items() if b is not None]
+    held = [buffer.clone() for _, _, buffer in places]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(places, held, strict=True):
+                owner[name] = buffer.copy_(value)
+
+
+def _forward(trainer: forge.Trainer, raw: Any) -> None:
+    """What training does with a batch before it goes backward, once for each optimizer."""
+    step = forge.Step(trainer, "train", [raw])
+    batch = trainer.hooks.forge_prepare_batch(step, raw)
+    for name in trainer.optimizers:
+        step.begin_turn(name)
+        trainer.hooks.forge_forward(step, batch)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Without torch.compile, where it is in use: another momentum would have every graph compiled again."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,0 +1,94 @@
+"""The exponential moving average of the weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import forge
+from forge.errors import RecipeError
+from forge_plugins._average import Averaging
+
+logger = logging.getLogger("forge")
+
+
+class EMA(Averaging):
+    """Keep an exponential moving average of the weights, and evaluate and export it in their place.
+
+    After every update the average moves a share of 1 - decay towards the weights: the weights of the last 1 / (1 -
+    decay) updates or so count. For a half-life of n updates take decay = 0.5 ** (1 / n). An update that is skipped is
+    no update here either. The average begins as a copy of the weights after the first update beyond `start`. With
+    `warmup` the n-th step has a decay of at most (1 + n) / (10 + n), so that the average is not held back by the first
+    weights.
+
+    Training is not touched, bit for bit. Validation inside a fit, and RUN/weights.safetensors at its end, use the
+    average: it is copied into the memory of the weights, which are put back after, even after an error; so it goes with
+    compiled and captured models. The task itself, and `model` in every checkpoint, hold the trained weights. To get at
+    the average: `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT OUT --weights ema` or
+    `Task.from_checkpoint(checkpoint, weights="ema")` of any checkpoint; `plugin.apply_to(task)` after a fit in Python.
+
+    All of the task's parameters are averaged, of however many optimizers; frozen ones take neither time nor memory
+    until they are thawed. bf16 and fp16 weights are averaged in float32. It costs one copy of the weights, one kernel
+    per update, and two copies around each evaluation. A second average, `ema@slow`, goes beside the first with
+    evaluate=false; it is saved and can be exported. The log says from when on the average is evaluated.
+
+    ::
+
+        forge fit quickstart --run-dir runs/averaged trainer.max_epochs=3 -p ema ema.decay=0.95
+        forge ckpt export runs/averaged/checkpoints/latest average.safetensors --weights ema
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        decay: float = 0.999
+        "How much of the average stays at each update, from 0 up to 1."
+        start: int | float | str = 0
+        "When averaging begins: updates (500), a share of the run (0.1), '500 updates' or '2 epochs'."
+        warmup: bool = False
+        "Begin with a smaller decay: (1 + n) / (10 + n) at the n-th step, as long as that is less."
+        every: int = 1
+        "Move the average after every so many updates."
+        buffers: Literal["copy", "average"] = "copy"
+        "BatchNorm's statistics and other buffers: as training has them, or averaged like weights."
+        evaluate: bool = True
+        "Evaluate and export the average; false only keeps it, beside another one."
+
+    config: Config
+
+    def __init__(self, *first: float, **values: Any):
+        super().__init__(*first, **values)
+        if not 0 <= self.config.decay < 1:
+            raise RecipeError(
+                f"ema.decay is {self.config.decay:g}; it must be at least 0 and below 1, where nothing would move."
+            )
+        if self.config.every < 1:
+            raise RecipeError(f"ema.every is {self.config.every}; it must be at least 1.")
+
+    def averages_buffers(self) -> bool:
+        return self.config.buffers == "average"
+
+    def due(self, step: forge.Step) -> bool:
+        return (step.index + 1) % self.config.every == 0
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        super().forge_start(trainer)
+        if trainer.verb == "fit" and trainer.planned_updates is not None and not self.config.warmup:
+            self._warn_of_short_run(trainer.planned_updates - self._start)
+
+    def _warn_of_short_run(self, updates: int) -> None:
+        """An average that the run is too short for is evaluated all the same, and looks like bad training."""
+        reach = round(self.config.every / (1 - self.config.decay))
+        if 0 < updates < reach:
+            text = "%s: a decay of %g averages over about %d updates, but this run averages only %d: set %s.warmup=true"
+            logger.warning(f"{text}, or a smaller decay.", self.name, self.config.decay, reach, updates, self.name)
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        config, average = self.config, self._average
+        if not step.updated or (step.index + 1) % config.every or (step.index < self._start and not average.count):
+            return
+        n = average.count
+        decay = min(config.decay, (1 + n) / (10 + n)) if config.warmup else config.decay
+        average.take(1 - decay)
