@@ -6,9 +6,10 @@
     python -m benchmarks.faults --json
 
 Every run trains a small network with shuffle, dropout, batch normalisation, per-sample augmentation, accumulation 4,
-clip, schedule and guard, and saves every second update. It dies 1 to 3 times, each time in one of three ways: kill -9
-at a random micro-batch, at a random system call of a checkpoint's writing, or at a random instant. The number of
-workers (0, 2, 2 persistent) changes between lives; the run folder and TMPDIR lie on the same or on different
+clip, schedule and guard, and saves every second update. The first of every three is in float32, the second in bf16, the
+third in fp16, with a loss scale that keeps overflowing and growing. A run dies 1 to 3 times, each time in one of three
+ways: kill -9 at a random micro-batch, at a random system call of a checkpoint's writing, or at a random instant. The
+number of workers (0, 2, 2 persistent) changes between lives; the run folder and TMPDIR lie on the same or on different
 filesystems. After each death every checkpoint under a final name must verify (torn), and the newest one there was must
 still be there (lost). At the end every update of every life and the final weights are compared with a straight run.
 
@@ -58,7 +59,9 @@ DEATHS = ("micro-batch", "write", "instant")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PLACES = (tempfile.gettempdir(), "/dev/shm")
 SEEDS = 6
-"""Straight runs that the killed ones are compared with."""
+"""Straight runs of each precision that the killed ones are compared with."""
+PRECISIONS = ("float32", "bf16", "fp16")
+"""Cases take turns in them."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +158,27 @@ class Life:
     signal: int | None = None
 
 
-def lead(life: Life, folder: Path, seed: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Which run is killed: what its bits depend on."""
+
+    seed: int
+    precision: str
+
+    @property
+    def plugins(self) -> list[forge.Plugin]:
+        """What makes the precision."""
+        if self.precision == "float32":
+            return []
+        return [forge_plugins.AMP(self.precision, init_scale=2.0**20, growth_interval=3)]
+
+
+def drawn(number: int, dice: random.Random) -> Run:
+    """The run of a case."""
+    return Run(dice.randrange(SEEDS), PRECISIONS[number % len(PRECISIONS)])
+
+
+def lead(life: Life, folder: Path, run: Run) -> None:
     """Train from the newest checkpoint on; runs in a forked child."""
     if life.death == "write":
         arm_system_calls()
@@ -166,13 +189,14 @@ def lead(life: Life, folder: Path, seed: int) -> None:
     train = Loader(Samples(), 4, shuffle=True, num_workers=count, **options)
     trainer = forge.Trainer(
         max_updates=UPDATES,
-        seed=seed,
+        seed=run.seed,
         device="cpu",
         log_every=3,
         validate_every="5 updates",
         run_dir=folder / "run",
         resume="auto",
         plugins=[
+            *run.plugins,
             forge_plugins.Accumulate(4),
             forge_plugins.Clip(0.5),
             forge_plugins.Schedule("cosine", warmup=3),
@@ -181,10 +205,10 @@ def lead(life: Life, folder: Path, seed: int) -> None:
             Recorder(folder / "trace.jsonl"),
         ],
     )
-    trainer.fit(Victim(seed), train, Loader(Samples(20), 8))
+    trainer.fit(Victim(run.seed), train, Loader(Samples(20), 8))
 
 
-def spawn(life: Life, folder: Path, seed: int) -> int:
+def spawn(life: Life, folder: Path, run: Run) -> int:
     """Lead a life in a child process, end it as it is meant to end, and return its wait status."""
     log = folder / "stderr.log"
     started = time.monotonic()
@@ -198,7 +222,7 @@ def spawn(life: Life, folder: Path, seed: int) -> int:
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 2)
             note_publications(folder)
-            lead(life, folder, seed)
+            lead(life, folder, run)
             status = 0
         except SystemExit as leaving:
             status = leaving.code if isinstance(leaving.code, int) else 1
@@ -234,42 +258,42 @@ class Straight:
     """Runs that nobody disturbed."""
 
     folder: Path
-    done: dict[int, Path] = field(default_factory=dict)
+    done: dict[Run, Path] = field(default_factory=dict)
 
-    def of(self, seed: int) -> Path:
-        if seed not in self.done:
-            path = self.folder / f"straight-{seed}"
+    def of(self, run: Run) -> Path:
+        if run not in self.done:
+            path = self.folder / f"straight-{run.precision}-{run.seed}"
             path.mkdir(parents=True)
-            code = spawn(Life("0 workers"), path, seed)
+            code = spawn(Life("0 workers"), path, run)
             if code != 0:
                 raise RuntimeError(f"the straight run failed ({code}):\n{(path / 'stderr.log').read_text()}")
-            self.done[seed] = path
-        return self.done[seed]
+            self.done[run] = path
+        return self.done[run]
 
 
 def killed_run(number: int, straight: Straight) -> Outcome:
     """Die 1 to 3 times, then live to the end."""
     dice = random.Random(f"run:{number}")
-    seed = dice.randrange(SEEDS)
-    expected = straight.of(seed)
+    run = drawn(number, dice)
+    expected = straight.of(run)
     os.environ["TMPDIR"] = dice.choice(PLACES)
     outcome = Outcome(f"run:{number}", "")
     while not outcome.deaths and not outcome.wrong:  # a run that was through before the shot shows nothing
         lives = [_deadly(dice) for _ in range(dice.randint(1, 3))]
-        outcome.row = lives[0].workers
+        outcome.row = lives[0].workers if run.precision == "float32" else f"amp {run.precision}"
         folder = Path(tempfile.mkdtemp(prefix="forge-faults-", dir=dice.choice(PLACES)))
         try:
-            _die_and_live_on(lives, dice, folder, seed, expected, outcome)
+            _die_and_live_on(lives, dice, folder, run, expected, outcome)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
 def _die_and_live_on(
-    lives: Sequence[Life], dice: random.Random, folder: Path, seed: int, expected: Path, outcome: Outcome
+    lives: Sequence[Life], dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome
 ) -> None:
     for life in lives:
-        code = spawn(life, folder, seed)
+        code = spawn(life, folder, run)
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -280,29 +304,29 @@ def _die_and_live_on(
         if outcome.wrong:
             return
     if outcome.deaths:
-        _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
+        _live_on(Life(dice.choice(WORKERS)), folder, run, expected, outcome)
 
 
 def signalled_run(number: int, straight: Straight) -> Outcome:
     """One or two signals at random instants, each of which must leave a run that can be resumed."""
     dice = random.Random(f"signal:{number}")
-    seed = dice.randrange(SEEDS)
+    run = drawn(number, dice)
     outcome = Outcome(f"signal:{number}", "signals")
-    expected = straight.of(seed)
+    expected = straight.of(run)
     while not outcome.deaths and not outcome.wrong:  # one that came before the handlers, or after the end, shows little
         folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
         try:
-            _signal_and_live_on(dice, folder, seed, expected, outcome)
+            _signal_and_live_on(dice, folder, run, expected, outcome)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
-def _signal_and_live_on(dice: random.Random, folder: Path, seed: int, expected: Path, outcome: Outcome) -> None:
+def _signal_and_live_on(dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
     for _ in range(dice.randint(1, 2)):
         life = Life(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
         before = len(read_trace(folder / "trace.jsonl"))
-        code = spawn(life, folder, seed)
+        code = spawn(life, folder, run)
         if code == 0:
             break
         assert life.signal is not None
@@ -314,13 +338,13 @@ def _signal_and_live_on(dice: random.Random, folder: Path, seed: int, expected: 
         outcome.deaths += not early
         _check_folder(folder, outcome)
     if not outcome.wrong and outcome.deaths:
-        _live_on(Life(dice.choice(WORKERS)), folder, seed, expected, outcome)
+        _live_on(Life(dice.choice(WORKERS)), folder, run, expected, outcome)
 
 
 def damaged_file(number: int, straight: Straight) -> Outcome:
     """Damage the newest checkpoint of a finished run: it must be found out, and the one before it taken."""
     dice = random.Random(f"damage:{number}")
-    expected = straight.of(dice.randrange(SEEDS))
+    expected = straight.of(drawn(number, dice))
     folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
     try:
         shutil.copytree(expected / "run" / "checkpoints", folder / "checkpoints", symlinks=True)
@@ -380,8 +404,8 @@ def _check_folder(folder: Path, outcome: Outcome) -> None:
         _wrong(outcome, "lost", f"{max(published)} was published, now there is {last or 'nothing'}")
 
 
-def _live_on(life: Life, folder: Path, seed: int, expected: Path, outcome: Outcome) -> None:
-    code = spawn(life, folder, seed)
+def _live_on(life: Life, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
+    code = spawn(life, folder, run)
     if code != 0:
         _wrong(outcome, "crashed", f"the last life: {code}\n{(folder / 'stderr.log').read_text()}")
         return
@@ -414,7 +438,9 @@ def run_cases(
 ) -> list[Outcome]:
     """Run cases such as "run:12" one after the other."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        lead(Life("0 workers"), Path(scratch), 0)  # whatever loads on first use is loaded before the first fork
+        lead(
+            Life("0 workers"), Path(scratch), Run(0, "fp16")
+        )  # whatever loads on first use is loaded before the first fork
     straight, outcomes = Straight(folder), []
     for name in names:
         kind, _, number = name.partition(":")

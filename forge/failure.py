@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from forge import nondeterministic
 from forge.errors import ForgeError, TaskError
 from forge.stack import CORE, TASK
 from forge.task import STAGE_METHODS, TaskModule
@@ -39,6 +40,9 @@ def explain(trainer: Trainer, error: BaseException) -> BaseException:
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
+    told = nondeterministic.explanation(trainer, error)
+    if told:
+        error.add_note(f"forge: {told}")
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 

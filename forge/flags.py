@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+logger = logging.getLogger("forge")
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+LATE = (
+    "deterministic: CUDA was in use before this run, without %s. The run repeats itself in this process; one in a "
+    "fresh process may differ in the last bits. Set %s=:4096:8 in the shell, or begin with this run."
+)
+_in_time = False
+"""Whether CUDA was started in this process while that was set."""
 
 
 @contextmanager
 def deterministic_flags(on: bool) -> Iterator[None]:
-    """Only deterministic algorithms, for as long as this lasts; an operation that has none raises and names itself."""
+    """Only deterministic algorithms, for as long as this lasts; an operation that has none raises and names itself.
+
+    `torch.utils.deterministic.fill_uninitialized_memory` is left as it is: torch's default fills memory that nobody has
+    written to with NaN, so that reading it shows. It costs a little time, and who turned it off has a reason.
+    """
     if not on:
         yield
         return
+    global _in_time
+    from torch._inductor import config as inductor  # torch imports it too as soon as the mode is set
+
+    cudnn: Any = torch.backends.cudnn
+    workspace = os.environ.get(CUBLAS)
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it first starts
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    compiled, exact, benchmark = inductor.deterministic, cudnn.deterministic, cudnn.benchmark
+    in_time = _in_time or workspace is not None or not torch.cuda.is_initialized()
+    if not in_time:
+        logger.warning(LATE, CUBLAS, CUBLAS)
     try:
+        os.environ.setdefault(CUBLAS, ":4096:8")  # cuBLAS reads it once, when it starts
+        torch.use_deterministic_algorithms(True)  # compiled code too: inductor picks its kernels without timing them
+        cudnn.deterministic, cudnn.benchmark = True, False
         yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
-        torch.backends.cudnn.benchmark = benchmark
+        inductor.deterministic, cudnn.deterministic, cudnn.benchmark = compiled, exact, benchmark
+        _in_time = in_time and torch.cuda.is_initialized()
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)

@@ -17,5 +17,6 @@ def test_killed_signalled_and_damaged_runs_end_in_the_same_bits() -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()][1:]
     assert sum(row["cases"] for row in rows) == 32
+    assert {"amp bf16", "amp fp16", "signals"} <= {row["row"] for row in rows}
     assert all(row["exact"] == row["cases"] for row in rows)
     assert sum(row["deaths"] for row in rows) >= 12

@@ -18,6 +18,8 @@ VERBS = {
     "test": "Measure weights on the test split.",
     "predict": "Write a task's predictions to a file.",
     "verify-resume": "Kill and resume a recipe, and compare with a straight run bit for bit.",
+    "determinism": "Run a recipe twice and name the first tensor that differs.",
+    "tune": "Find a learning rate, or the largest batch that fits, by trying.",
     "ckpt": "Show, verify, compare or export checkpoints.",
     "replay": "Run the window of an anomaly report again.",
     "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",

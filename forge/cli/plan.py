@@ -1,4 +1,7 @@
-"""`forge plan`: what a recipe would run, hook by hook and value by value. Nothing is trained, no data are loaded."""
+"""`forge plan`: what a recipe would run, hook by hook and value by value.
+
+Nothing is trained and no data are loaded, unless `--measure` asks what each plugin costs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 from rich.text import Text
 
-from forge.cli import show, target
+from forge.cli import costs, show, target
+from forge.errors import ForgeError
 from forge.recipe import Recipe
 from forge.recipe.merge import leaves
 from forge.stack import ACTIONS, CORE, Call, Stack, make_plugins
@@ -18,6 +22,7 @@ examples:
   forge plan quickstart
   forge plan quickstart -p accumulate accumulate.window=4
   forge plan my_task.py:MyTask --recipe fast --json
+  forge plan quickstart --measure --updates 100
 """
 STYLES = {"own": "bold yellow", "wrap": "cyan", "event": "green", "default": "dim"}
 VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
@@ -25,25 +30,39 @@ VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
 
 def parser() -> ArgumentParser:
     parser = target.new_parser(
-        "plan", "Show what a recipe would run. Nothing is trained, no data are loaded.", EXAMPLES
+        "plan", "Show what a recipe would run. Without --measure nothing is trained, and no data are loaded.", EXAMPLES
     )
     target.add_arguments(parser)
+    parser.add_argument(
+        "--measure", action="store_true", help="train a few updates, and say what each plugin costs; nothing is kept"
+    )
+    parser.add_argument(
+        "--updates", type=int, metavar="N", help=f"with --measure: how many updates (default: {costs.UPDATES})"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
 
 def run(args: Namespace) -> int:
+    if args.updates is not None and not args.measure:
+        raise ForgeError("--updates says how long to measure: add --measure.")
     recipe = target.load(args, to_train=True)
     stack = Stack(make_plugins(recipe.plugins))
     calls = _calls(recipe, stack)
     values = {key: {"value": value, "from": recipe.origin[key]} for key, value in leaves(recipe.resolved)}
     if args.json:
         hooks = {hook: [{"plugin": c.plugin, "role": c.role} for c in who] for hook, who in calls.items()}
-        print(json.dumps({"recipe": recipe.name, "stack": stack.names, "hooks": hooks, "values": values}, indent=2))
+        plan: dict[str, Any] = {"recipe": recipe.name, "stack": stack.names, "hooks": hooks, "values": values}
+        if args.measure:
+            plan["measured"] = costs.measure(recipe, args.updates)
+        print(json.dumps(plan, indent=2))
         return 0
     _print_stack(recipe, stack)
     _print_hooks(calls)
     _print_values(recipe, values)
+    if args.measure:
+        report = costs.measure(recipe, args.updates)
+        costs.show_costs(report, [hook for hook, who in calls.items() if any(call.plugin != CORE for call in who)])
     return 0
 
 

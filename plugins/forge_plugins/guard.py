@@ -31,6 +31,7 @@ logger = logging.getLogger("forge")
 
 READS = {
     "skip": "policy skip must know before every update whether to make it",
+    "owner": "{name!r} owns the optimizer's step, so no update can be left out on the device",
     "optimizer": "{names} cannot be told on the device to leave an update out (fused=True can, in Adam, AdamW and SGD)",
 }
 
@@ -46,6 +47,10 @@ class Guard(forge.Plugin):
     optimizers: the update is made a no-op on the device, with all after it, and the host hears of it one update later,
     always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
     owns are left to it; the loss is looked at all the same.
+
+    ::
+
+        forge fit quickstart guard.policy=skip
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -97,13 +102,15 @@ class Guard(forge.Plugin):
         if device.type == "cpu":
             return
         deaf = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
-        owned = any(call.role == "own" for call in trainer.stack.calls()["forge_optimizer_step"])
-        if self.config.policy != "skip" and device.type == "cuda" and not owned:
+        owners = [call.plugin for call in trainer.stack.calls()["forge_optimizer_step"] if call.role == "own"]
+        if self.config.policy != "skip" and device.type == "cuda" and not owners:
             self._told = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
         if self._told:
             self._flag = Flag(device)
         if self.config.policy == "skip":
             logger.info("guard reads the device once per update: %s.", READS["skip"])
+        elif owners:
+            logger.info("guard reads the device once per update: %s.", READS["owner"].format(name=owners[0]))
         elif len(self._told) < len(trainer.optimizers):
             names = listed(sorted({type(o).__name__ for o in deaf or trainer.optimizers.values()}))
             logger.warning("guard reads the device once per update: %s.", READS["optimizer"].format(names=names))

@@ -22,8 +22,8 @@ class JSONL(forge.Plugin):
 
     Each line begins with where the run was: `update`, `epoch` (epochs finished) and `sample` (samples trained on), as
     they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
-    name; images and texts are left out. What is not finite (NaN, infinity) is written as null, because JSON has no
-    number for it and a column keeps its type.
+    name; images, texts and histograms are left out. What is not finite (NaN, infinity) is written as null, because
+    JSON has no number for it and a column keeps its type.
 
     Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
     it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
@@ -117,8 +117,8 @@ def counters_after(trainer: forge.Trainer, update: int) -> tuple[int, int]:
     progress, step = trainer.progress, trainer.step
     if step is None:
         return progress.epoch, progress.sample
-    if update < progress.update:
-        return step.epoch, progress.sample - step.samples
+    if update <= step.index:
+        return step.epoch, progress.sample - (step.samples if progress.update > step.index else 0)
     return step.epoch + step.ends_epoch, progress.sample
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ NEVER = float("inf")
 STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
 FIRST = ("train", "val", "test", "lr")
 """Metrics are shown in this order, all others after them."""
+MANY = 8
+"""A group of other metrics with more than so many (one for every layer, say) is left to those who draw them."""
 
 
 class Progress(forge.Plugin):
@@ -144,10 +147,10 @@ class Status:
     def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
         """Keep the newest scalars; whether they are worth a look at once."""
         self.metrics.update({name: value for name, value in metrics.items() if isinstance(value, (int, float))})
-        evaluated = not any(name.startswith("train/") for name in metrics)
+        evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
         if evaluated:
             self.validated = True
-        else:
+        elif any(name.startswith("train/") for name in metrics):
             self.logged = update
         return evaluated
 
@@ -409,12 +412,14 @@ def short(name: str, value: float) -> str:
 
 def ordered(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, short value), training first."""
+    heads = {name: name.partition("/")[0] for name in metrics}
+    sizes = Counter(heads.values())
 
     def rank(name: str) -> int:
-        head = name.partition("/")[0]
-        return FIRST.index(head) if head in FIRST else len(FIRST)
+        return FIRST.index(heads[name]) if heads[name] in FIRST else len(FIRST)
 
-    return [(name, short(name, metrics[name])) for name in sorted(metrics, key=rank)]
+    shown = [name for name in metrics if heads[name] in FIRST or sizes[heads[name]] <= MANY]
+    return [(name, short(name, metrics[name])) for name in sorted(shown, key=rank)]
 
 
 def grouped(metrics: Mapping[str, float]) -> Iterator[tuple[str, list[tuple[str, str]]]]:

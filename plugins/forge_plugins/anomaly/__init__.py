@@ -29,6 +29,10 @@ class Anomaly(forge.Plugin):
 
     RUN/anomaly/update-XXXXXXXX holds all that `forge replay` needs to run the window again: weights, random numbers,
     batches. For debugging: it reads the device once per update, and keeps the random numbers of every window.
+
+    ::
+
+        forge fit quickstart -p anomaly
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,7 +77,11 @@ class Anomaly(forge.Plugin):
         self._before.keep(step)
         self._losses, self._bad = [], False
         try:
-            return (yield)
+            result = yield
+            if self._bad:  # the update was skipped, so nobody was asked to edit its gradients
+                self._analyse(step)
+                self._log()
+            return result
         except NonFiniteError as error:
             if not getattr(error, "__forge_analysed__", False):
                 if self._bad or not self._is_finite(step):
@@ -109,8 +117,7 @@ class Anomaly(forge.Plugin):
             error = NonFiniteError(f"{said[0].upper()}{said[1:]} The weights are as they were before it.")
             self._note(error)
             raise error
-        if self._fresh:
-            logger.warning("%s", report(self.findings[-1], self._replay))
+        self._log()
 
     def _is_finite(self, step: forge.Step) -> bool:
         losses = self._losses[-len(step.window) :]  # a closure runs the window several times
@@ -129,6 +136,10 @@ class Anomaly(forge.Plugin):
         self.findings.append(finding)
         path = bundle.write(step, self._before, finding)
         self._replay = bundle.command(path, step.trainer) if path is not None else ""
+
+    def _log(self) -> None:
+        if self._fresh:
+            logger.warning("%s", report(self.findings[-1], self._replay))
 
     def _note(self, error: NonFiniteError) -> None:
         error.__forge_analysed__ = True  # pyright: ignore[reportAttributeAccessIssue]

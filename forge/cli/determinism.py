@@ -1,0 +1,157 @@
+"""`forge determinism`: does a recipe do the same thing twice, and if not, which tensor is the first that differs?"""
+
+from __future__ import annotations
+
+import math
+import os
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from forge.cli import lives, show, target
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.testing.witness import Difference
+
+EXAMPLES = """\
+Exit code 0: the two runs were equal bit for bit; 1: they were not.
+
+examples:
+  forge determinism quickstart
+  forge determinism my_task.py:MyTask --updates 50
+  forge determinism my_task.py:MyTask --deterministic      with deterministic algorithms only
+"""
+
+UNSEEDED = "Something that the seed does not reach: os.urandom, secrets, uuid, the time, or a generator of its own"
+SET_ORDER = "The order of a set, or of what os.listdir and glob return: sort it."
+KERNEL = "A kernel that adds up in no fixed order: try --deterministic, which allows only those that do not."
+KERNEL_OF_ITS_OWN = "A kernel that is not torch's own and adds up in no fixed order: an extension, a Triton kernel."
+FORWARD = [
+    f"{UNSEEDED} (a torch.Generator or numpy.random.default_rng without a seed) in the forward pass.",
+    "State that is kept outside of the task: a cache, a global, a file.",
+    SET_ORDER,
+]
+CAUSES = {
+    "first parameter": [f"{UNSEEDED} in the task's __init__.", SET_ORDER],
+    "first buffer": [f"{UNSEEDED} in the task's __init__.", SET_ORDER],
+    "batch": [
+        f"{UNSEEDED} in the dataset, its transforms or the collate function.",
+        SET_ORDER,
+        "Data workers that hand out samples as they come.",
+    ],
+    "rng before": [
+        "Something seeds or draws random numbers a different number of times before the forward pass: the data in this "
+        "process, a validation, a plugin.",
+    ],
+    "output": FORWARD,
+    "loss": FORWARD,
+    "gradient": ["A backward written by hand, or a hook on a tensor, that uses something which is not seeded."],
+    "parameter": ["The gradients were equal: look at the optimizer, and at plugins that change gradients or weights."],
+    "buffer": ["A buffer that the forward pass fills from something which is not seeded."],
+    "optimizer": ["A learning-rate schedule or an optimizer that looks at the time, or keeps state of its own."],
+    "rng": ["Something draws random numbers a different number of times: a loop over a set, a condition on the time."],
+    "order": ["A branch that depends on the time, on the order of a set, or on state outside of the task."],
+}
+"""What is likely behind the first difference, by its kind; kernels are told of separately."""
+ROUNDING = 1e-5
+"""A difference below this share of a tensor looks like a sum in another order."""
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser(
+        "determinism", "Run a recipe twice, in fresh processes, and name the first tensor that differs.", EXAMPLES
+    )
+    target.add_arguments(parser)
+    parser.add_argument(
+        "--updates", type=int, default=20, metavar="N", help="how many updates to compare (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="with deterministic algorithms only (trainer.deterministic=true)"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="keep both runs and their records in this folder")
+    parser.add_argument("--life", help=SUPPRESS)
+    return parser
+
+
+def run(args: Namespace) -> int:
+    if args.life:
+        return live(args)
+    if args.updates < 1:
+        raise ForgeError("--updates must be at least 1.")
+    with lives.folder_for(args.keep, "determinism") as folder:
+        return compare(args, folder)
+
+
+def live(args: Namespace) -> int:
+    """One of the two runs, in a process of its own."""
+    from forge.testing.witness import Witness
+
+    folder = Path(args.life)
+    trainer, task, data = target.build(target.load(args, to_train=True), folder / "run")
+    trainer.stack.add(Witness(folder / "record.jsonl", args.updates))
+    trainer.fit(task, data.train, data.val)
+    return 0
+
+
+def compare(args: Namespace, folder: Path) -> int:
+    from forge.testing import witness
+    from forge.testing.trace import read_trace
+
+    if target.load(args, to_train=True).trainer.get("seed") is None:
+        show.warning("the recipe sets no seed, so every fit is another one. Both runs use trainer.seed=0 here.")
+        args.overrides.append("trainer.seed=0")
+    if args.deterministic:
+        args.overrides.append("trainer.deterministic=true")
+    for number in (1, 2):
+        show.console().print(f"Run {number} of 2: {args.updates} updates ...", style="dim")
+        own = folder / str(number)
+        own.mkdir()
+        # a process orders its sets by a random seed; these two differ, unless the user has fixed it for every run
+        environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(number))}
+        lives.live("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
+    one, other = (read_trace(folder / name / "record.jsonl") for name in "12")
+    if len(one) < 2:
+        raise ForgeError("The run made no update: there is nothing to compare.")
+    difference = witness.compare(one, other)
+    if difference is None:
+        count = sum(len(line["events"]) for line in one)
+        show.console().print(same(len(one) - 1, count), soft_wrap=True)
+        return 0
+    _report(difference, one[0]["device"], args.deterministic)
+    return 1
+
+
+def same(updates: int, values: int) -> str:
+    """What was found equal."""
+    length = f"{updates} update{'' if updates == 1 else 's'}"
+    return (
+        f"Bit for bit the same: two runs of {length}, each in a process of its own. "
+        f"Compared were {values:,} values: batches, outputs of modules, losses, gradients, parameters, buffers, "
+        "optimizer state and the state of random numbers."
+    )
+
+
+def _report(difference: Difference, device: str, deterministic: bool) -> None:
+    console = show.console()
+    console.print(Text(f"Not the same: {difference}.", "bold red"), soft_wrap=True)
+    console.print(f"{difference.equal:,} values before it were equal bit for bit.", soft_wrap=True)
+    if difference.hidden:
+        names = ", ".join(difference.hidden[:5])
+        console.print(f"Attributes of the task that differ by then, and are no part of its state: {names}.")
+    console.print()
+    console.print(show.heading("Likely causes"))
+    for cause in causes(difference, device, deterministic):
+        console.print(f"  - {cause}", soft_wrap=True)
+
+
+def causes(difference: Difference, device: str, deterministic: bool) -> list[str]:
+    """What may be behind a difference, the likeliest first."""
+    known = list(CAUSES[difference.kind])
+    if difference.kind not in ("output", "loss", "gradient", "parameter", "buffer"):
+        return known
+    kernel = KERNEL_OF_ITS_OWN if deterministic else KERNEL
+    small = not math.isnan(difference.share) and difference.share < ROUNDING
+    return [kernel, *known] if small or (difference.kind == "gradient" and device != "cpu") else [*known, kernel]

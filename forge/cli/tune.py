@@ -1,0 +1,284 @@
+"""`forge tune`: find a learning rate, or the largest batch that fits, by trying."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from forge.cli import lives, show, target
+from forge.errors import ForgeError
+from forge.recipe import Recipe
+from forge.recipe.schema import options_of
+
+if TYPE_CHECKING:
+    from forge.tuning import BatchReport, LRCurve, Probe
+
+EXAMPLES = """\
+Both train fresh copies of the task for a few updates, and keep nothing of them.
+
+examples:
+  forge tune lr quickstart                                   a range test, with its picture in runs/tune/
+  forge tune lr my_task.py:MyTask --min 1e-5 --max 1 --updates 300
+  forge tune batch quickstart                                powers of two, with memory and speed of each
+  forge tune batch my_task.py:MyTask --exact --limit 40      the largest of all within 40 GB
+"""
+LR_NAMES = ("lr", "learning_rate")
+DEFAULTS = {"lr": {"min": 1e-7, "max": 10.0, "updates": 100}, "batch": {"max": 8192, "updates": 6}}
+ONLY = {"lr": ("min", "optimizer", "out"), "batch": ("exact", "limit")}
+"""Options that mean something for one kind of search."""
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser("tune", "Find a learning rate, or the largest batch that fits, by trying.", EXAMPLES)
+    parser.add_argument("what", choices=list(ONLY), help="what to find")
+    target.add_arguments(parser)
+    parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
+    parser.add_argument(
+        "--max", type=float, metavar="X", help="lr: the highest rate (default: 10); batch: the largest size (8192)"
+    )
+    parser.add_argument(
+        "--updates", type=int, metavar="N", help="lr: updates of the test (default: 100); batch: of each size (6)"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="lr: test this one of several optimizers, not all together")
+    parser.add_argument("--out", metavar="FILE", help="lr: where the picture goes (default: runs/tune/RECIPE-lr.png)")
+    parser.add_argument(
+        "--exact", action="store_true", default=None, help="batch: search between powers of two as well"
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="GB", help="batch: a budget of memory; on a CPU it is the only limit"
+    )
+    return parser
+
+
+def run(args: Namespace) -> int:
+    other = "batch" if args.what == "lr" else "lr"
+    for name in ONLY[other]:
+        if getattr(args, name) is not None:
+            raise ForgeError(f"--{name} goes with `forge tune {other}`.")
+    for name, value in DEFAULTS[args.what].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    recipe = target.load(args, to_train=True)
+    if recipe.trainer.get("seed") is None:
+        recipe = recipe.with_trainer({"seed": 0})  # asked twice, it gives one answer
+    return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
+
+
+# -- lr ---------------------------------------------------------------------------------------------------------------
+
+
+def _lr(args: Namespace, recipe: Recipe) -> int:
+    from forge.seeding import seed_all
+    from forge.tuning import draw_lr, lr_range
+
+    seed_all(recipe.trainer["seed"])
+    show.message(f"{args.updates} updates with a rate that grows from {args.min:g} to {args.max:g} ...", "dim")
+    curve = lr_range(
+        recipe.make_task,
+        recipe.make_data().train,
+        lowest=args.min,
+        highest=args.max,
+        updates=args.updates,
+        optimizer=args.optimizer,
+        recipe=recipe,
+    )
+    name = _name(recipe)
+    path = draw_lr(curve, f"Learning-rate range test of {name}", args.out or Path("runs/tune") / f"{name}-lr.png")
+    _print_lr(curve)
+    console = show.console()
+    if not curve.fell:
+        show.warning(
+            "the loss hardly fell, so the suggestion means little. Take more updates (--updates 500), or another range."
+        )
+    for label, text in {"picture": str(show.near(path.absolute())), "use it": _use_lr(args, recipe, curve)}.items():
+        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+    return 0
+
+
+def _print_lr(curve: LRCurve) -> None:
+    from forge.tuning.lr import rate_text
+
+    console = show.console()
+    grid = show.table("learning rate", "", "how it was found")
+    rows = {
+        "a tenth of the rate at which the smoothed loss is lowest": (curve.suggestion, "suggestion"),
+        "in the middle of the longest fall of the loss: careful": (curve.valley, "valley"),
+        "where the loss falls fastest: bold": (curve.steepest, "steepest"),
+        "what the task sets now": (curve.reference, "now"),
+    }
+    for how, (rate, name) in rows.items():
+        style = "bold" if name == "suggestion" else "dim" if name == "now" else ""
+        grid.add_row(Text(rate_text(rate), style), Text(name, style), Text(how, style))
+    console.print()
+    console.print(grid)
+    console.print()
+    end = f"ran away at {rate_text(curve.diverged)}" if curve.diverged else "did not run away"
+    lowest = min(curve.smoothed)
+    console.print(
+        f"{len(curve.losses)} updates. The smoothed loss fell from {curve.smoothed[0]:.4g} to {lowest:.4g}, and {end}."
+    )
+
+
+def _use_lr(args: Namespace, recipe: Recipe, curve: LRCurve) -> str:
+    """The command that trains with the suggestion, where the task takes a rate as its argument; else what to do."""
+    from forge.tuning.lr import rate_text
+
+    name = _lr_option(recipe)
+    if name is None or args.optimizer is not None:
+        takes = f"The task takes no argument called {LR_NAMES[0]}: set" if name is None else "Set"
+        return f"{takes} it in configure_optimizers. All rates are to be multiplied by {_factor(curve):.3g}."
+    now = recipe.resolved["task"].get(name)
+    scaled = isinstance(now, (int, float)) and now > 0
+    value = float(now) * _factor(curve) if scaled else curve.suggestion
+    return _command(args, {f"task.{name}": rate_text(value)})
+
+
+def _factor(curve: LRCurve) -> float:
+    return curve.suggestion / curve.reference
+
+
+# -- batch ------------------------------------------------------------------------------------------------------------
+
+
+def _batch(args: Namespace, recipe: Recipe) -> int:
+    from forge.env import pick_device
+    from forge.tuning import batch_range
+
+    own = _own_size(recipe)
+    if args.limit is None and pick_device(recipe.trainer.get("device", "auto")).type == "cpu":
+        show.message(
+            f"On a CPU nothing says when memory is full: sizes up to --max {int(args.max)} are tried. --limit GB sets "
+            "a budget.",
+            "dim",
+        )
+    report = batch_range(
+        recipe.make_task,
+        lambda size: _with_batch_size(recipe, size).make_data().train,
+        start=own,
+        highest=int(args.max),
+        exact=bool(args.exact),
+        limit=args.limit,
+        updates=args.updates,
+        tell=lambda probe: show.message(f"{probe.size}: {probe.why_not or 'fits'}", "dim"),
+        recipe=recipe,
+    )
+    _print_batch(report)
+    console = show.console()
+    for line in verdict(report, own, _own_rate(recipe)):
+        console.print(line, soft_wrap=True)
+    use = _command(args, {"data.batch_size": str(report.recommended)})
+    console.print(Text.assemble(("use it      ", "dim"), use), soft_wrap=True)
+    return 0
+
+
+def _own_size(recipe: Recipe) -> int:
+    """The batch size of the recipe as it is; data that have none are refused with what to write."""
+    known = options_of("data", recipe.config, recipe.local, recipe.origin)
+    if known is None or "batch_size" not in [option.name for option in known]:
+        names = ", ".join(option.name for option in known or ()) or "none"
+        raise ForgeError(
+            f"The data of {_name(recipe)!r} have no option batch_size (they have: {names}), so nobody can ask for "
+            "another. Write the function with one: def data(batch_size: int = 32)."
+        )
+    size = recipe.resolved.get("data", {}).get("batch_size")
+    if size is None:
+        size = next(option.default for option in known if option.name == "batch_size")
+    return size if isinstance(size, int) and size > 0 else 32
+
+
+def _with_batch_size(recipe: Recipe, size: int) -> Recipe:
+    data = {**recipe.config.get("data", {}), "batch_size": size}
+    return dataclasses.replace(recipe, config={**recipe.config, "data": data})
+
+
+def _print_batch(report: BatchReport) -> None:
+    console = show.console()
+    grid = show.table("batch", "memory", "samples/s", "", wrap=[""])
+    for column in grid.columns[:3]:
+        column.justify = "right"
+    for probe in report.probes:
+        style = "bold" if probe.size == report.recommended else "" if probe.fits else "dim"
+        note = probe.why_not or _note(probe, report)
+        speed = f"{probe.speed:,.0f}" if probe.fits else ""
+        grid.add_row(*(Text(text, style) for text in (f"{probe.size:,}", _gigabytes(probe.memory), speed, note)))
+    console.print()
+    console.print(grid)
+    console.print()
+
+
+def _note(probe: Probe, report: BatchReport) -> str:
+    said = {"recommended": report.recommended, "fastest": report.fastest.size, "largest": report.largest}
+    return ", ".join(word for word, size in said.items() if size == probe.size)
+
+
+def verdict(report: BatchReport, own: int, rate: float | None) -> list[str]:
+    """What the table comes to, in sentences."""
+    bound = report.too_large
+    lines = [f"{report.largest} is the largest batch that works; {_end(bound)}."]
+    best = report.fastest
+    if report.recommended < best.size:
+        lines.append(
+            f"{report.recommended} is within 3 % of the best speed ({best.speed:,.0f} samples/s at {best.size}), and "
+            "makes more updates of the same data."
+        )
+    elif best.size < report.largest:
+        lines.append(f"{best.size} is the fastest; a larger one only makes fewer updates of the same data.")
+    elif bound is not None and bound.why_not.startswith(("out of memory", "over")):
+        lines.append("Leave some room where samples differ in length, or validation uses larger batches.")
+    if report.recommended != own:
+        lines.append(_scaling(report.recommended / own, own, rate))
+    return lines
+
+
+def _end(bound: Probe | None) -> str:
+    return "a larger one was not tried (--max)" if bound is None else f"{bound.size} does not: {bound.why_not}"
+
+
+def _scaling(factor: float, own: int, rate: float | None) -> str:
+    """The rule of thumb for the learning rate of another batch."""
+    from forge.tuning.lr import rate_text
+
+    linear, root = f"{factor:g}", f"{math.sqrt(factor):.2g}"
+    if rate is not None:
+        linear, root = f"{linear} (lr {rate_text(rate * factor)})", f"{root} (lr {rate_text(rate * math.sqrt(factor))})"
+    return (
+        f"The recipe's own batch is {own}. The linear scaling rule: multiply the learning rate by {linear}, and warm "
+        f"up; for Adam and its kin the square root is the safer choice: {root}. `forge tune lr` measures it."
+    )
+
+
+def _gigabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e9:.2f} GB"
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+def _name(recipe: Recipe) -> str:
+    """The recipe's name, or that of the user's own task."""
+    return recipe.local["task"].__name__ if "task" in recipe.local else recipe.name
+
+
+def _lr_option(recipe: Recipe) -> str | None:
+    known = options_of("task", recipe.config, recipe.local, recipe.origin) or ()
+    return next((name for name in LR_NAMES if name in [option.name for option in known]), None)
+
+
+def _own_rate(recipe: Recipe) -> float | None:
+    name = _lr_option(recipe)
+    rate = recipe.resolved.get("task", {}).get(name) if name else None
+    return float(rate) if isinstance(rate, (int, float)) else None
+
+
+def _command(args: Namespace, changes: Mapping[str, Any]) -> str:
+    """`forge fit` on the same target, with other values."""
+    kept = [text for text in args.overrides if text.partition("=")[0] not in changes]
+    again = Namespace(**{**vars(args), "overrides": [*kept, *(f"{key}={value}" for key, value in changes.items())]})
+    return shlex.join([show.command("forge"), "fit", *lives.same_target(again)])

@@ -1,0 +1,98 @@
+"""Trial: a few real updates on a fresh task, for a measurement; nothing is written, and nothing is kept."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge.hooks import hookimpl
+from forge.optimizers import Optimizers
+from forge.plugin import Plugin
+from forge.seeding import seed_all
+from forge.task import TaskModule
+from forge.trainer import FitResult, Plugins, Trainer
+
+if TYPE_CHECKING:
+    from forge.recipe import Recipe
+
+LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard", "schedule"})
+"""What a plugin may provide that has no place in a trial: it would save, stop the run, or move the learning rate."""
+
+
+class Trial(Plugin):
+    """What a measurement adds to the stack; schedules of the task's own are taken out."""
+
+    @hookimpl(wrapper=True)
+    def forge_build_optimizers(self) -> Generator[None, Optimizers, Optimizers]:
+        built = yield
+        remove_schedules(built)
+        return built
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        remove_schedules(trainer.optimizers)  # a plugin may have added one since
+
+
+def remove_schedules(optimizers: Optimizers) -> None:
+    """Every optimizer with the rate that it was made with, and with nothing that moves it."""
+    for entry in optimizers.entries.values():
+        entry.schedules.clear()
+        for group in entry.optimizer.param_groups:
+            if "initial_lr" in group:  # a schedule has moved it already
+                set_rate(group, float(group["initial_lr"]))
+    optimizers.has_schedules = False
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a parameter group's learning rate, which may be a tensor that a compiled or captured step reads."""
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def run_trial(
+    trial: Trial,
+    make_task: Callable[[], TaskModule],
+    make_train: Callable[[], Any],
+    *,
+    updates: int,
+    recipe: str | Path | Recipe | None = None,
+    plugins: Plugins = (),
+    **options: Any,
+) -> FitResult:
+    """Train a fresh task for some updates with the stack as it is, less what observes, saves or steps in."""
+    settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
+    trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
+        trainer.stack.remove(plugin.name)
+    trainer.stack.add(trial)
+    if trainer.seed is not None:
+        seed_all(trainer.seed)
+    with quiet():
+        return trainer.fit(make_task(), make_train())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What plugins say to a run of this length has no meaning for the one that is being planned."""
+    logger = logging.getLogger("forge")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def is_left_out(plugin: Plugin) -> bool:
+    """Whether a plugin has no part in a trial. One that handles batches stays: they take memory and time."""
+    only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
+    saves = getattr(plugin, "forge_save", None) is not None
+    return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))

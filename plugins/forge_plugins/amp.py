@@ -1,0 +1,268 @@
+"""Mixed precision."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+import forge
+from forge.env import Env, pick_device
+from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
+from forge_plugins._finite import listed
+
+logger = logging.getLogger("forge")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALING = ("forge_backward", "forge_finalize_grads", "forge_optimizer_step", "forge_step_end")
+"""The hooks of the loss scaler: what fp16 has, and bf16 has not."""
+SLOW = {
+    ("cuda", "bf16"): "this device has no bf16 and emulates it, which is slow. Use amp.dtype=fp16.",
+    ("cpu", "fp16"): "few CPUs compute in fp16: it is likely to be slow. bf16 needs no loss scale either.",
+}
+"""What to say of a type that is not the best one on its device."""
+HOPELESS = (
+    "Gradients overflow however little the loss is scaled: they are NaN or infinite before any scaling, or activations "
+    "are above 65504, the largest number in fp16. Use amp.dtype=bf16, where guard and anomaly look at the gradients "
+    "too, or a lower learning rate."
+)
+
+
+class AMP(forge.Plugin):
+    """Run every forward in bfloat16 or float16, while weights, gradients and optimizer stay in float32.
+
+    Autocast stands around the forward, in training and in evaluation: torch runs matrix products and convolutions in
+    the short type, losses and normalisations in float32. It is `with torch.autocast(...):` around the task's step, bit
+    for bit. What `predict` returns has the type that autocast gave it.
+
+    bf16 needs no more than that, waits for nothing, and is what to use where the hardware has it: `auto` does, and says
+    in the log what it took. A CPU without instructions for it (AMX, AVX512_BF16) is slower in it than in float32, and
+    nearly every CPU is slow in fp16.
+
+    fp16 overflows above 65504 and loses what is below 6e-8, so the loss is scaled before the backward pass (torch's
+    GradScaler, one for all optimizers) and gradients are unscaled before anybody reads them: clip clips true ones. An
+    update whose gradients overflow is skipped, for schedules and averages too, and the scale is halved; that is normal
+    in the first updates. `amp/scale` and `amp/skipped` are logged; a scale below 1 is warned of, because then it is not
+    the scale that is to blame. Knowing whether to skip costs one read of the device per update. The scale is saved with
+    the run and goes back with a rewind. Optimizers that take a closure, and tasks that are in float16 themselves, are
+    refused.
+
+    ::
+
+        forge fit quickstart -p amp task.hidden=32 trainer.max_epochs=3
+        forge fit quickstart -p amp amp.dtype=fp16 amp.init_scale=1024 task.hidden=32 trainer.max_epochs=3
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        dtype: Literal["auto", "bf16", "fp16"] = "auto"
+        "What to run forwards in; auto is bf16 where the device computes in it, else fp16."
+        init_scale: float = 2.0**16
+        "fp16: what the loss is multiplied by at first."
+        growth_interval: int = 2000
+        "fp16: the scale is doubled after so many updates in a row without an overflow."
+
+    config: Config
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        if not 0 < self.config.init_scale < math.inf:
+            raise RecipeError(f"amp.init_scale is {self.config.init_scale:g}; it must be a number above 0.")
+        if self.config.growth_interval < 1:
+            raise RecipeError(f"amp.growth_interval is {self.config.growth_interval}; it must be at least 1.")
+        self.scaler: GradScaler | None = None
+        "fp16: the loss scaler of the run, for a task that makes gradients by itself."
+        self._begin()
+        self._take("fp16" if self.config.dtype == "fp16" else "bf16")
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self.scaler = None
+        self._skipped, self._overflowed, self._warned = 0, False, False
+
+    def _take(self, dtype: str) -> None:
+        """Decide for a type, and so for what this instance owns: nothing with bf16."""
+        self.dtype = dtype
+        self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
+        for hook in SCALING:
+            if dtype == "fp16":
+                self.__dict__.pop(hook, None)
+            else:
+                setattr(self, hook, None)
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Trainer) -> None:
+        """The last moment at which ownership may change: `auto` looks for the device that there will be."""
+        if self.config.dtype == "auto":
+            self._take(best_dtype(pick_device(trainer.device)))
+
+    @forge.hookimpl(wrapper=True)
+    def forge_setup_env(self, trainer: forge.Trainer) -> Generator[None, Env, Env]:
+        """As early as this, because others may run the model while they start."""
+        env = yield
+        device = env.device
+        self._begin()
+        self._kind, self._another = device.type, partial(torch.autocast, device.type, DTYPES[self.dtype])
+        self._autocast = self._another()  # to make one costs as much as to enter it
+        if self.dtype == "fp16" and trainer.verb == "fit":
+            options = {"init_scale": self.config.init_scale, "growth_interval": self.config.growth_interval}
+            self.scaler = GradScaler(device.type, **options)
+            self.scaler.scale(torch.zeros((), device=device))  # it has its state from the first scaling on
+        return env
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if self.scaler is not None:
+            self._refuse_what_cannot_be_unscaled(trainer)
+        self._tell(trainer)
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if self._skipped and self.scaler is not None:
+            many = f"{self._skipped} update{'s' if self._skipped > 1 else ''}"
+            logger.info("amp: %s skipped in this run; the loss scale is %.10g now.", many, self.scaler.get_scale())
+        self._begin()
+        if self.config.dtype == "auto":
+            self._take("bf16")  # the next run may be on another device
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self) -> Generator[None, Any, Any]:
+        # entered within itself, an autocast would forget what was before it
+        with self._another() if torch.is_autocast_enabled(self._kind) else self._autocast:
+            return (yield)
+
+    # -- fp16: backward, gradients, step ------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_backward(self, loss: Tensor) -> bool:
+        self.scaler.scale(loss).backward()  # pyright: ignore[reportOptionalMemberAccess]
+        return True
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        scaler, optimizer = self.scaler, step.optimizer
+        assert scaler is not None
+        scaler.unscale_(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        if not found:  # nothing has a gradient: nothing to tell the scaler
+            del scaler._per_optimizer_states[id(optimizer)]
+        elif any(flag.item() for flag in found.values()):
+            self._skipped, self._overflowed = self._skipped + 1, True
+            step.skip_update(f"gradients overflow with the loss scaled by {scaler.get_scale():.10g}, which is halved")
+
+    @forge.hookimpl
+    def forge_optimizer_step(self, step: forge.Step) -> bool:
+        # not the scaler's step, which would read a second time what forge_finalize_grads has read: nothing overflows
+        step.optimizer.step()
+        return True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        scaler = self.scaler
+        assert scaler is not None
+        if scaler._per_optimizer_states:  # a window that was left out has told it nothing
+            scaler.update()
+            if self._overflowed:
+                self._overflowed = False
+                self._warn_if_hopeless(scaler.get_scale(), step)
+        if step.ends_interval:
+            step.record("amp/scale", scaler.scale(torch.ones((), device=step.trainer.env.device)))
+            step.record("amp/skipped", self._skipped)
+
+    def _warn_if_hopeless(self, scale: float, step: forge.Step) -> None:
+        """A scale below 1 makes gradients smaller than they are: what overflows then was not finite before it."""
+        if scale >= 1:
+            self._warned = False
+            return
+        if scale == 0:
+            raise NonFiniteError(f"Update {step.index}: the loss scale has fallen to 0. {HOPELESS}")
+        if not self._warned:
+            logger.warning("amp: the loss scale has fallen to %g at update %d. %s", scale, step.index, HOPELESS)
+            self._warned = True
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        if self.scaler is None:
+            return {"dtype": self.dtype}
+        scaler = self.scaler.state_dict()
+        kept = {"scale": scaler["scale"], "growth_tracker": scaler["_growth_tracker"], "skipped": self._skipped}
+        return {"dtype": self.dtype, **kept}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        # where the option itself has changed, the Trainer says so
+        if self.config.dtype == "auto" and state["dtype"] != self.dtype:
+            logger.warning("amp: the run was in %s; auto is %s on this device.", state["dtype"], self.dtype)
+        if self.scaler is None or "scale" not in state:
+            return
+        own = self.scaler.state_dict()  # its options are those of this run
+        self.scaler.load_state_dict({**own, "scale": state["scale"], "_growth_tracker": state["growth_tracker"]})
+        self._skipped = state["skipped"]
+
+    # -- what is said and refused -------------------------------------------------------------------------------------
+
+    def _tell(self, trainer: forge.Trainer) -> None:
+        device = trainer.env.device
+        took = f"{self.dtype} (auto)" if self.config.dtype == "auto" else self.dtype
+        kept = sorted({_name(p.dtype) for p in trainer.task.parameters() if p.is_floating_point()})
+        logger.info(
+            "amp: matrix products and convolutions run in %s (autocast on %s), losses and normalisations in float32; "
+            "weights and gradients are %s.",
+            took,
+            device,
+            ", ".join(kept),
+        )
+        if (device.type, self.dtype) in SLOW and best_dtype(device) != self.dtype:
+            logger.warning("amp: %s", SLOW[device.type, self.dtype])
+        if self.scaler is None:
+            return
+        logger.info(
+            "amp: the loss is scaled by %.10g at first; updates are skipped until no gradient overflows at its scale.",
+            self.config.init_scale,
+        )
+        if device.type != "cpu":
+            logger.info(
+                "amp reads the device once per update: whether a gradient has overflown decides whether the update is "
+                "made. bf16 needs no such read."
+            )
+
+    def _refuse_what_cannot_be_unscaled(self, trainer: forge.Trainer) -> None:
+        for entry in trainer.optimizers.entries.values():
+            if entry.needs_closure:
+                raise StackError(
+                    f"amp in fp16 cannot train with {type(entry.optimizer).__name__}, which computes the loss several "
+                    "times per step: scaled gradients are unscaled once. Use amp.dtype=bf16 or another optimizer."
+                )
+        named = trainer.task.named_parameters()
+        halves = [name for name, p in named if p.requires_grad and p.dtype is torch.float16]
+        if halves:
+            raise TaskError(
+                f"amp in fp16: the weights of {listed(halves)} are float16 themselves, and so would be their scaled "
+                "gradients, which cannot be unscaled. Leave the task in float32 (no .half()): amp runs its forward in "
+                "float16."
+            )
+
+
+def best_dtype(device: torch.device) -> str:
+    """bf16 where a device computes in it; emulated it would be slower than float32."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" else "fp16"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

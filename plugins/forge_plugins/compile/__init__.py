@@ -1,0 +1,222 @@
+"""torch.compile, in place, and an account of what it did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import forge
+from forge.errors import RecipeError
+from forge.model import Build
+from forge_plugins._modules import as_list, chosen, listed
+from forge_plugins.compile import report
+from forge_plugins.compile.comparison import compare
+from forge_plugins.compile.generations import Generations
+from forge_plugins.compile.regions import Regions
+from forge_plugins.compile.toolchain import check_backend
+from forge_plugins.compile.watch import Watch
+
+logger = logging.getLogger("forge")
+
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes that replay CUDA graphs, on CUDA."""
+STORM = 3
+"""So many log intervals in a row with recompiles in each are a storm."""
+
+
+class Compile(forge.Plugin):
+    """Compile the task with torch.compile, in place, and say what came of it: graphs, breaks and recompiles.
+
+    Without `blocks` the whole step is compiled as one: `training_step`, with the loss, and the steps of evaluation.
+    `blocks` names modules, by class (`TransformerBlock`) or by name (`encoder.layers.*`), that are compiled each for
+    itself: alike ones share one graph, so a deep model compiles in the time of one block. Names in checkpoints stay as
+    they are, and at the end of a run the task is what it was.
+
+    After the first update the log says how many graphs there are, at which line and why a graph broke off, and later
+    whenever something was compiled again, and why; `compile/graphs`, `compile/breaks` and `compile/recompiles` are
+    logged when they change. Graphs for evaluation, for another optimizer's turn and for thawed parameters are no
+    recompiles. With `dynamic=false` each new shape is one: the epoch's last, shorter batch costs one, and a stream of
+    shapes is warned of before torch gives up. When nothing was compiled at all, there is a warning that says so.
+
+    `mode` is how hard to try: `default`; `reduce-overhead`, which replays CUDA graphs, for small batches on CUDA;
+    `max-autotune`, which measures kernels first and takes minutes. Compile after the model is right, not before.
+
+    Compiled arithmetic is not eager arithmetic: fused kernels round elsewhere, and inductor draws other random numbers
+    for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU, unless an
+    operation is decomposed on the way. `compare` runs the first batch both ways before training, in training mode, with
+    the same random numbers, and reports the largest difference of loss and gradients; where it is too large, the first
+    module that differs by itself is named. It leaves no trace in the run, and costs a second compilation.
+
+    ::
+
+        forge fit quickstart -p compile compile.backend=aot_eager
+        forge fit quickstart -p compile compile.backend=aot_eager compile.blocks=Sequential compile.compare=true
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+        "How hard inductor tries: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
+        backend: str = "inductor"
+        "What compiles the graphs; aot_eager traces them without generating code, for tests."
+        dynamic: bool | None = False
+        "Whether sizes may vary inside of one graph; null: after the first recompile for a size."
+        fullgraph: bool = False
+        "Refuse graph breaks instead of going on without a graph."
+        blocks: str | list[str] | None = None
+        "Compile these modules each for itself: classes or patterns of module names; null: the whole step."
+        compare: bool = False
+        "Before training, run one batch eagerly and compiled, and report the largest difference."
+
+    config: Config
+    provides = ("compile",)
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        if config.backend != "inductor" and config.mode != "default":
+            raise RecipeError(f"compile.mode={config.mode} is for inductor; the backend is {config.backend!r}.")
+        if config.blocks is not None and not as_list(config.blocks):
+            raise RecipeError(
+                "compile.blocks is an empty list. Name some modules, or leave it out to compile the whole."
+            )
+        if not config.compare:
+            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._regions: Regions | None = None
+        self._shell: nn.Module | None = None
+        self._watch = Watch(graphs=None)
+        self._looked = False
+        self._told = self._recorded = (0, 0, 0)
+        self._growing = 0
+        self._warned: set[str] = set()
+        self._compared: set[str | None] = set()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        options: dict[str, Any] = {
+            "backend": config.backend,
+            "dynamic": config.dynamic,
+            "fullgraph": config.fullgraph,
+        }
+        return {**options, "mode": config.mode} if config.backend == "inductor" else options
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+        if phase != "compile":
+            return
+        self._begin()
+        check_backend(self.config.backend, trainer.env.device)
+        patterns = as_list(self.config.blocks)
+        modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
+        self._regions, self._shell = Regions(modules, whole=not patterns), build.model
+        self._regions.install(self._options)
+        if self.config.mode in CUDA_GRAPHS:
+            self._replay_graphs(trainer, build)
+        self._watch = Watch()
+        if patterns:
+            logger.info("compile: each for itself: %s.", listed(modules))
+
+    def _replay_graphs(self, trainer: forge.Trainer, build: Build) -> None:
+        model = build.model
+        if trainer.env.device.type == "cuda":
+            model._compiled_call_impl = Generations(model._compiled_call_impl or model._call_impl, build.task)
+        else:
+            logger.info(
+                "compile.mode=%s: CUDA graphs need CUDA; on %s there are none.", self.config.mode, trainer.env.device
+            )
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """With `compare` only: before the first update of each optimizer."""
+        if step.name not in self._compared:
+            self._compared.add(step.name)
+            self._compare(step)
+        return (yield)
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if self._looked and not step.ends_interval:
+            return
+        self._look()
+        counts = self._watch.counts
+        if step.ends_interval and counts != self._recorded:
+            self._recorded = counts
+            for name, count in zip(("graphs", "breaks", "recompiles"), counts, strict=True):
+                step.record(f"compile/{name}", count)
+        if not self._looked:
+            self._looked = True
+            self._warn_of_nothing()
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if self._regions is None or self._shell is None:
+            return
+        try:
+            self._look()
+            if trainer.verb != "fit":
+                self._warn_of_nothing()
+        finally:
+            self._regions.remove()
+            self._shell._compiled_call_impl = None
+            torch.compiler.reset()  # graphs, their memory and torch's count of recompiles were this run's
+            self._begin()
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Say what was compiled since the last look, if anything was."""
+        watch, told = self._watch, self._told
+        watch.look()
+        self._told = watch.counts
+        if watch.graphs != 0 and watch.counts != told:
+            logger.log(*report.summary(watch, told))
+        self._growing = self._growing + 1 if len(watch.recompiles) > told[2] else 0
+        if watch.limits:
+            self._warn("limit", report.limit(watch.limits, self.config.dynamic))
+        elif self._growing >= STORM:
+            self._warn("storm", report.storm(watch.recompiles, STORM, self.config.dynamic))
+
+    def _warn_of_nothing(self) -> None:
+        regions = self._regions
+        assert regions is not None
+        if self._watch.graphs == 0:
+            self._warn("nothing", report.nothing(self._watch))
+        elif not regions.whole:
+            self._warn("empty", report.empty(regions.empty()))
+            self._warn("uncalled", report.uncalled(regions.uncalled()))
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once a run."""
+        if text and kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("%s", text)
+
+    # -- against eager ------------------------------------------------------------------------------------------------
+
+    def _compare(self, step: forge.Step) -> None:
+        assert self._regions is not None
+        self._watch.look()
+        trial = Watch()
+        try:
+            found = compare(step, self._regions, self._options)
+        finally:
+            trial.look()
+            if trial.breaks or trial.graphs is None:
+                # beyond a break torch compiles functions of the user's, and what it compiled for this must not serve
+                # the run
+                torch.compiler.reset()
+            self._watch.skip()
+        turn = "" if step.name is None else f" ({step.name})"
+        logger.log(logging.INFO if found.agrees else logging.WARNING, "compile%s: %s", turn, found)

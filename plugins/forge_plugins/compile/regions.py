@@ -1,0 +1,231 @@
+"""Regions: modules that run compiled, in place, and go back to what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge.model import TaskCall
+from forge.task import STAGE_METHODS
+from forge_plugins.compile.watch import graphs_so_far
+
+BY_TYPE = {
+    "Unsupported": "compile.fullgraph=true takes no graph breaks: change that line, or leave fullgraph out.",
+    "FailOnRecompileLimitHit": "compile.fullgraph=true does not go on without a graph: give every batch one shape, or "
+    "set compile.dynamic=true.",
+}
+"""What to do about an error of the compiler, by its class."""
+
+
+@dataclass(slots=True)
+class Function:
+    """A compiled function for one kind of call."""
+
+    call: Callable[..., Any]
+    graphs: int | None = 0
+    "How many graphs its calls have had compiled; None where that cannot be known."
+
+
+@dataclass(slots=True)
+class Functions:
+    """Compiled functions, made as they are needed, each with a code object of its own.
+
+    torch keeps graphs, and counts recompiles, by code object. Training and evaluation, each optimizer's turn and blocks
+    that differ would be recompiles of one another there, up to a limit from which on nothing is compiled.
+    """
+
+    options: Mapping[str, Any]
+    made: dict[tuple[Any, ...], Function] = field(default_factory=dict)
+
+    def make(self, key: tuple[Any, ...], name: str, forward: Callable[..., Any]) -> Function:
+        """The function for calls of this kind."""
+        function = self.made[key] = Function(torch.compile(_renewed(name, forward), **self.options))
+        return function
+
+
+def _renewed(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` in a function whose code is nobody else's. torch skips its own code, a Sequential's say; not this."""
+
+    def whole(module: nn.Module, batch: Any, stage: str, name: str | None = None) -> Any:
+        return forward(module, batch, stage, name)
+
+    def block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    run = whole if forward is TaskCall.forward else block  # arguments are named in what torch says of them
+    run.__code__ = run.__code__.replace(co_name=name)
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+class Region:
+    """What stands in a module's `_compiled_call_impl`."""
+
+    called = False
+
+    def __init__(self, name: str, module: nn.Module, functions: Functions, alike: int):
+        self.name, self.module, self.functions, self.alike = name, module, functions, alike
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return self._with_hooks(args, kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        module, self.called = self.module, True
+        forward = _own_forward(module)
+        words = self._words(args, kwargs)
+        key = (self.alike, forward, module.training, torch.is_grad_enabled(), *words)
+        function = self.functions.made.get(key)
+        if function is None:
+            function = self.functions.make(key, self._title(*words), forward)
+        try:
+            if function.graphs:
+                return function.call(module, *args, **kwargs)
+            before = graphs_so_far()
+            output = function.call(module, *args, **kwargs)
+        except Exception as error:
+            _note(error)
+            raise
+        after = graphs_so_far()
+        function.graphs = after - before if after is not None and before is not None else None
+        return output
+
+    def _with_hooks(self, args: Any, kwargs: Any) -> Any:
+        """Hooks run outside of the graph, so that one that comes later is heard, and none changes what is compiled."""
+        own = vars(self.module).get("forward")
+        stand_in = _Stand(self._run, own)
+        vars(self.module)["forward"] = stand_in
+        try:
+            return self.module._call_impl(*args, **kwargs)
+        finally:
+            vars(self.module).pop("forward")
+            if own is not None:
+                vars(self.module)["forward"] = own
+
+    def _words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What else makes one call of another kind than the next."""
+        return ()
+
+    def _title(self, *words: Any) -> str:
+        return type(self.module).__name__
+
+
+class WholeRegion(Region):
+    """The shell around the task, called with the stage and the optimizer's name: a graph for each."""
+
+    def _words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (*args[1:], *kwargs.values())
+
+    def _title(self, *words: Any) -> str:
+        return STAGE_METHODS.get(words[0], "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """Stands in a module's `forward` while its hooks run."""
+
+    run: Callable[..., Any]
+    own: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of the module: alike modules have the same."""
+    own = vars(module).get("forward")
+    if isinstance(own, _Stand):
+        own = own.own
+    if own is None:
+        return type(module).forward
+    if isinstance(own, MethodType) and own.__self__ is module:
+        return own.__func__
+    return _Unbound(own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unbound:
+    """A forward that somebody assigned, which does not take its module."""
+
+    own: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.own(*args, **kwargs)
+
+
+def _note(error: Exception) -> None:
+    """Say what to do about an error of the compiler; whatever the user's own code raises is left alone."""
+    if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return
+    advice = BY_TYPE.get(type(error).__name__)
+    if "InvalidCxxCompiler" in str(error):
+        advice = "there is no working C++ compiler: install g++, or set CXX."
+    advice = advice or "the compiler failed; compile.backend=aot_eager tells whether it is the code generator."
+    error.add_note(f"forge: {advice}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+
+
+class Regions:
+    """The modules that one run compiles: the whole shell, or blocks."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], whole: bool):
+        self._modules, self.whole = modules, whole
+        self.all: list[Region] = []
+
+    def install(self, options: Mapping[str, Any]) -> None:
+        """Compile, lazily: torch compiles at the first call."""
+        functions, signatures = Functions(options), {}
+        self.all = []
+        for name, module in self._modules.items():
+            alike = signatures.setdefault(_signature(module), len(signatures))
+            region = (WholeRegion if self.whole else Region)(name, module, functions, alike)
+            module._compiled_call_impl = region
+            self.all.append(region)
+
+    def remove(self) -> None:
+        """Back to what was written."""
+        for module in self._modules.values():
+            module._compiled_call_impl = None
+
+    @contextmanager
+    def away(self, instead: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Meanwhile run as written, or compiled anew with other options."""
+        regions, calls = self.all, {name: module._compiled_call_impl for name, module in self._modules.items()}
+        try:
+            self.remove()
+            if instead is not None:
+                self.install(instead)
+            yield
+        finally:
+            self.all = regions
+            for name, call in calls.items():
+                self._modules[name]._compiled_call_impl = call
+
+    def empty(self) -> list[str]:
+        """The modules that were called without a graph being compiled for them, or for others that are alike."""
+        compiled = {key[0] for key, function in self._made() if function.graphs != 0}
+        return [region.name for region in self.all if region.called and region.alike not in compiled]
+
+    def uncalled(self) -> list[str]:
+        """The modules that nobody called."""
+        return [region.name for region in self.all if not region.called]
+
+    def _made(self) -> Iterable[tuple[Any, Function]]:
+        return self.all[0].functions.made.items() if self.all else ()
+
+
+def _signature(module: nn.Module) -> Hashable:
+    """Equal for modules that one graph can serve: one class, printed alike, with tensors of the same shapes."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return type(module), repr(module), tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)

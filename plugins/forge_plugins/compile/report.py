@@ -1,0 +1,103 @@
+"""What to tell the user of what was compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from forge_plugins._modules import listed
+from forge_plugins.compile.watch import Recompile, Watch, why_disabled
+
+MOST = 5
+"""How many breaks or reasons a message lists."""
+
+
+def summary(watch: Watch, told: tuple[int, int, int]) -> tuple[int, str]:
+    """The level and the text of a log line: what there is by now, and what came since `told`."""
+    graphs = "an unknown number of graphs" if watch.graphs is None else _count(watch.graphs, "graph")
+    ops = f" of {_count(watch.ops, 'op')}" if watch.graphs else ""
+    breaks = _count(len(watch.breaks), "break") if watch.breaks else "no breaks"
+    again = _count(len(watch.recompiles), "recompile") if watch.recompiles else "no recompiles"
+    details = [f"break at {place}: {reason}" for place, reason in list(watch.breaks.items())[told[1] :]]
+    level = logging.WARNING if details else logging.INFO
+    new = watch.recompiles[told[2] :]
+    details += dict.fromkeys(f"{again.function} was compiled again: {_why(again)}" for again in new)
+    return level, f"compile: {graphs}{ops}, {breaks}, {again}.{_lines(details)}"
+
+
+def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:
+    """torch gave up on a function."""
+    last = given_up[-1]
+    return (
+        f"compile: {last.function} was compiled for so many kinds of inputs that torch gave up (torch._dynamo.config."
+        f"recompile_limit): new ones run eagerly from now on. The last reason: {last.reason}. {_advice(last, dynamic)}"
+    )
+
+
+def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None) -> str:
+    """It does not stop."""
+    last = next((again for again in reversed(recompiles) if again.short_batch is None), recompiles[-1])
+    return (
+        f"compile: something was compiled again in each of the last {intervals} log intervals, {len(recompiles)} times "
+        f"in all; torch gives up at a limit. The last reason, in {last.function}: {last.reason}. "
+        f"{_advice(last, dynamic)}"
+    )
+
+
+def nothing(watch: Watch) -> str:
+    """Not a single graph."""
+    disabled = why_disabled()
+    if disabled:
+        why = disabled
+    elif watch.breaks:
+        why = f"Every graph broke off before its first operation:{_lines(_places(watch))}"
+    else:
+        why = "torch skipped every function that it was given, or found no tensor operation in them."
+    return f"compile: nothing was compiled; training is eager, and not faster. {why}"
+
+
+def empty(names: Sequence[str]) -> str:
+    """Blocks without a graph."""
+    return (
+        f"compile: nothing was compiled in {listed(names)}: torch skipped, or broke off in, all of it." if names else ""
+    )
+
+
+def uncalled(names: Sequence[str]) -> str:
+    """Blocks that are named and not used."""
+    return f"compile: nobody called {listed(names)}, so there was nothing to compile." if names else ""
+
+
+def _why(again: Recompile) -> str:
+    if again.short_batch is None:
+        return again.reason
+    now, first = again.short_batch
+    return f"a batch of {now} instead of {first}. Normal for the last one of an epoch; drop_last=True avoids it"
+
+
+def _advice(last: Recompile, dynamic: bool | None) -> str:
+    if last.about_shapes and dynamic is not True:
+        return "Pad batches to one shape, drop the last short one (drop_last=True), or set compile.dynamic=true."
+    if last.about_shapes:
+        return "Pad batches to one shape, or to a few."
+    if "==" in last.reason:
+        return (
+            "A Python number that changes from step to step became part of the graph: keep it in a tensor, and do not "
+            "read one with .item() in a step."
+        )
+    return 'TORCH_LOGS="recompiles" shows all reasons.'
+
+
+def _places(watch: Watch) -> Iterable[str]:
+    return (f"at {place}: {reason}" for place, reason in watch.breaks.items())
+
+
+def _lines(items: Iterable[str]) -> str:
+    """Items as lines under a message, the first few of many."""
+    items = list(items)
+    more = [f"and {len(items) - MOST} more"] if len(items) > MOST else []
+    return "".join(f"\n  {item}" for item in [*items[:MOST], *more])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,52 @@
+"""Whether what compiles is there: asked before training, where the compiler itself would fail in its first update."""
+
+from __future__ import annotations
+
+import torch
+
+from forge.errors import RecipeError, StackError, did_you_mean
+
+INSTEAD = "Or compile without generating code: compile.backend=aot_eager (for tests: it is no faster than eager)."
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a backend that torch does not know, and inductor where it has no compiler to work with."""
+    if backend != "inductor":
+        _check_name(backend)
+    elif device.type == "cpu":
+        _check_cpp()
+    elif device.type == "cuda":
+        _check_triton()
+
+
+def _check_name(backend: str) -> None:
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        raise RecipeError(f"compile.backend is {backend!r}, which torch does not know.{did_you_mean(backend, known)}")
+
+
+def _check_cpp() -> None:
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+    except ImportError:
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise StackError(
+            f"compile: on the CPU inductor needs a C++ compiler, and there is none. Install g++ (apt install g++, dnf "
+            f"install gcc-c++), or name one with CXX=/path/to/compiler. {INSTEAD}"
+        ) from error
+
+
+def _check_triton() -> None:
+    try:
+        from torch.utils._triton import has_triton
+    except ImportError:
+        return
+    if not has_triton():
+        raise StackError(
+            "compile: on CUDA inductor needs triton, and a GPU of compute capability 7.0 or more; one is missing. "
+            f"Install triton. {INSTEAD}"
+        )

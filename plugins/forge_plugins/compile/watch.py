@@ -1,0 +1,232 @@
+"""Watch: what torch compiled, where it broke off, and why it compiled again.
+
+torch counts these things for itself, in places that are not promised to stay. Each is asked for by itself here, so that
+one that is gone makes a report shorter, and never a run fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import forge
+
+LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(library.__file__))) + os.sep for library in (torch, forge))
+LIBRARIES = (*LIBRARIES, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+"""Where code is not the user's: torch, forge, forge_plugins."""
+EXPECTED = re.compile(
+    r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|\btraining\b|___check_global_state"
+)
+"""Why there is one more graph without anything being wrong: evaluation, a frozen or thawed parameter, a first block."""
+LIMIT = re.compile(r"recompile.?limit", re.IGNORECASE)
+GUARD = re.compile(r"(?P<what>.+?) # (?P<code>.+) # (?P<place>\S+:\d+) in \S+")
+"""A condition that a graph was compiled under, the code that it comes from, and where that is."""
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
+SIZE = re.compile(
+    r"tensor '(?P<what>.+?)' size mismatch at index (?P<axis>\d+)\. expected (?P<first>\d+), actual (?P<now>\d+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompile:
+    """A function that was compiled once more, because its inputs were not what it was compiled for."""
+
+    function: str
+    reason: str
+
+    @property
+    def expected(self) -> bool:
+        return EXPECTED.search(self.reason) is not None
+
+    @property
+    def short_batch(self) -> tuple[int, int] | None:
+        """(samples, instead of) where it was for a smaller batch, as the last one of an epoch is."""
+        size = SIZE.search(self.reason)
+        if size is None or size["axis"] != "0" or int(size["now"]) >= int(size["first"]):
+            return None
+        return int(size["now"]), int(size["first"])
+
+    @property
+    def about_shapes(self) -> bool:
+        return "size mismatch" in self.reason or "stride mismatch" in self.reason
+
+
+@dataclass(slots=True)
+class Watch:
+    """Counts from when it was made; `look` brings it up to date."""
+
+    graphs: int | None = 0
+    "Graphs that were compiled; None where torch does not say."
+    ops: int = 0
+    "Operations in all of them."
+    breaks: dict[str, str] = field(default_factory=dict)
+    "Where a graph had to end before the function did: file:line, and the reason."
+    recompiles: list[Recompile] = field(default_factory=list)
+    "Those that were not to be expected."
+    limits: list[Recompile] = field(default_factory=list)
+    "Functions that reached torch's limit: their new inputs run without being compiled."
+    _names: dict[str, str] = field(default_factory=dict)
+    _seen: Any = None
+    _breaks_seen: int = 0
+    _counted: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.skip()
+
+    def skip(self) -> None:
+        """Leave out what was compiled since the last look."""
+        self._counted = _counters()
+        self._breaks_seen = len(_break_reasons())
+        self._seen = next(iter(reversed(_frames())), None)
+
+    def look(self) -> None:
+        """Count what was compiled, or failed to be, since the last look."""
+        self._count()
+        reasons = _break_reasons()
+        new = reasons[self._breaks_seen :] if len(reasons) >= self._breaks_seen else reasons  # or torch was reset
+        self._breaks_seen = len(reasons)
+        for reason in new:
+            self.breaks.setdefault(place(reason.user_stack), because(reason.reason))
+        for frame in self._new_frames():
+            self._name(frame)
+            self._read(frame)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Graphs, breaks, recompiles."""
+        return self.graphs or 0, len(self.breaks), len(self.recompiles)
+
+    def _count(self) -> None:
+        now, last = _counters(), self._counted
+        self._counted = now
+        if now is None or last is None or self.graphs is None:
+            self.graphs = None
+            return
+        since = last if now[0] >= last[0] else (0, 0)  # or somebody cleared the counters
+        self.graphs, self.ops = self.graphs + now[0] - since[0], self.ops + now[1] - since[1]
+
+    def _new_frames(self) -> list[Any]:
+        new: list[Any] = []
+        for frame in reversed(_frames()):
+            if frame is self._seen:
+                break
+            new.append(frame)
+        self._seen = new[0] if new else self._seen
+        return new[::-1]
+
+    def _read(self, frame: Any) -> None:
+        reason, failure = getattr(frame, "recompile_reason", None), getattr(frame, "fail_reason", None)
+        again = Recompile(self._name(frame), _tidied(reason)) if reason else None
+        if failure and again is not None and LIMIT.search(f"{getattr(frame, 'fail_type', '')} {failure}"):
+            self.limits.append(again)
+        elif failure:
+            file, line = getattr(frame, "fail_user_frame_filename", None), getattr(frame, "fail_user_frame_lineno", 0)
+            self.breaks.setdefault(f"{_near(file)}:{line}" if file else "an unknown place", because(failure))
+        elif again is not None and not again.expected:
+            self.recompiles.append(again)
+
+    def _name(self, frame: Any) -> str:
+        """The function's name; a frame that was given up has none, but others of it had."""
+        number = str(getattr(frame, "compile_id", "")).partition("/")[0]
+        name = getattr(frame, "co_name", None)
+        if name:
+            resumed = RESUMED.fullmatch(name)
+            self._names[number] = f"{resumed[1]} (from line {resumed[2]})" if resumed else name
+        return self._names.get(number, "a function")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch says
+
+
+def graphs_so_far() -> int | None:
+    """How many graphs this process has compiled."""
+    counted = _counters()
+    return None if counted is None else counted[0]
+
+
+def _counters() -> tuple[int, int] | None:
+    """Graphs, and operations in them."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and it has compiled nothing
+        return 0, 0
+    try:
+        from torch._dynamo.utils import counters
+
+        stats = counters["stats"]
+        return int(stats["unique_graphs"]), int(stats["calls_captured"])
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def _break_reasons() -> list[Any]:
+    if "torch._dynamo" not in sys.modules:
+        return []
+    try:
+        from torch._dynamo.utils import graph_break_reasons
+    except ImportError:
+        return []
+    return [reason for reason in graph_break_reasons if hasattr(reason, "user_stack") and hasattr(reason, "reason")]
+
+
+def _frames() -> list[Any]:
+    """The last frames that torch compiled or tried to, forward only."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    try:
+        from torch._dynamo.utils import get_compilation_metrics
+    except ImportError:
+        return []
+    return [frame for frame in get_compilation_metrics() if getattr(frame, "is_forward", True) is not False]
+
+
+def why_disabled() -> str | None:
+    """What keeps torch from compiling anything, if somebody switched it off."""
+    if os.environ.get("TORCHDYNAMO_DISABLE", "0") not in ("", "0"):
+        return "TORCHDYNAMO_DISABLE is set: unset it."
+    try:
+        from torch._dynamo.eval_frame import _stance
+
+        stance = str(_stance.stance)
+    except (ImportError, AttributeError):
+        return None
+    return None if stance == "default" else f'torch.compiler.set_stance("{stance}") is in force: leave it out.'
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In words
+
+
+def place(stack: Any) -> str:
+    """The innermost line of the user's code, or of anybody's."""
+    frames = list(stack or ())
+    own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)]
+    frame = next(reversed(own or frames), None)
+    return "an unknown place" if frame is None else f"{_near(frame.filename)}:{frame.lineno}"
+
+
+def because(reason: str) -> str:
+    """torch's reason, as one line: its explanation where it gives one."""
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
+    return _cut(explained or (lines[0] if lines else "of an unknown reason"))
+
+
+def _tidied(reason: str) -> str:
+    """On one line, without the number of the graph that it was compared with."""
+    text = " ".join(re.sub(r"^\d+/\d+: ", "", reason.strip()).split("\n")[0].split())
+    guard = GUARD.fullmatch(text)
+    return _cut(f"no longer {guard['what']}, at {guard['place']}: {guard['code']}" if guard else text)
+
+
+def _cut(text: str, length: int = 240) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _near(file: str) -> str:
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

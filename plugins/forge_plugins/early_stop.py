@@ -1,0 +1,186 @@
+"""An end to runs that have stopped getting better."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import forge
+from forge.errors import RecipeError, StackError
+from forge_plugins._moment import moment, reached
+
+logger = logging.getLogger("forge")
+
+MORE_IS_BETTER = frozenset(
+    {"acc", "accuracy", "ap", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2", "recall"}
+)
+"""Words in a metric's name that say that it should grow,"""
+LESS_IS_BETTER = frozenset({"loss", "error", "err"})
+"""and words that say that it should not, whatever else is in it."""
+
+
+class EarlyStop(forge.Plugin):
+    """Stop the run when a validation metric has not improved for a while, or when it has reached a target.
+
+    After every validation of a fit the metric is compared with the best so far; it has improved if it is better by more
+    than `min_delta`. After `patience` validations in a row that are not better, the run stops: it is saved as at every
+    stop, and `FitResult.stop_reason` says why. NaN and infinity are never an improvement, which the log says. A metric
+    that the validation does not give is refused with the list of those that it does.
+
+    The weights are then those of the last update, not of the best one: `checkpoint.best` keeps those. With `ema` or
+    `swa` it is the averaged weights that are validated, and so watched.
+
+    The best value and the count are saved with the run. A run that was stopped, and is resumed, is over: it trains no
+    further unless it is given a larger `patience`, or another `target`.
+
+    ::
+
+        forge fit quickstart -p early_stop
+        forge fit quickstart -p early_stop early_stop.monitor=val/accuracy early_stop.mode=max early_stop.patience=5
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        monitor: str = "val/loss"
+        "The validation metric to watch, as it is logged."
+        mode: Literal["min", "max"] | None = None
+        "Whether a smaller (min) or a larger (max) value is better; null: min, unless the metric's name says otherwise."
+        patience: int = 3
+        "So many validations in a row may pass without an improvement; the last of them stops the run."
+        min_delta: float = 0.0
+        "By how much a value must be better than the best so far to be an improvement."
+        target: float | None = None
+        "Stop as soon as the metric is as good as this."
+        after: str | None = None
+        "Begin to look then: 1000 updates, 2 epochs. Validations before it are not compared."
+
+    config: Config
+    provides = ("early_stop",)
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        if config.patience < 1:
+            raise RecipeError(f"early_stop.patience is {config.patience}; it must be at least 1.")
+        if not 0 <= config.min_delta < math.inf:
+            raise RecipeError(f"early_stop.min_delta is {config.min_delta:g}; it must be a number of at least 0.")
+        if config.target is not None and not math.isfinite(config.target):
+            raise RecipeError(f"early_stop.target is {config.target:g}; it must be a finite number.")
+        self._after = moment(config.after, "early_stop.after") if config.after is not None else None
+        self._sign = sign(config.monitor, config.mode)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._best: float | None = None
+        self._best_at = 0
+        "The update of the best value."
+        self._waited = 0
+        "Validations since then."
+        self._last: float | None = None
+        "The value of the last validation."
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._begin()
+        if trainer.verb != "fit":
+            return
+        if "val" not in trainer.loaders:
+            raise StackError(
+                f"early_stop watches {self.config.monitor!r}, but this fit has no val loader. Pass one, or leave "
+                "early_stop out."
+            )
+        if trainer.validate_every is None:
+            logger.warning(
+                "early_stop: validate_every is null, so nothing is compared unless a validation is asked for."
+            )
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+        metrics = yield
+        if trainer.verb == "fit" and stage == "val":
+            self._look(trainer, metrics)
+        return metrics
+
+    def _look(self, trainer: forge.Trainer, metrics: Mapping[str, Any]) -> None:
+        """Compare one validation with the best so far; ask for a stop when it is time."""
+        config, progress, value = self.config, trainer.progress, self._value(metrics)
+        done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
+        if self._after is not None and not reached(self._after, **done):
+            return
+        self._last = value
+        if self._improves(value):
+            self._best, self._best_at, self._waited = value, progress.update, 0
+        else:
+            self._waited += 1
+            if not math.isfinite(value):
+                logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
+        self._stop_if_it_is_time(trainer)
+
+    def _stop_if_it_is_time(self, trainer: forge.Trainer) -> None:
+        config, value = self.config, self._last
+        if value is None:
+            return
+        if config.target is not None and math.isfinite(value) and self._sign * (value - config.target) >= 0:
+            trainer.request_stop(f"{config.monitor} is {value:.5g}, and the target was {config.target:g}")
+        elif self._waited >= config.patience:
+            trainer.request_stop(self._reason())
+
+    def _value(self, metrics: Mapping[str, Any]) -> float:
+        monitor = self.config.monitor
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        if monitor in numbers:
+            return float(numbers[monitor])
+        near = difflib.get_close_matches(monitor, numbers, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, which this validation does not give.{meant} It gives "
+            f"{', '.join(sorted(numbers)) or 'nothing'}."
+        )
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return self._best is None or self._sign * (value - self._best) > self.config.min_delta
+
+    def _reason(self) -> str:
+        span = "1 validation" if self._waited == 1 else f"{self._waited} validations"
+        if self._best is None:
+            return f"{self.config.monitor} has not been a finite number for {span}"
+        return f"{self.config.monitor} has not improved on {self._best:.5g} (update {self._best_at}) for {span}"
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        watched = {"monitor": self.config.monitor, "mode": "max" if self._sign > 0 else "min"}
+        return {**watched, "best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self._last}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+        self._begin()
+        if (state["monitor"], state["mode"]) == (self.config.monitor, "max" if self._sign > 0 else "min"):
+            self._best, self._best_at = state["best"], state["best_at"]
+            self._waited, self._last = state["waited"], state["last"]
+            self._stop_if_it_is_time(trainer)
+
+
+def sign(monitor: str, mode: str | None) -> float:
+    """1.0 where a larger value is better, -1.0 where a smaller one is; what is in doubt has to be said."""
+    if monitor.startswith("train/"):
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, but it is the metrics of a validation that are compared. Write "
+            f"early_stop.monitor={monitor.replace('train/', 'val/', 1)}."
+        )
+    words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
+    if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, of which more seems to be better, and early_stop.mode is not set. "
+            "Write early_stop.mode=max, or early_stop.mode=min if less is better."
+        )
+    return 1.0 if mode == "max" else -1.0

@@ -1,0 +1,199 @@
+"""What each plugin costs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from pluggy import HookImpl
+
+import forge
+from forge.errors import StackError
+from forge_plugins.ledger import report as reports
+from forge_plugins.ledger.account import Account, Mark
+from forge_plugins.ledger.audit import Audit
+from forge_plugins.ledger.timers import Function, Timers
+
+logger = logging.getLogger("forge")
+
+
+class Ledger(forge.Plugin):
+    """Measure what every plugin costs, hook by hook, in µs per update and as a share of the update.
+
+    Each implementation is timed where it runs; the code of a wrapper counts before and after its yield, and what a
+    plugin calls of others counts as theirs. What timing itself costs is measured at the start and taken off. Core's
+    step stays written out as it is without this plugin. An update's time runs from boundary to boundary, without the
+    wait for data and without the work of validations; logs, checkpoints and what plugins do in validations are spread
+    over the updates. The first update warms things up and is left out. A plugin that does an action in core's place (a
+    loss scaler's backward) is shown apart, because the work itself is in its time.
+
+    At every log `ledger/NAME` is what the plugin NAME took, in µs per update, and `ledger/total_share` what all of them
+    took together. At the end of a fit the whole table is logged, and written to RUN/ledger.json. `forge plan RECIPE
+    --measure` prints it after a few updates, and leaves nothing behind.
+
+    On a CUDA device these are times of the host: what a plugin has the device do is waited for by nobody. A plugin, or
+    the task, that waits for the device makes the host lose its lead; the sync audit names each such line, with its
+    plugin and hook, after the first log interval and in the table, and logs `ledger/syncs_per_update`. Reads that
+    belong to a log, a validation or a checkpoint are not counted. It hears what torch's sync debug mode says
+    (`.item()`, `.cpu()`, `nonzero` and their like), and `torch.cuda.synchronize()`; to wait for an event is no finding.
+
+    It costs less than a µs per timed call, two for a wrapper.
+
+    ::
+
+        forge fit quickstart -p ledger trainer.max_epochs=2
+        forge plan quickstart --measure
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        audit: bool = True
+        "On a CUDA device: name every line that makes the host wait for the device."
+
+    config: Config
+    observer = True
+    provides = ("ledger",)
+
+    def __init__(self, *first: bool, **values: Any):
+        super().__init__(*first, **values)
+        self.report: dict[str, Any] | None = None
+        "What the last fit came to, as plain data: what RUN/ledger.json holds."
+        self._forget()
+
+    def _forget(self) -> None:
+        """What belongs to one run."""
+        self._account: Account | None = None
+        self._audit: Audit | None = None
+        self._interval: Mark | None = None
+        self._syncs_before = 0
+        self._told_syncs = False
+        self._last: Mark | None = None
+        "The end of an update that may be the run's last."
+        self._ended = 0
+        "When the latest update ended, whether it may be the last or not."
+        self._started = False
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Trainer) -> None:
+        self._forget()
+        self.report = None
+        if trainer.verb != "fit":
+            return
+        if trainer.trace is not None:
+            logger.warning("ledger measures nothing while every call is traced: run it without --trace.")
+            return
+        other = getattr(trainer.instrument, "__self__", None)
+        if trainer.instrument is not None and not isinstance(other, Ledger):
+            raise StackError("ledger needs trainer.instrument, but something else is set there. Set it to None.")
+        self._account = Account(Timers(self))
+        self._audit = Audit() if self.config.audit else None
+        trainer.instrument = self._instrument
+
+    def _instrument(self, hook: str, impl: HookImpl) -> Function:
+        assert self._account is not None
+        if self._audit is not None:
+            self._audit.know(hook, impl)
+        return self._account.timers.instrument(hook, impl)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.env.device.type != "cuda":
+            self._audit = None
+        if self._account is not None:
+            self._account.timers.calibrate()
+            self._started = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        account = self._account
+        if account is None or account.first is None:
+            return
+        account.update(step.data_wait)
+        if step.ends_interval:
+            self._record(step, account)
+
+    def _record(self, step: forge.Step, account: Account) -> None:
+        """What the interval came to, for every sink."""
+        assert self._interval is not None
+        now = account.mark()
+        period, self._interval = account.between(self._interval, now), now
+        costs = dict.fromkeys((cell.plugin for cell in account.timers.cells), 0.0) | period.costs
+        for plugin, spent in costs.items():
+            step.record(f"ledger/{plugin}", spent / period.updates / 1e3)
+        step.record("ledger/total_share", sum(costs.values()) / period.own if period.own else 0.0)
+        if self._audit is not None and self._audit.listening:
+            self._record_syncs(step, account, self._audit, period.updates)
+
+    def _record_syncs(self, step: forge.Step, account: Account, audit: Audit, updates: int) -> None:
+        found = audit.unexpected()
+        step.record("ledger/syncs_per_update", (found - self._syncs_before) / updates)
+        self._syncs_before = found
+        if found and not self._told_syncs:
+            self._told_syncs = True
+            places = [reports.told_sync(row) for row in audit.rows(account.updates) if not row["expected"]]
+            logger.warning("ledger: the host waits for the device: %s", "; ".join(places))
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        account = self._account
+        if account is None or account.first is None:
+            return (yield)
+        before = account.mark()
+        try:
+            return (yield)
+        finally:
+            account.evaluation(before)
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+        account = self._account
+        if account is None:
+            return
+        if account.first is None:
+            account.begin()
+            self._interval = account.first
+            if self._audit is not None:
+                self._audit.start()
+        elif step.ends_epoch or trainer.progress.update == trainer.max_updates or "stop" in trainer.requests.open:
+            self._last = account.mark()
+        self._ended = account.timers.clock()
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if getattr(trainer.instrument, "__self__", None) is self:
+            trainer.instrument = None
+        account, audit = self._account, self._audit
+        if audit is not None:
+            audit.stop()
+        if account is None or not self._started:
+            return
+        self._account = None
+        self.report = self._close(account, audit)
+        if trainer.env.is_main:
+            logger.info("%s", reports.told(self.report))
+            self._write(trainer, self.report)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _close(self, account: Account, audit: Audit | None) -> dict[str, Any]:
+        """Everything from the end of the first update to the end of the last."""
+        end = self._last if self._last is not None and self._last.updates == account.updates else None
+        period = None
+        if account.first is not None and account.updates:
+            stop = end or account.mark()
+            stop.at = self._ended if end is None else end.at
+            period = account.between(account.first, stop)
+        return reports.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
+
+    def _write(self, trainer: forge.Trainer, report: dict[str, Any]) -> None:
+        if trainer.run_dir is None:
+            return
+        try:
+            (trainer.run_dir / "ledger.json").write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            logger.error("ledger: ledger.json cannot be written: %s.", error)

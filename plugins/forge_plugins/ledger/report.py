@@ -1,0 +1,116 @@
+"""What the ledger says at the end of a fit: plain data, and the same as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forge_plugins.ledger.account import Period
+
+Report = dict[str, Any]
+FORM = "  {:<{widths[0]}}  {:<{widths[1]}}  {:>{widths[2]}}  {:>{widths[3]}}  {:>{widths[4]}}  {:>{widths[5]}}"
+COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")
+
+
+def make(period: Period | None, once: list[dict[str, Any]], syncs: list[dict[str, Any]] | None) -> Report:
+    """Everything measured in one fit, as plain data: `rows` per plugin and hook, dearest first."""
+    updates = max(period.updates, 1) if period is not None else 1
+    rows: list[dict[str, Any]] = []
+    for entry in period.entries if period is not None else []:
+        assert period is not None
+        rows.append(
+            {
+                "plugin": entry.cell.plugin,
+                "hook": entry.cell.hook,
+                "role": entry.cell.role,
+                "in_validation": entry.in_evaluation,
+                "is_cost": entry.is_cost,
+                "calls_per_update": entry.calls / updates,
+                "us_per_update": entry.spent / updates / 1e3,
+                "share": _share(entry.spent, period.own),
+                "worst_us": entry.worst / 1e3,
+            }
+        )
+    rows.sort(key=lambda row: -row["us_per_update"])
+    report: Report = {"updates": period.updates if period is not None else 0, "rows": rows, "once": once}
+    if period is not None:
+        costs = period.costs
+        report |= {
+            "update_us": period.own / updates / 1e3,
+            "data_wait_us": period.waited / updates / 1e3,
+            "validation_us": period.evaluated / updates / 1e3,
+            "timers_us": period.timing / updates / 1e3,
+            "total_us": sum(costs.values()) / updates / 1e3,
+            "total_share": _share(sum(costs.values()), period.own),
+        }
+    if syncs is not None:
+        report["syncs"] = syncs
+        report["syncs_per_update"] = sum(sync["per_update"] for sync in syncs if not sync["expected"])
+    return report
+
+
+def told(report: Report) -> str:
+    """The report as text for the log."""
+    if not report["updates"]:
+        return "ledger: the run ended before its second update; the first one warms things up and is not counted."
+    lines = [f"ledger: {headline(report)}"]
+    costs = [row for row in report["rows"] if row["is_cost"]]
+    work = [row for row in report["rows"] if not row["is_cost"]]
+    lines += _table(costs) if costs else []
+    if work:
+        lines += ["  done in core's place, the work itself included:", *_table(work)]
+    once = [f"{row['plugin']} {_label(row['hook'])} {row['ms']:.1f} ms" for row in report["once"] if row["ms"] >= 0.05]
+    if once:
+        lines.append(f"  once: {', '.join(once)}")
+    if "syncs" in report:
+        lines += [f"  {line}" for line in told_syncs(report)]
+    return "\n".join(lines)
+
+
+def headline(report: Report) -> str:
+    """What an update takes, and what plugins take of it."""
+    beside = [
+        f"{report[key]:,.0f} µs {what}"
+        for key, what in (("data_wait_us", "waiting for data"), ("validation_us", "of validation"))
+        if report[key] >= 0.5
+    ]
+    apart = f" (apart: {' and '.join(beside)} per update)" if beside else ""
+    return (
+        f"{report['updates']} updates of {report['update_us']:,.0f} µs{apart}; plugins take "
+        f"{report['total_us']:,.1f} µs of each, {report['total_share']:.1%}"
+    )
+
+
+def told_syncs(report: Report) -> list[str]:
+    """What the sync audit found, one line each."""
+    found = [sync for sync in report["syncs"] if not sync["expected"]]
+    expected = [sync for sync in report["syncs"] if sync["expected"]]
+    lines = [f"host syncs: {report['syncs_per_update']:.2g} per update{':' if found else ''}"]
+    lines += [f"  {told_sync(sync)}" for sync in found]
+    if expected:
+        kinds = sorted({sync["expected"] for sync in expected})
+        count = sum(sync["count"] for sync in expected)
+        lines.append(f"  expected, and not counted: {count} while {' or '.join(kinds)}")
+    return lines
+
+
+def told_sync(sync: dict[str, Any]) -> str:
+    """One place that made the host wait."""
+    return f"{sync['who']}, {sync['file']}:{sync['line']}: {sync['code']} ({sync['per_update']:.2g} per update)"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    cells: list[list[str]] = [[*COLUMNS]]
+    for row in rows:
+        hook = _label(row["hook"]) + (" (validation)" if row["in_validation"] else "")
+        numbers = [f"{row['calls_per_update']:.3g}", f"{row['us_per_update']:,.1f}", f"{row['share']:.1%}"]
+        cells.append([row["plugin"], hook, *numbers, f"{row['worst_us']:,.0f}"])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    return [FORM.format(*line, widths=widths) for line in cells]
+
+
+def _label(hook: str) -> str:
+    return hook.removeprefix("forge_")
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

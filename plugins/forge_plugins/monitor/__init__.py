@@ -1,0 +1,221 @@
+"""What goes on inside a model, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import forge
+from forge.errors import ForgeError, RecipeError
+from forge_plugins._finite import listed
+from forge_plugins.monitor import shapes
+from forge_plugins.monitor.alarms import Judge
+from forge_plugins.monitor.look import Look
+from forge_plugins.monitor.modules import watchable
+from forge_plugins.monitor.parcel import Parcel
+
+logger = logging.getLogger("forge")
+
+
+class Monitor(forge.Plugin):
+    """Look into the model at an interval: gradients, weights, activations, dead units by layer; name what is wrong.
+
+    By parameter and by layer: `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before clipping),
+    `weight_norm/…` (after the update) and `update_ratio/…`, how far the update moved a weight as a share of its
+    size: around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over everything. By
+    module: `monitor/activation/…/mean`, `std`, `zeros` (the share of values that are 0), `dead` (the share of units
+    that are 0 for every sample of the window) and, for sigmoid and tanh, `saturated`. `monitor/dead_units/…` is the
+    share of a layer's units that no sample had a gradient for, whatever activation stands behind them. With several
+    optimizers the optimizer's name comes after `monitor/`.
+
+    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, is named in a warning with
+    what to try: once, and again when it has become ten times worse. Nothing is judged in the first ten updates.
+
+    At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
+    TEXT; it is made in the first micro-batch, without a forward of its own.
+
+    Between intervals it only asks whether one ends. When one does, hooks stand on the modules for that update, and one
+    copy of the weights is held while the optimizer steps; on a CUDA device nothing waits, and the numbers arrive with
+    the next update. Hooks are not called inside compiled code: activations and shapes of compiled modules are left
+    out, which is said once. The weights end up the same with and without it, bit for bit.
+
+    ::
+
+        forge fit quickstart -p monitor monitor.every="50 updates"
+        forge fit quickstart -p monitor monitor.histograms="1 epoch" trainer.max_epochs=2
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        every: str = "100 updates"
+        "How often to look."
+        gradients: bool = True
+        "Look at gradients."
+        weights: bool = True
+        "Look at weights and how far each update moves them; holds one copy of them during an update that is looked at."
+        activations: bool = True
+        "Look at what modules put out."
+        histograms: bool | str = False
+        "Draw histograms of all that is looked at: true for as often as `every`, or an interval of their own."
+        shapes: bool = True
+        "Show the table of modules at the start."
+        depth: int = 3
+        "How many levels of modules the table shows."
+        vanishing: float | None = 1e-5
+        "Warn of a layer whose gradient norm is below this share of the largest layer's; null for no such warning."
+        exploding: float | None = 1e3
+        """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
+        more than its own size; null for no such warning."""
+        dead: float | None = 0.9
+        "Warn of a layer with a larger share of dead units; null for no such warning."
+        saturated: float | None = 0.95
+        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null for no such warning."
+
+    config: Config
+    observer = True
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        self._every = _interval(config.every, "every")
+        self._draws = self._every if config.histograms is True else None
+        if isinstance(config.histograms, str):
+            self._draws = _interval(config.histograms, "histograms")
+        if config.depth < 1:
+            raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
+        for name in ("vanishing", "exploding", "dead", "saturated"):
+            limit = getattr(config, name)
+            if limit is not None and (limit <= 0 or (name != "exploding" and limit >= 1)):
+                allowed = "above 0" if name == "exploding" else "between 0 and 1"
+                raise RecipeError(f"monitor.{name} is {limit:g}; it must be {allowed} (or null for no such warning).")
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._judge: Judge | None = None
+        self._shown = not self.config.shapes
+        self._table: shapes.Shapes | None = None
+        self._look: Look | None = None
+        self._looks: list[Look] = []
+        self._sent: tuple[list[Look], Parcel] | None = None
+        self._told_of_compiled = False
+
+    def due(self, step: forge.Step) -> bool:
+        return not self._shown or self._every.due(step) or (self._draws is not None and self._draws.due(step))
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._begin()
+        self._judge = Judge(self.config, trainer.task)
+
+    # -- one update ---------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        count, draw = self._every.due(step), self._draws is not None and self._draws.due(step)
+        if not (count or draw) and self._shown and self._sent is None:
+            return (yield)
+        self._watch(step, count, draw)
+        try:
+            result = yield
+        finally:
+            look, self._look = self._look, None
+            for watching in filter(None, (look, self._table)):
+                watching.close()
+        self._deliver(step.trainer)  # sent after the update before this one, which is still the last that counts
+        if look is not None:
+            look.finish(step)
+            self._looks.append(look)
+        return result
+
+    def _watch(self, step: forge.Step, count: bool, draw: bool) -> None:
+        """Put hooks on the modules, where this update is looked at."""
+        if not self._shown:
+            self._table = self._table or shapes.Shapes(step)
+            self._table.watch(self._modules(step.trainer))
+        if count or draw:
+            modules = self._modules(step.trainer) if self.config.activations else []
+            self._look = Look(step, self.config, modules, count, draw)
+
+    @forge.hookimpl
+    def forge_inspect_grads(self) -> None:
+        if self._look is not None:
+            self._look.inspect()
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        trainer = step.trainer
+        if self._table is not None:
+            self._show(trainer, self._table)
+        if not self._looks:
+            return
+        looks, self._looks = self._looks, []
+        self._sent = looks, Parcel([look.pack() for look in looks], trainer.env.device)
+        if self._sent[1].here or trainer.progress.update == trainer.planned_updates:
+            self._deliver(trainer)
+
+    def _deliver(self, trainer: forge.Trainer) -> None:
+        """Hand on what has arrived."""
+        if self._sent is None:
+            return
+        (looks, parcel), self._sent = self._sent, None
+        assert self._judge is not None
+        metrics: dict[str, Any] = {}
+        for look, contents in zip(looks, parcel.open(), strict=True):
+            found, alarms = look.read(contents, self._judge)
+            metrics |= found
+            for text in alarms if trainer.env.is_main else ():
+                logger.warning("monitor: after update %d: %s", trainer.progress.update, text)
+        trainer.publish(metrics)
+
+    def _modules(self, trainer: forge.Trainer) -> list[tuple[str, nn.Module]]:
+        modules, compiled = watchable(trainer.task, trainer.model)
+        if compiled and not self._told_of_compiled:
+            self._told_of_compiled = True
+            what = listed(compiled) if compiled != [""] else "the model"
+            logger.warning(
+                "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out.", what
+            )
+        return modules
+
+    def _show(self, trainer: forge.Trainer, table: shapes.Shapes) -> None:
+        self._shown, self._table = True, None
+        row = table.tree(self.config.depth)
+        end = shapes.ending(row, table.activations())
+        if trainer.env.is_main:
+            logger.info("monitor: the model in its first micro-batch\n%s", shapes.as_text(row, end))
+        trainer.publish({"model": forge.Text(shapes.as_markdown(row, end))})
+
+    # -- around it ----------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_state_dict(self, trainer: forge.Trainer) -> dict[str, Any]:
+        self._deliver(trainer)  # so that a run that is resumed from here has lost nothing
+        return {"shown": self._shown, "told": dict(self._judge.told) if self._judge is not None else {}}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self._judge is not None
+        self._shown = state["shown"] or not self.config.shapes
+        self._judge.told = dict(state["told"])
+        self._sent, self._looks = None, []  # of a course that was given up
+
+    @forge.hookimpl(wrapper=True)
+    def forge_export(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+        self._deliver(trainer)
+        return (yield)
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._begin()
+
+
+def _interval(text: str, name: str) -> forge.Interval:
+    try:
+        return forge.Interval(text)
+    except ForgeError as error:
+        raise RecipeError(f"monitor.{name}: {error}") from error

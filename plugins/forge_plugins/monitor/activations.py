@@ -1,0 +1,197 @@
+"""What comes out of each module: mean, spread, zeros, dead units, over all micro-batches of one window.
+
+Forward hooks stand on the modules for this one window only, and look at each output while it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import forge
+from forge_plugins.monitor.gradients import spread, widened
+from forge_plugins.monitor.histograms import packed
+from forge_plugins.monitor.modules import tensors_in
+from forge_plugins.monitor.parcel import Contents, stacked
+
+RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
+"""Modules that put out exactly 0 where they pass nothing on."""
+RANGES: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Sigmoid: (0.0, 1.0),
+    nn.Tanh: (-1.0, 1.0),
+    nn.Hardsigmoid: (0.0, 1.0),
+    nn.Hardtanh: (-1.0, 1.0),
+    nn.Softsign: (-1.0, 1.0),
+}
+"""Modules that pass no gradient on near the ends of their range."""
+NEAR = 0.98
+"""So far from the middle of its range (1: at its end) an output is saturated."""
+LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
+"""Modules whose units are their output's last dimension."""
+CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
+CONVOLUTIONS |= {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
+"""Modules whose units stand before so many dimensions of their output."""
+
+
+@dataclass(slots=True)
+class Activation:
+    """One module's output over a window."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    zeros: float = 0.0
+    "The share of values that are exactly 0."
+    dead: float = 0.0
+    "The share of units that are 0 for every sample."
+    saturated: float | None = None
+    "The share of values near an end of the module's range, where it has one."
+    evidence: int = 0
+    "How many values of each unit were seen."
+
+    def metrics(self) -> dict[str, float]:
+        """As they are logged."""
+        found = {"mean": self.mean, "std": self.std, "zeros": self.zeros, "dead": self.dead}
+        return found if self.saturated is None else {**found, "saturated": self.saturated}
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What is kept of a module's calls, on the device."""
+
+    counts: list[int] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+    "For each call: standard deviation, mean, share of zeros, share of saturated values."
+    largest: Tensor | None = None
+    "For each unit, its largest magnitude so far."
+    histogram: Tensor | None = None
+
+
+class Activations:
+    """Looks at every output of `modules` until it is closed."""
+
+    def __init__(self, step: forge.Step, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool):
+        self._step, self._count, self._draw = step, count, draw
+        self._calls: dict[str, _Calls] = {}
+        self._unit_dim = -1
+        self._handles: list[RemovableHandle] = []
+        for name, module in modules:
+            if name and (module._parameters or not module._modules):
+                self._handles.append(module.register_forward_hook(self._hook(name)))
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def see(module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a function of the user's own is compiled: in there this hook comes to nothing
+            # a replay runs the window again, and so does a backward through a checkpointed block
+            if self._step._record and torch._C._current_autograd_node() is None:
+                values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
+                if values is not None:
+                    with torch.no_grad():
+                        self._see(name, module, values.detach())
+
+        return see
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _see(self, name: str, module: nn.Module, values: Tensor) -> None:
+        calls = self._calls.setdefault(name, _Calls())
+        self._follow(module, values)
+        if self._draw and calls.histogram is None:
+            calls.histogram = packed(values)
+        if not self._count:
+            return
+        wide = widened(values)
+        calls.counts.append(wide.numel())
+        calls.numbers += [*spread(wide), (wide == 0).float().mean(), _saturated(module, wide)]
+        largest = _by_unit(wide, self._unit_dim)
+        if calls.largest is None or calls.largest.shape != largest.shape:
+            calls.largest = largest
+        else:
+            calls.largest = torch.maximum(calls.largest, largest)
+
+    def _follow(self, module: nn.Module, values: Tensor) -> None:
+        """Which dimension holds the units: a layer says it of itself and of what comes behind it."""
+        if isinstance(module, LAST):
+            self._unit_dim = -1
+        else:
+            for kind, behind in CONVOLUTIONS.items():
+                if isinstance(module, kind):
+                    self._unit_dim = -1 - behind
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def pack(self) -> dict[str, Tensor]:
+        """What is to be read."""
+        device, found = self._step.trainer.env.device, {}
+        for name, calls in self._calls.items():
+            if calls.numbers and calls.largest is not None:
+                dead = (calls.largest == 0).float().mean()
+                found[f"activation/{name}"] = stacked([*calls.numbers, dead], device)
+            if calls.histogram is not None:
+                found[f"histogram/activation/{name}"] = calls.histogram
+        return found
+
+    def read(self, contents: Contents) -> dict[str, Activation]:
+        """What `pack` has become on the host, in the order in which the modules were called."""
+        return {
+            name: self._merged(calls, contents[f"activation/{name}"])
+            for name, calls in self._calls.items()
+            if f"activation/{name}" in contents
+        }
+
+    def _merged(self, calls: _Calls, numbers: list[float]) -> Activation:
+        assert calls.largest is not None
+        total = sum(calls.counts)
+        parts = list(zip(calls.counts, numbers[0:-1:4], numbers[1:-1:4], numbers[2:-1:4], numbers[3:-1:4], strict=True))
+        mean = sum(n * part_mean for n, _, part_mean, _, _ in parts) / total
+        squares = sum((n - 1) * std**2 + n * (part_mean - mean) ** 2 for n, std, part_mean, _, _ in parts)
+        saturated = sum(n * share for n, _, _, _, share in parts) / total
+        return Activation(
+            mean=mean,
+            std=math.sqrt(squares / max(total - 1, 1)),
+            zeros=sum(n * zeros for n, _, _, zeros, _ in parts) / total,
+            dead=numbers[-1],
+            saturated=saturated if saturated >= 0 else None,
+            evidence=total // calls.largest.numel(),
+        )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether there is something to look at, and looking at it now is allowed."""
+    return (
+        tensor.is_floating_point()
+        and tensor.numel() > 0
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        # inside of torch.func a tensor must not outlive its transform
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def _saturated(module: nn.Module, values: Tensor) -> Tensor:
+    """The share of values near an end of the module's range; -1 where it has none."""
+    ends = RANGES.get(type(module))
+    if ends is None:
+        return values.new_full((), -1.0)
+    middle, half = (ends[0] + ends[1]) / 2, (ends[1] - ends[0]) / 2
+    return ((values - middle).abs() > NEAR * half).float().mean()
+
+
+def _by_unit(values: Tensor, unit_dim: int) -> Tensor:
+    """The largest magnitude of each unit over all samples and places."""
+    if values.ndim < 2:
+        return torch.linalg.vector_norm(values, math.inf).reshape(1)
+    units = values.ndim + (unit_dim if -unit_dim < values.ndim else -1)
+    others = [dim for dim in range(values.ndim) if dim != units]
+    return torch.linalg.vector_norm(values, math.inf, dim=others)

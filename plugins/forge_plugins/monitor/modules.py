@@ -1,0 +1,63 @@
+"""Modules and layers of a task: which can be watched, and which layer a parameter belongs to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """The modules on which a forward hook is called and changes nothing, and the names of those that are compiled.
+
+    Compiled code does not call hooks; a TransformerEncoderLayer in evaluation mode leaves its fast path, and with it
+    its bits, when it or a part of it has one. What is inside of either is left alone.
+    """
+    if _is_compiled(model):
+        return [], [""]
+    found: list[tuple[str, nn.Module]] = []
+    compiled: list[str] = []
+    closed: list[str] = []
+    for name, module in task.named_modules():
+        if any(name == above or name.startswith(f"{above}.") for above in closed):
+            continue
+        if _is_compiled(module):
+            if not name:
+                return [], [""]
+            compiled.append(name)
+            closed.append(name)
+        elif isinstance(module, torch.jit.ScriptModule) or _has_fast_path(module):
+            closed.append(name)
+        else:
+            found.append((name, module))
+    return found, compiled
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()`, or as the wrapper that `torch.compile(module)` returns."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _has_fast_path(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoderLayer) and not module.training
+
+
+@functools.cache
+def layer_of(parameter: str) -> str:
+    """The module that a parameter belongs to; a parameter of the task itself stands for itself."""
+    layer, parametrized, _ = parameter.partition(".parametrizations.")
+    return layer if parametrized else parameter.rpartition(".")[0] or parameter
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Every tensor of a module's output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from tensors_in(item)
+    elif isinstance(output, dict):
+        yield from tensors_in(list(output.values()))

@@ -1,0 +1,189 @@
+"""The model as a table: each module's output, parameters and memory, seen in the first micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+import forge
+from forge_plugins.monitor.modules import tensors_in
+
+COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
+LONGEST = 8
+"""How many rows in a row can be folded together."""
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(slots=True)
+class Row:
+    """A module, and how often the like of it stands there in a row."""
+
+    name: str
+    kind: str
+    output: str = ""
+    parameters: int = 0
+    frozen: int = 0
+    weights: int = 0
+    "Bytes of parameters and buffers."
+    activations: int = 0
+    "Bytes of the output."
+    parts: list[Row] = field(default_factory=list)
+    times: int = 1
+
+    def like(self) -> tuple[Any, ...]:
+        """Equal for two modules that look the same in the table."""
+        mine = (self.kind, self.output, self.parameters, self.frozen, self.weights, self.activations, self.times)
+        return (*mine, tuple(part.like() for part in self.parts))
+
+
+class Shapes:
+    """Looks at what modules put out in the first micro-batch; no forward is run for it."""
+
+    def __init__(self, step: forge.Step):
+        self._step, self._task = step, step.trainer.task
+        self._outputs: dict[str, tuple[str, int]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Put hooks on modules, until `close`; with several optimizers, for the turn of each."""
+        for name, module in modules:
+            self._handles.append(module.register_forward_hook(lambda *seen, name=name: self._see(name, seen[-1])))
+
+    def _see(self, name: str, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._step.micro or name in self._outputs:
+            return
+        tensors = list(tensors_in(output))
+        shown = ", ".join("×".join(map(str, tensor.shape)) or "scalar" for tensor in tensors[:2])
+        more = ", …" if len(tensors) > 2 else ""
+        self._outputs[name] = (shown + more, sum(_bytes(tensor) for tensor in tensors))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def tree(self, depth: int) -> Row:
+        """The task with its parts, down to `depth`; equal neighbours are folded into one row."""
+        return self._row("", self._task, depth)
+
+    def _row(self, path: str, module: nn.Module, depth: int) -> Row:
+        parameters = [p for p in module.parameters() if not is_lazy(p)]
+        buffers = [b for b in module.buffers() if not is_lazy(b)]
+        output, activations = self._outputs.get(path, ("", 0))
+        row = Row(
+            name=path.rpartition(".")[2] or type(module).__name__,
+            kind=type(module).__name__,
+            output=output,
+            parameters=sum(p.numel() for p in parameters),
+            frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+            weights=sum(_bytes(tensor) for tensor in [*parameters, *buffers]),
+            activations=activations,
+        )
+        if depth:
+            parts = [self._row(f"{path}.{n}".lstrip("."), child, depth - 1) for n, child in module.named_children()]
+            row.parts = folded(parts)
+        return row
+
+    def activations(self) -> int:
+        """Bytes of what all modules without parts put out: about what backward keeps."""
+        leaves = [name for name, module in self._task.named_modules() if not module._modules]
+        return sum(self._outputs[name][1] for name in leaves if name in self._outputs)
+
+
+def folded(rows: list[Row]) -> list[Row]:
+    """What stands there several times in a row as one: "0 to 11", or a few rows and how often they come again."""
+    found: list[Row] = []
+    at = 0
+    while at < len(rows):
+        period, times = _repetition([row.like() for row in rows[at:]])
+        first, last = rows[at : at + period], rows[at + period * times - 1]
+        if period == 1 and times > 1:
+            first[0].name, first[0].times = f"{first[0].name} to {last.name}", times
+        found += first
+        if period > 1:
+            again = rows[at + period].name
+            found.append(Row(f"{again} to {last.name}", f"the same ×{times - 1}"))
+        at += period * times
+    return found
+
+
+def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
+    """How many rows come again at once, and how often they are there in all; (1, 1) where nothing does."""
+    for period in range(1, LONGEST + 1):
+        times = 1
+        while looks[:period] == looks[period * times : period * (times + 1)]:
+            times += 1
+        if times > (1 if period == 1 else 2):
+            return period, times
+    return 1, 1
+
+
+def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
+    """The cells of a row and of its parts."""
+    times = f" ×{row.times}" if row.times > 1 else ""
+    frozen = "" if not row.frozen else " frozen" if row.frozen == row.parameters else f" ({row.frozen:,} frozen)"
+    yield (
+        f"{'  ' * indent}{row.name}",
+        f"{row.kind}{times}",
+        row.output or "–",
+        f"{row.parameters:,}{frozen}" if row.parameters else "–",
+        size(row.weights) if row.weights else "–",
+        size(row.activations) if row.activations else "–",
+    )
+    for part in row.parts:
+        yield from lines(part, indent + 1)
+
+
+def as_text(row: Row, ending: str) -> str:
+    """For a terminal or a file."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=True, justify="left" if column in COLUMNS[:3] else "right")
+    for cells in lines(row):
+        table.add_row(*cells)
+    stream = StringIO()
+    Console(file=stream, width=200, color_system=None, highlight=False).print(table)
+    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    return f"{text}\n{ending}"
+
+
+def as_markdown(row: Row, ending: str) -> str:
+    """For TensorBoard."""
+    rows = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|---:|---:|---:|"]
+    for name, *rest in lines(row):
+        indent = len(name) - len(name.lstrip())
+        rows.append(f"| {'&nbsp;' * 2 * indent}{name.strip()} | {' | '.join(rest)} |")
+    return "\n".join([*rows, "", ending])
+
+
+def ending(row: Row, activations: int) -> str:
+    """The sum of it all."""
+    trained = row.parameters - row.frozen
+    return (
+        f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take {size(row.weights)}, "
+        f"activations {size(activations)} for one micro-batch."
+    )
+
+
+def size(count: int) -> str:
+    """ "512 B", "1.5 MiB"."""
+    value, unit = float(count), UNITS[0]
+    for unit in UNITS:
+        if value < 1024 or unit == UNITS[-1]:
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == UNITS[0] else f"{value:.3g} {unit}"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

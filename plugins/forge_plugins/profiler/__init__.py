@@ -1,0 +1,291 @@
+"""Where an update's time and memory go, and what it is bound by."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch.profiler import record_function
+
+import forge
+from forge.errors import RecipeError
+from forge_plugins.profiler import memory, results
+from forge_plugins.profiler.recording import Recording, another_one
+from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, range_name
+
+logger = logging.getLogger("forge")
+
+
+class Profiler(forge.Plugin):
+    """Record some updates with torch's profiler, and say what they are bound by: data, transfer, host or compute.
+
+    After `wait` updates and `warmup` more, `active` updates are recorded, `repeat` times over. Ranges are named for the
+    rhythm: `update N`, and in it `transfer`, `forward`, `backward` and `step`; before it `data`, the wait for the
+    loader. Then the log has the verdict with its evidence and what to change, where an update's time goes, and the
+    operators that take the most of it; all sinks get the same as the text `profile`.
+
+    RUN/profile has the trace, for https://ui.perfetto.dev, chrome://tracing and TensorBoard (with torch-tb-profiler),
+    and everything that was counted as `summary.md` and `summary.json`. With `memory` there is a picture of the memory
+    in use over time, the same as a track in the trace, and on CUDA a snapshot for https://pytorch.org/memory_viz (a
+    pickle that torch writes for that page; forge never reads it). Without a run folder only the log is written.
+
+    When CUDA memory runs out, the error says what it was taken up by, which lines asked for the most, and what helps;
+    the details and a snapshot are in RUN/profile.
+
+    Weights are the same with and without it, bit for bit. Recording makes updates slower; the verdict takes that off
+    again, by comparing with the updates of `wait`. Outside of its windows it costs some 10 µs per update, and on CUDA,
+    unless `oom` is off, about 2 µs for each allocation. torch has one profiler: where another one is recording, this
+    one stays out of its way and says so.
+
+    ::
+
+        forge fit quickstart -p profiler trainer.max_epochs=1
+        forge fit quickstart -p profiler profiler.memory=true profiler.active=3 trainer.max_epochs=1
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        wait: int = 5
+        "Updates to let pass before each recording; they also tell how long an update takes unrecorded."
+        warmup: int = 2
+        "Updates in which torch's profiler runs without recording, because starting it takes time."
+        active: int = 5
+        "Updates to record."
+        repeat: int = 1
+        "How often to wait, warm up and record."
+        top: int = 12
+        "Rows of each table."
+        record_shapes: bool = False
+        "Record the shapes that operators are called with, into the trace."
+        with_stack: bool = False
+        "Record the Python lines that call them, into the trace; slow."
+        profile_memory: bool = False
+        "Record what each operator allocates."
+        memory: bool = False
+        "Memory in use over time as a picture and as a track of the trace, and on CUDA a snapshot of all allocations."
+        oom: bool = True
+        "On CUDA, remember which lines allocated what, to say so when memory runs out."
+
+    config: Config
+    provides = ("profiler",)
+    observer = True
+    capturable = True
+
+    def __init__(self, *first: int, **values: Any):
+        super().__init__(*first, **values)
+        for name, least in (("wait", 1), ("warmup", 0), ("active", 1), ("repeat", 1), ("top", 1)):
+            value = getattr(self.config, name)
+            if value < least:
+                why = ": the first update of a run is like no other" if name == "wait" else ""
+                raise RecipeError(f"profiler.{name} is {value}; it must be at least {least}{why}.")
+        self.reports: list[Report] = []
+        "What was found in the last run."
+        self._forget()
+
+    def _forget(self) -> None:
+        """What belongs to one run."""
+        self.reports = []
+        self._cycles, self._passed = 0, 0
+        self._ends: list[float] = []
+        "When the updates of this cycle's wait ended."
+        self._recording: Recording | None = None
+        self._active = False
+        self._data: record_function | None = None
+        self._history: memory.History | None = None
+        self._failed = False
+
+    def due(self, step: forge.Step) -> bool:
+        """Nothing of it has to run eagerly: a captured step is recorded as it is."""
+        return False
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._forget()
+        self._history = memory.History(trainer.env.device)
+        if self.config.oom:
+            self._history.keep(memory.LAST)
+        if trainer.verb == "fit":
+            self._cycles = self.config.repeat
+
+    # -- ranges, while updates are recorded ---------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_plan_step(self) -> Generator[None, Any, Any]:
+        if self._active:  # the loop has asked for the next window
+            self._end_data()
+            self._data = record_function(DATA)
+            self._data.__enter__()
+        return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        self._end_data()
+        assert self._recording is not None
+        self._recording.data_waits[step.index] = step.data_wait
+        with record_function(range_name(step.index, step.name)):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_prepare_batch(self) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        with record_function(TRANSFER):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        with record_function(FORWARD):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_backward(self) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        with record_function(BACKWARD):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_optimizer_step(self) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        with record_function(STEP):
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        if not self._active:
+            return (yield)
+        with record_function(EVALUATION):
+            return (yield)
+
+    def _end_data(self) -> None:
+        if self._data is not None:
+            self._data.__exit__(None, None, None)
+            self._data = None
+
+    # -- the cycle ----------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer) -> None:
+        if self._cycles:  # none is left, most of the time
+            self._passed += 1
+            self._turn(trainer)
+
+    def _turn(self, trainer: forge.Trainer) -> None:
+        """An update has ended: wait, warm up, record, or report."""
+        config, update = self.config, trainer.progress.update
+        if self._passed <= config.wait:
+            self._ends.append(time.perf_counter())
+        if self._active and self._recording is not None:
+            self._recording.updates += 1
+            is_last = update == trainer.planned_updates or "stop" in trainer.requests.open
+            if self._recording.updates == config.active or is_last:
+                self._finish(trainer, publish=True)
+            else:
+                self._recording.next()
+        elif self._passed == config.wait + config.warmup:
+            self._record(trainer)
+        elif self._passed == config.wait:
+            self._warm_up(trainer)
+        elif self._recording is not None:
+            self._recording.next()
+
+    def _warm_up(self, trainer: forge.Trainer) -> None:
+        if self._may_begin():
+            self._recording = self._new_recording(trainer)
+            self._recording.warm_up(trainer.progress.update)
+
+    def _record(self, trainer: forge.Trainer) -> None:
+        if not self._may_begin():
+            return
+        if self.config.memory and self._history is not None:
+            self._history.keep(memory.WINDOW)
+        trainer.env.synchronize()  # what earlier updates left to do is none of these
+        self._recording = self._recording or self._new_recording(trainer)
+        self._recording.record(trainer.progress.update)
+        self._active = True
+
+    def _new_recording(self, trainer: forge.Trainer) -> Recording:
+        config = self.config
+        return Recording(
+            trainer.env.device,
+            shapes=config.record_shapes,
+            stacks=config.with_stack,
+            memory=config.profile_memory or config.memory,
+        )
+
+    def _may_begin(self) -> bool:
+        if another_one():
+            self._give_up("another torch profiler is recording in this process, and there can be only one.")
+        return self._cycles > 0
+
+    def _give_up(self, why: str) -> None:
+        self._recording, self._active, self._cycles = None, False, 0
+        logger.warning("profiler: nothing more is recorded: %s", why)
+
+    def _finish(self, trainer: forge.Trainer, publish: bool) -> None:
+        """Stop, and tell what was recorded. A profile is not worth a run: what goes wrong here is logged."""
+        recording, ends = self._recording, self._ends
+        assert recording is not None
+        self._end_data()
+        if not another_one():
+            self._give_up("another torch profiler was started, which ended this one.")
+            return
+        self._recording, self._active, self._passed, self._ends = None, False, 0, []
+        self._cycles -= 1
+        try:
+            recording.stop()
+            self.reports.append(results.conclude(trainer, recording, unrecorded(ends), self.config))
+            if trainer.env.is_main:
+                results.tell(trainer, self.reports, publish)
+        except Exception as error:
+            logger.error("profiler: what was recorded cannot be told: %s: %s", type(error).__name__, error)
+        finally:
+            if self.config.memory and self._history is not None:
+                self._history.keep(memory.LAST) if self.config.oom else self._history.drop()
+
+    @forge.hookimpl
+    def forge_exception(self, trainer: forge.Trainer, error: BaseException) -> None:
+        self._failed = True
+        if memory.is_out_of_memory(error) and getattr(trainer, "env", None) is not None:
+            results.explain(trainer, error)
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        try:
+            self._end_data()
+            if self._active and self._recording is not None and self._recording.updates and not self._failed:
+                self._finish(trainer, publish=False)  # the sinks may be closed by now
+            elif self._recording is not None and another_one() == self._active:
+                self._recording.stop()
+        finally:
+            if self._cycles == self.config.repeat and not self._failed:
+                logger.warning(
+                    "profiler: nothing was recorded: the run ended after %d updates, and profiler.wait=%d with "
+                    "profiler.warmup=%d let the first %d pass.",
+                    trainer.progress.update,
+                    self.config.wait,
+                    self.config.warmup,
+                    self.config.wait + self.config.warmup,
+                )
+            history, reports = self._history, self.reports
+            self._forget()
+            self.reports = reports
+            if history is not None:
+                history.drop()
+
+
+def unrecorded(ends: list[float]) -> float | None:
+    """Seconds of an update, from when each of several ended; None where there is too little to go by."""
+    between = [late - early for early, late in pairwise(ends)]
+    return statistics.median(between) if between else None

@@ -1,0 +1,172 @@
+"""Memory: what an accelerator's memory is taken up by, its history, and what to say when it runs out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forge
+
+LAST, WINDOW = 20_000, 100_000
+"""How many allocations are remembered: for the case that memory runs out, and of a recorded window."""
+PACKAGES = Path(torch.__file__).parent, Path(forge.__file__).parent, Path(__file__).parents[1]
+NOT_THE_USERS = (*(f"{package}{os.sep}" for package in PACKAGES), "<")
+"""How files begin that are torch's, forge's, or no files."""
+REST = "activations and all else"
+
+
+class History:
+    """torch's record of CUDA allocations with the Python lines that made them. One that the user turned on stays."""
+
+    def __init__(self, device: torch.device):
+        self.possible = device.type == "cuda" and not torch._C._cuda_isHistoryEnabled()
+        self._on = False
+
+    def keep(self, entries: int) -> None:
+        """Record from now on, and remember the last `entries` allocations."""
+        if self.possible:
+            options: dict[str, Any] = {"context": "alloc", "stacks": "python", "max_entries": entries}
+            torch.cuda.memory._record_memory_history("all", clear_history=True, **options)
+            self._on = True
+
+    def drop(self) -> None:
+        """Record nothing any more."""
+        if self._on:
+            self._on = False
+            torch.cuda.memory._record_memory_history(None)
+
+
+def dump(file: Path) -> None:
+    """torch's own snapshot, for its viewer at https://pytorch.org/memory_viz. It is a pickle: forge never reads it."""
+    torch.cuda.memory._dump_snapshot(str(file))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out; libraries beside torch's allocator raise plain RuntimeErrors for it."""
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What memory is taken up by
+
+
+def parts(trainer: forge.Trainer) -> dict[str, int]:
+    """Bytes by what they are for, on the run's device; storage that several share counts once."""
+    task, device, seen = trainer.task, trainer.env.device, set[int]()
+
+    def size(tensors: Iterable[Any]) -> int:
+        total = 0
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device == device and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                total += 0 if storage.data_ptr() in seen else storage.nbytes()
+                seen.add(storage.data_ptr())
+        return total
+
+    found = {"parameters": size(task.parameters()), "buffers": size(task.buffers())}
+    if trainer.verb == "fit":
+        found["gradients"] = size(p.grad for p in task.parameters())
+        optimizers = trainer.optimizers.values() if hasattr(trainer, "optimizers") else ()
+        states = (state for optimizer in optimizers for state in optimizer.state.values())
+        found["optimizer state"] = size(value for state in states for value in state.values())
+    if device.type == "cuda":
+        found[REST] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
+    return found
+
+
+@dataclass(slots=True)
+class Held:
+    """Memory in use that one line of the user's program asked for."""
+
+    where: str
+    bytes: int = 0
+    blocks: int = 0
+
+
+def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held]:
+    """Who holds the most memory, from torch's snapshot; blocks whose line is not known are one by one."""
+    held: dict[str, Held] = {}
+    for block in (block for segment in segments for block in segment["blocks"]):
+        if block["state"] != "active_allocated":
+            continue
+        where = line_of(block.get("frames") or ()) or f"a block of {readable(block['size'])}"
+        entry = held.setdefault(where, Held(where))
+        entry.bytes += block["size"]
+        entry.blocks += 1
+    return sorted(held.values(), key=lambda entry: -entry.bytes)[:count]
+
+
+def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
+    """The innermost line of a stack that is neither torch's nor forge's, or the innermost there is."""
+    known = [frame for frame in frames if frame.get("filename") not in (None, "??")]
+    own = [frame for frame in known if not frame["filename"].startswith(NOT_THE_USERS)]
+    for frame in own or known:
+        return f"{frame['filename']}:{frame['line']} in {frame['name']}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When it runs out
+
+
+def told(trainer: forge.Trainer) -> str:
+    """What memory was taken up by when it ran out, as text."""
+    device = trainer.env.device
+    found = parts(trainer)
+    where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
+    lines = [f"Memory of {device} when it ran out ({where}):"]
+    lines += [f"  {name:<26}{readable(size):>10}" for name, size in found.items()]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        lines.append(
+            f"  {readable(allocated)} in use, {readable(reserved)} held by torch; "
+            f"{readable(free)} free of {readable(total)}."
+        )
+        holders = largest(torch.cuda.memory_snapshot(), 6)
+        lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
+        lines += [f"  {readable(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
+        wasted = (reserved - allocated) / max(reserved, 1)
+        return "\n".join([*lines, *levers(found, trainer, wasted)])
+    return "\n".join([*lines, *levers(found, trainer)])
+
+
+def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0) -> list[str]:
+    """What takes less memory, the part that is largest first."""
+    names = {plugin.name for plugin in trainer.stack}
+    training = trainer.verb == "fit"
+    lines = ["What helps:"]
+    state = sum(size for name, size in found.items() if name != REST)
+    if training and found.get(REST, 0) < state:
+        lines.append("  Most of it is parameters and what belongs to them: freeze some (-p freeze), or use an")
+        lines.append("  optimizer that keeps less (SGD; Adam keeps two values for each parameter).")
+    if training:
+        lines.append(
+            "  A smaller batch, with -p accumulate for the same update: data.batch_size=..., accumulate.window=..."
+        )
+    else:
+        lines.append("  A smaller batch.")
+    if "amp" not in names:
+        lines.append("  -p amp keeps activations in half precision.")
+    if training and "remat" not in names:
+        lines.append("  -p remat computes activations again in backward rather than keeping them.")
+    if wasted > 0.2:
+        lines.append(f"  {wasted:.0%} of what torch holds is in pieces that fit nothing:")
+        lines.append("  PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.")
+    return lines
+
+
+def readable(size: float) -> str:
+    """ "512 B", "3.1 MiB", "12 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,105 @@
+"""Recording: one cycle of torch's profiler, from its warm-up to the trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class Recording:
+    """One cycle. torch knows a single profiler at a time, and starting a second one would end the first in silence: ask
+    `another_one()` before."""
+
+    def __init__(self, device: torch.device, *, shapes: bool, stacks: bool, memory: bool):
+        self.updates = 0
+        "Updates recorded so far."
+        self.first = 0
+        "The first of them."
+        self.data_waits: dict[int, float] = {}
+        "Seconds that each update waited for its data."
+        self.ran = 0.0
+        "Seconds that this thread had a processor while it was recorded."
+        self._device = device
+        self._options: dict[str, Any] = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory}
+        self._records = self._runs = False
+        self._ran_before = time.thread_time()
+
+    def warm_up(self, update: int) -> None:
+        """Start up, without recording; `update` is the next one."""
+        self._start(update)
+
+    def record(self, update: int) -> None:
+        """Record from now on, beginning with this update."""
+        self.first, self._records = update, True
+        if self._runs:
+            self._profile.step()
+        else:
+            self._start(update)
+        self._ran_before = time.thread_time()
+
+    def next(self) -> None:
+        """Another update begins."""
+        self._profile.step()
+
+    def stop(self) -> None:
+        """End it, also in the middle. Does nothing the second time."""
+        if self._runs:
+            self._runs = False
+            self.ran = time.thread_time() - self._ran_before
+            with _quiet(self._device):
+                self._profile.__exit__(None, None, None)
+
+    def write(self, file: Path) -> dict[str, Any]:
+        """Write the trace, and return it."""
+        with _quiet(self._device):
+            self._profile.export_chrome_trace(str(file))
+        return json.loads(file.read_bytes())
+
+    def _start(self, update: int) -> None:
+        with _quiet(self._device):
+            self._profile = profile(activities=activities(self._device), schedule=self._action, **self._options)
+            self._profile.step_num = update  # so that a ProfilerStep has its update's number
+            self._profile.__enter__()
+        self._runs = True
+
+    def _action(self, step: int) -> ProfilerAction:
+        return ProfilerAction.RECORD if self._records else ProfilerAction.WARMUP
+
+
+def another_one() -> bool:
+    """Whether a profiler records in this thread already."""
+    return torch.autograd._profiler_enabled()
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What there is to record for a device."""
+    wanted = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+    there = [ProfilerActivity.CPU]
+    return there if wanted is None or wanted not in torch.profiler.supported_activities() else [*there, wanted]
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Generator[None]:
+    """Without torch's remark that a profiler clears its events, and, where no accelerator is recorded, without what its
+    tracing library writes to stderr about accelerators that it does not find."""
+    quiet = device.type == "cpu" and LOG_LEVEL not in os.environ
+    if quiet:
+        os.environ[LOG_LEVEL] = "99"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            yield
+    finally:
+        if quiet:
+            del os.environ[LOG_LEVEL]

@@ -1,0 +1,194 @@
+"""The report of a recording: as text for the log, as Markdown for TensorBoard and a file, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge_plugins.profiler.memory import readable
+from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
+from forge_plugins.profiler.verdict import Measured, Verdict, duration
+
+LABELS = {
+    UPDATE: "rest of the update (gradients, metrics, plugins)",
+    BETWEEN: "between updates (logs, checkpoints, plugins)",
+    EVALUATION: "evaluation (not counted)",
+}
+LONGEST = 60
+NO_VERDICT = "There is no verdict: torch's profiler does not see what the device {} does."
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a heading; the first column is text, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is to be said about one recording."""
+
+    device: str
+    first: int
+    updates: int
+    trace: Trace
+    measured: Measured | None
+    verdict: Verdict | None
+    top: int
+    peak: int | None = None
+    "Most bytes in use while it was recorded, where that was asked for."
+    files: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        if self.updates == 1:
+            return f"recorded update {self.first}"
+        return f"recorded updates {self.first} to {self.first + self.updates - 1}"
+
+    # -- as text ------------------------------------------------------------------------------------------------------
+
+    def text(self) -> str:
+        """For a terminal: the verdict, where the time goes, and the operators that the verdict is about."""
+        lines = [f"profiler: {self.title} on {self.device}", ""]
+        if self.verdict is not None:
+            lines += [f"  {self.verdict.kind}", *(f"    {sentence}" for sentence in self.verdict.evidence)]
+            lines += ["  what to change", *(f"    {sentence}" for sentence in self.verdict.advice), ""]
+        else:
+            lines += [f"  {NO_VERDICT.format(self.device)}", ""]
+        for table in (self.phases(), self.main_operators()):
+            lines += [*_aligned(table), ""]
+        if self.peak is not None:
+            lines += [*_aligned(self.allocators()), f"  At most {readable(self.peak)} were in use.", ""]
+        lines += [f"  {line}" for line in self.files]
+        return "\n".join(lines).rstrip()
+
+    def markdown(self) -> str:
+        """For a page: the same, and all tables."""
+        lines = [f"## {self.title[0].upper()}{self.title[1:]}", "", f"Device: {self.device}.", ""]
+        if self.verdict is not None:
+            lines += [f"**{self.verdict.kind}**", "", *(f"- {sentence}" for sentence in self.verdict.evidence), ""]
+            lines += ["What to change:", "", *(f"- {sentence}" for sentence in self.verdict.advice), ""]
+        else:
+            lines += [NO_VERDICT.format(self.device), ""]
+        for table in self.tables():
+            lines += [*_piped(table), ""]
+        if self.peak is not None:
+            lines += [f"At most {readable(self.peak)} were in use.", ""]
+        lines += [f"- {line}" for line in self.files]
+        return "\n".join(lines).rstrip() + "\n"
+
+    # -- tables -------------------------------------------------------------------------------------------------------
+
+    def tables(self) -> list[Table]:
+        """All there are."""
+        tables = [self.phases(), self.operators("cpu")]
+        if self.trace.kernels:
+            tables += [self.operators("device"), self.kernels()]
+        return tables if self.peak is None else [*tables, self.allocators()]
+
+    def main_operators(self) -> Table:
+        """By the time that matters for the verdict."""
+        on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
+        return self.operators("device" if on_device else "cpu")
+
+    def phases(self) -> Table:
+        """Where the host's time of an update goes."""
+        phases = self.trace.phases
+        total = sum(seconds for name, seconds in phases.items() if name != EVALUATION) or 1.0
+        rows = [
+            (
+                LABELS.get(name, name),
+                self._each(phases[name]),
+                "" if name == EVALUATION else f"{phases[name] / total:.1%}",
+            )
+            for name in PHASES
+            if phases[name] > 0.0005 * total
+        ]
+        return Table("an update, on the host", ("", "time", "share"), rows)
+
+    def operators(self, by: str) -> Table:
+        """The operators that take the most time themselves, on host or device."""
+        found = _top(self.trace.operators, lambda o: o.device if by == "device" else o.cpu, self.top)
+        columns, seconds = ["calls", "self CPU", "share"], [lambda o: o.cpu]
+        if self.trace.kernels:
+            columns += ["self CUDA", "share"]
+            seconds += [lambda o: o.device]
+        rows = [
+            (_short(o.name), f"{o.calls / self.updates:.4g}", *self._timed(second(o) for second in seconds))
+            for o in found
+        ]
+        where = "CUDA" if by == "device" else "CPU"
+        return Table(f"operators of an update, by self {where} time", ("", *columns), rows)
+
+    def kernels(self) -> Table:
+        """What ran on the device longest."""
+        found = _top(self.trace.kernels, lambda kernel: kernel.device, self.top)
+        rows = [(_short(k.name), f"{k.calls / self.updates:.4g}", *self._timed([k.device])) for k in found]
+        return Table("kernels of an update", ("", "runs", "time", "share"), rows)
+
+    def allocators(self) -> Table:
+        """Who takes the most memory."""
+        found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
+        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", readable(o.memory / self.updates)) for o in found]
+        return Table("operators of an update, by memory taken", ("", "calls", "taken"), rows)
+
+    def _timed(self, seconds: Any) -> list[str]:
+        window = self.trace.window or 1.0
+        return [text for second in seconds for text in (self._each(second), f"{second / window:.1%}")]
+
+    def _each(self, seconds: float) -> str:
+        return duration(seconds / self.updates)
+
+    # -- as data ------------------------------------------------------------------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """For a program: seconds and counts of one update on average."""
+        told: dict[str, Any] = {"device": self.device, "first": self.first, "updates": self.updates}
+        if self.verdict is not None and self.measured is not None:
+            told["verdict"] = {
+                "kind": self.verdict.kind,
+                "shares": {kind.removesuffix("-bound"): share for kind, share in self.measured.shares.items()},
+                "evidence": list(self.verdict.evidence),
+                "advice": list(self.verdict.advice),
+            }
+            told["seconds"] = self.measured.seconds
+        told["seconds_recorded"] = self.trace.window / self.updates
+        told["phases"] = {name: self.trace.phases[name] / self.updates for name in PHASES}
+        told["operators"] = [self._plain(o) for o in _top(self.trace.operators, lambda o: o.cpu, None)]
+        told["kernels"] = [self._plain(k) for k in _top(self.trace.kernels, lambda k: k.device, None)]
+        if self.peak is not None:
+            told["peak_bytes"] = self.peak
+        return told
+
+    def _plain(self, operator: Operator) -> dict[str, Any]:
+        told: dict[str, Any] = {"name": operator.name, "calls": operator.calls / self.updates}
+        for name in ("cpu", "device", "memory"):
+            if getattr(operator, name):
+                told[name] = getattr(operator, name) / self.updates
+        return told
+
+
+def _top(found: list[Operator], key: Callable[[Operator], float], count: int | None) -> list[Operator]:
+    return sorted((operator for operator in found if key(operator) > 0), key=key, reverse=True)[:count]
+
+
+def _short(name: str) -> str:
+    """Names of kernels go on for lines."""
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
+def _aligned(table: Table) -> list[str]:
+    cells: Sequence[Sequence[str]] = [(table.title, *table.columns[1:]), *table.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
+    lines = ((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in cells)
+    return [f"  {'  '.join(line)}" for line in lines]
+
+
+def _piped(table: Table) -> list[str]:
+    escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
+    heading = f"| {table.title} | {' | '.join(table.columns[1:])} |"
+    return [heading, "|---|" + "---:|" * (len(table.columns) - 1), *(f"| {' | '.join(row)} |" for row in escaped)]

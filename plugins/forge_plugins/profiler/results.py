@@ -1,0 +1,150 @@
+"""What became of a recording: files in the run folder, a report in the log, a text for every sink."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import forge
+from forge_plugins.profiler import memory, timeline
+from forge_plugins.profiler.recording import Recording
+from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.trace import Trace, analyse
+from forge_plugins.profiler.verdict import Setup, judge, measured
+
+logger = logging.getLogger("forge")
+
+KINDS = {".json": "trace", ".pickle": "memory snapshot, for https://pytorch.org/memory_viz", ".svg": "memory timeline"}
+
+
+class Wanted(Protocol):
+    """Of the plugin's options, what is asked for here."""
+
+    memory: bool
+    top: int
+
+
+def conclude(trainer: forge.Trainer, recording: Recording, unrecorded: float | None, wanted: Wanted) -> Report:
+    """Write the trace and what belongs to it, and work out what it says. `unrecorded`: seconds of an update before."""
+    device = trainer.env.device
+    with _folder(trainer) as folder:
+        stem = f"rank{trainer.env.rank}.{recording.first}"  # WORKER.NUMBER is how TensorBoard reads such names
+        if wanted.memory and device.type == "cuda":
+            memory.dump(folder / f"{stem}.memory-snapshot.pickle")
+        file = folder / f"{stem}.pt.trace.json"
+        document = recording.write(file)
+        trace = analyse(document["traceEvents"], recording.data_waits)
+        points = timeline.points_of(trace, device.type, device.index)
+        if wanted.memory and points:
+            _draw_memory(points, trace, document, file, str(device))
+        kept = sorted(folder.glob(f"{stem}.*")) if trainer.run_dir is not None else []
+    found = verdict = None
+    if device.type in ("cpu", "cuda"):
+        found = measured(trace, device.type, recording.updates, unrecorded, recording.ran)
+        verdict = judge(found, setup_of(trainer, trace))
+    return Report(
+        device=str(device) if device.type != "cuda" else f"{device} ({torch.cuda.get_device_name(device)})",
+        first=recording.first,
+        updates=recording.updates,
+        trace=trace,
+        measured=found,
+        verdict=verdict,
+        top=wanted.top,
+        peak=max((size for _, size in points), default=None),
+        files=tuple(f"{KINDS[path.suffix]}: {_near(path)}" for path in kept),
+    )
+
+
+def _draw_memory(points: timeline.Points, trace: Trace, document: dict[str, Any], file: Path, device: str) -> None:
+    """Memory in use over time: a track of the trace, and a picture beside it."""
+    name = f"memory in use on {device}"
+    document["traceEvents"] += timeline.counters(points, document["traceEvents"], trace.begin, name)
+    file.write_text(json.dumps(document))
+    title = f"{name}, more than when the recording began" if device == "cpu" else name
+    picture = file.with_name(file.name.replace(".pt.trace.json", ".memory-timeline.svg"))
+    picture.write_text(timeline.picture(points, trace.ranges, title))
+
+
+def tell(trainer: forge.Trainer, reports: list[Report], publish: bool) -> None:
+    """The newest report in the log and, where asked for, to the sinks; all of them into the run folder."""
+    say(reports[-1].text())
+    if trainer.run_dir is not None:
+        folder = trainer.run_dir / "profile"
+        (folder / "summary.md").write_text("\n".join(report.markdown() for report in reports))
+        plain = {"recordings": [report.plain() for report in reports]}
+        (folder / "summary.json").write_text(json.dumps(plain, indent=1) + "\n")
+    if publish:
+        trainer.publish({"profile": forge.Text(reports[-1].markdown())})
+
+
+def say(text: str) -> None:
+    """Into the log; where that would show it to nobody, to stderr: it is what the plugin is for."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr)
+
+
+def explain(trainer: forge.Trainer, error: BaseException) -> None:
+    """Out of memory: what it was taken up by, as a note on the error and in the run folder."""
+    text = memory.told(trainer)
+    if trainer.run_dir is not None:
+        folder = trainer.run_dir / "profile"
+        file = folder / f"rank{trainer.env.rank}.out-of-memory.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n\n{error}\n")
+            text += f"\nThis, and torch's own words: {_near(file)}"
+            if trainer.env.device.type == "cuda":
+                memory.dump(file.with_suffix(".pickle"))
+                text += f"\n{KINDS['.pickle'].capitalize()}: {_near(file.with_suffix('.pickle'))}"
+        except OSError as failed:
+            text += f"\nIt could not be written to {_near(folder)}: {failed}"
+    error.add_note(text)
+
+
+def setup_of(trainer: forge.Trainer, trace: Trace) -> Setup:
+    """What the run uses already."""
+    groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+    return Setup(
+        plugins=frozenset(plugin.name for plugin in trainer.stack),
+        workers=_workers(trainer.feed.loader),
+        fused=all(group.get("fused") for group in groups),
+        convolutions=any(operator.name == "aten::convolution" for operator in trace.operators),
+        full_float32=trainer.env.device.type == "cuda" and torch.get_float32_matmul_precision() == "highest",
+        threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
+
+
+def _workers(loader: Any) -> int | None:
+    """The worker processes of the innermost loader, where it knows of any."""
+    while hasattr(loader, "loader"):
+        loader = loader.loader
+    return getattr(loader, "num_workers", None)
+
+
+@contextmanager
+def _folder(trainer: forge.Trainer) -> Generator[Path]:
+    """RUN/profile; without a run folder one that is gone afterwards, because a trace is a file."""
+    if trainer.run_dir is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    else:
+        folder = trainer.run_dir / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def _near(path: Path) -> Path:
+    """A path as one would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

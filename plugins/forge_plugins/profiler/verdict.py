@@ -1,0 +1,280 @@
+"""The verdict: what an update's time is bound by, with the evidence and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
+
+Kind = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
+
+BUSY = 0.85
+"""From this share of the time on, a device that computes is what an update waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One update on average: seconds, as they were while it was recorded."""
+
+    device: Literal["cpu", "cuda"]
+    wall: float
+    "From the asking for its data to the asking for the next."
+    busy: float
+    "Computing: on cuda kernels ran; on the cpu operators, beyond what each call costs by itself."
+    data: float = 0.0
+    "Waiting for the loader; on cuda only while the device did nothing."
+    copying: float = 0.0
+    "cuda: copies from or to the host, with no kernel beside them."
+    unrecorded: float | None = None
+    "Seconds of an update before the recording, which costs the host time."
+    calls: float = 0.0
+    "Operators called, or kernels launched."
+    waits: float = 0.0
+    "cuda: how often the host waited for the device."
+    waiting_in: str = ""
+    "cuda: the operator that made it wait most often."
+    between: float = 0.0
+    "On the host, between two updates: logs, checkpoints, plugins."
+    step: float = 0.0
+    "On the host, in the optimizer's step."
+    absent: float = 0.0
+    "cpu: other than for data, this thread had no processor."
+    pageable: float = 0.0
+    "cuda: the share of bytes that was copied from memory that is not pinned."
+
+    @property
+    def host(self) -> float:
+        """The rest: the host prepares what is to be computed."""
+        return max(0.0, self.wall - self.busy - self.copying - self.data)
+
+    @property
+    def surplus(self) -> float:
+        """What the recording itself cost; it is the host that pays it."""
+        if not self.unrecorded:
+            return 0.0
+        return min(self.host, max(0.0, self.wall - self.unrecorded))
+
+    @property
+    def seconds(self) -> float:
+        """An update without what the recording cost."""
+        return self.wall - self.surplus
+
+    @property
+    def shares(self) -> dict[Kind, float]:
+        """How an update's time is divided; together 1."""
+        parts: dict[Kind, float] = {
+            "data-bound": self.data,
+            "transfer-bound": self.copying,
+            "host-bound": self.host - self.surplus,
+            "compute-bound": self.busy,
+        }
+        total = sum(parts.values()) or 1.0
+        return {kind: part / total for kind, part in parts.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the run uses already, so that nobody is told to do what is done."""
+
+    plugins: frozenset[str] = frozenset()
+    workers: int | None = None
+    "Worker processes of the loader; None where it knows of none."
+    fused: bool = False
+    "Whether every optimizer updates in one kernel."
+    convolutions: bool = False
+    full_float32: bool = False
+    "cuda: whether float32 matrix products use full precision."
+    threads: int = 1
+    cores: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an update's time is bound by."""
+
+    kind: Kind
+    share: float
+    "How much of the time that is."
+    evidence: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def measured(
+    trace: Trace,
+    device: Literal["cpu", "cuda"],
+    updates: int,
+    unrecorded: float | None = None,
+    ran: float | None = None,
+) -> Measured:
+    """One update of a trace on average. `ran`: seconds of the window that the thread had a processor."""
+    on_cuda = device == "cuda"
+    window = trace.window / updates
+    data = (trace.starved if on_cuda else trace.phases["data"]) / updates
+    most = trace.waits.most_common(1)
+    known = ran is not None and not on_cuda and not trace.phases[EVALUATION]
+    return Measured(
+        device=device,
+        wall=window,
+        busy=trace.busy / updates if on_cuda else min(trace.work / updates, max(0.0, window - data)),
+        data=data,
+        copying=trace.copying / updates,
+        unrecorded=unrecorded,
+        calls=(sum(kernel.calls for kernel in trace.kernels) if on_cuda else trace.calls) / updates,
+        waits=sum(trace.waits.values()) / updates,
+        waiting_in=most[0][0] if most else "",
+        between=trace.phases[BETWEEN] / updates,
+        step=trace.phases[STEP] / updates,
+        absent=max(0.0, window - data - ran / updates) if known else 0.0,
+        pageable=trace.pageable / trace.copied if trace.copied else 0.0,
+    )
+
+
+def judge(measured: Measured, setup: Setup) -> Verdict:
+    """On cuda: compute-bound when the device is nearly always busy, else bound by what it does nothing for most often.
+    On the cpu there is one worker, so it is what takes the most time."""
+    shares = measured.shares
+    kind: Kind = max(shares, key=lambda kind: shares[kind])
+    if measured.device == "cuda":
+        idle: list[Kind] = ["data-bound", "transfer-bound", "host-bound"]
+        is_busy = shares["compute-bound"] >= BUSY
+        kind = "compute-bound" if is_busy else max(idle, key=lambda kind: shares[kind])
+    return Verdict(kind, shares[kind], evidence(measured, kind), tuple(ADVICE[kind](measured, setup))[:4])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evidence
+
+
+def evidence(measured: Measured, kind: Kind) -> tuple[str, ...]:
+    """The numbers behind a verdict, most telling first."""
+    share = measured.shares
+    sentences = [_where(measured, kind, share), _how_long(measured)]
+    if measured.calls:
+        each = measured.busy / measured.calls * 1e6
+        what = "kernels are launched" if measured.device == "cuda" else "operators are called"
+        sentences.append(f"{measured.calls:,.0f} {what} in an update, with {each:,.0f} µs of work each on average.")
+    if measured.absent > 0.15 * measured.wall:
+        absent = measured.absent / measured.wall
+        sentences.append(
+            f"For {absent:.0%} of the time the system ran something else: all these numbers are uncertain."
+        )
+    if kind == "transfer-bound" and measured.pageable > 0.01:
+        sentences.append(f"{measured.pageable:.0%} of the bytes are copied from memory that is not pinned.")
+    if measured.waits >= 0.5:
+        culprit = f", most often in {measured.waiting_in}" if measured.waiting_in else ""
+        sentences.append(f"The host waits for the device {measured.waits:.1f} times an update{culprit}.")
+    if kind != "compute-bound":
+        sentences.append(f"Without it an update would be {1 / max(1 - share[kind], 0.01):.1f}× as fast at most.")
+    return tuple(sentences)
+
+
+def _where(measured: Measured, kind: Kind, share: Mapping[Kind, float]) -> str:
+    busy = f"{share['compute-bound']:.0%}"
+    if measured.device == "cuda":
+        idle = {
+            "data-bound": f"for {share['data-bound']:.0%} it has nothing to do because the host waits for data",
+            "transfer-bound": f"for {share['transfer-bound']:.0%} it only copies from or to the host",
+            "host-bound": f"for {share['host-bound']:.0%} it has nothing to do because the host is not fast enough",
+        }
+        rest = idle.get(kind)
+        return f"The device computes for {busy} of the time{f'; {rest}' if rest else ''}."
+    parts = {
+        "data-bound": f"{share['data-bound']:.0%} into waiting for data",
+        "compute-bound": f"{busy} into the work of operators",
+        "host-bound": f"{share['host-bound']:.0%} into Python and the calling of operators",
+    }
+    first = parts.pop(kind)
+    return f"Of an update's time {first.replace(' into', ' goes into')}, {', '.join(parts.values())}."
+
+
+def _how_long(measured: Measured) -> str:
+    now = f"An update takes {duration(measured.seconds)}"
+    slower = measured.surplus > 0.02 * measured.wall
+    return f"{now} ({duration(measured.wall)} while it is recorded)." if slower else f"{now}."
+
+
+def duration(seconds: float) -> str:
+    """ "12 µs", "3.42 ms", "1.20 s"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advice
+
+
+FUSED = "fused=True on the optimizer (Adam, AdamW, SGD): one call updates all parameters."
+
+
+def _for_data(measured: Measured, setup: Setup) -> list[str]:
+    advice: list[str] = []
+    if setup.workers == 0:
+        advice.append("Load in other processes: num_workers=4 on the loader, which has none.")
+    elif setup.workers:
+        advice.append(f"Give the loader more than its {setup.workers} workers (num_workers=), while there are cores.")
+    advice.append("Data that fit into memory need no loading: forge.data.TensorLoader(inputs, labels, batch_size=...).")
+    advice.append("Decode, resize and tokenize once and store the result; transform whole batches, not samples.")
+    return advice
+
+
+def _for_transfer(measured: Measured, setup: Setup) -> list[str]:
+    advice: list[str] = []
+    if "prefetch" not in setup.plugins:
+        advice.append("-p prefetch copies the next batches from pinned memory while the device computes.")
+    elif measured.pageable > 0.5:
+        advice.append("Something else is copied than batches: make tensors on the device (device=) in the first place.")
+    if measured.pageable > 0.5 and "prefetch" not in setup.plugins:
+        advice.append("Or pin_memory=True on the loader: copies from pageable memory keep the host waiting.")
+    advice.append("Send less: bytes rather than floats (uint8, made float on the device), no padding.")
+    advice.append('Data that fit onto the device are copied once: forge.data.TensorLoader(..., device="cuda").')
+    return advice
+
+
+def _for_host(measured: Measured, setup: Setup) -> list[str]:
+    advice: list[str] = []
+    if measured.waits >= 0.5:
+        advice.append("Leave .item(), .cpu() and print of tensors out of the step; return metrics as tensors.")
+    if measured.between > 0.2 * measured.wall:
+        spent = measured.between / measured.wall
+        advice.append(f"{spent:.0%} of the time is between updates: -p ledger says what each plugin costs there.")
+    if "compile" not in setup.plugins:
+        how = " compile.mode=reduce-overhead (CUDA graphs)" if measured.device == "cuda" else ""
+        advice.append(f"-p compile{how} makes few calls of many.")
+    advice.append("A larger batch gives every call more to do, at hardly more cost.")
+    if not setup.fused:
+        advice.append(FUSED)
+    return advice
+
+
+def _for_compute(measured: Measured, setup: Setup) -> list[str]:
+    advice: list[str] = []
+    if measured.device == "cpu" and setup.threads < setup.cores:
+        advice.append(f"torch computes with {setup.threads} of {setup.cores} cores: torch.set_num_threads(n).")
+    if "amp" not in setup.plugins:
+        where = ", on tensor cores" if measured.device == "cuda" else ", where the processor is made for it"
+        advice.append(f"-p amp: matrix products in bfloat16{where}.")
+    if setup.full_float32 and "amp" not in setup.plugins:
+        advice.append('torch.set_float32_matmul_precision("high"): float32 matrix products in TF32.')
+    if "compile" not in setup.plugins:
+        advice.append("-p compile fuses what lies between matrix products and convolutions.")
+    if not setup.fused and measured.step > 0.15 * measured.wall:
+        advice.append(FUSED)
+    if setup.convolutions and measured.device == "cuda":
+        advice.append("Convolutions like model.to(memory_format=torch.channels_last), above all with -p amp.")
+    if measured.device == "cpu":
+        advice.append("Or a GPU.")
+    elif len(advice) < 2:
+        advice.append("The device is at work: -p throughput says how near it is to its peak; then more devices.")
+    return advice
+
+
+ADVICE: dict[Kind, Callable[[Measured, Setup], list[str]]] = {
+    "data-bound": _for_data,
+    "transfer-bound": _for_transfer,
+    "host-bound": _for_host,
+    "compute-bound": _for_compute,
+}

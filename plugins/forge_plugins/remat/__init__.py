@@ -1,0 +1,212 @@
+"""Activation checkpointing: memory for compute."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+import forge
+from forge.errors import RecipeError
+from forge_plugins._batch_statistics import uncompiled
+from forge_plugins._modules import as_list, chosen, listed, shortened
+from forge_plugins._trial import untouched
+from forge_plugins.remat.block import install, remove
+from forge_plugins.remat.budget import Meter, size_in_bytes, told
+
+logger = logging.getLogger("forge")
+
+
+class Remat(forge.Plugin):
+    """Drop the activations of chosen blocks after forward and compute them again in backward: less memory, more work.
+
+    What a block was given is kept, and what it computes is not; when backward comes to it, it runs once more, with the
+    same random numbers and under the same autocast. Weights, metrics and buffers end up bit for bit as without it:
+    BatchNorm counts a batch once. A block that does anything else than compute, such as counting its calls in a Python
+    attribute, does it twice.
+
+    `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a list such as
+    `encoder.layers` stands for what is in it. Without it, the repeated blocks are chosen: modules of one class, with
+    layers in them, that stand in one ModuleList or Sequential. The log says which.
+
+    Every block is computed again, which costs about one more forward, a third of a step. `every=2` takes each second
+    one: half the saving for half the work. `budget` takes as few as are needed for the activations that are kept: a
+    share (0.5) of what they would be, or a size (`2 GB`). It is measured on the first batch, and said in the log.
+    For a plain chain of N layers without blocks the classic choice is √N segments of √N layers: group them into
+    nn.Sequential and name those.
+
+    It works with `torch.compile`, which sees the same blocks, and is out of the way in evaluation. At the end of a run
+    the task gets its own forwards back; names in checkpoints are what they are without it.
+
+    ::
+
+        forge fit quickstart -p remat remat.modules=net
+        forge fit quickstart -p remat remat.modules='net.*' remat.budget=0.7
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        modules: str | list[str] | None = None
+        "Which blocks: classes or patterns of module names; null: the blocks that the task repeats."
+        every: int = 1
+        "Take every k-th of them."
+        budget: float | str | None = None
+        "Take as few as keep activations within a share (0.5) or a size (2 GB); null: take all."
+
+    config: Config
+    provides = ("activation_checkpointing",)
+
+    def __init__(self, *first: str | list[str] | None, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        if config.every < 1:
+            raise RecipeError(f"remat.every is {config.every}; it must be at least 1.")
+        if config.modules is not None and not as_list(config.modules):
+            raise RecipeError("remat.modules is an empty list. Name some blocks, or leave it out to have them found.")
+        self._limit = _limit(config.budget)
+        if self._limit is None:
+            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
+        elif config.every > 1:
+            raise RecipeError("remat.every and remat.budget both say how many blocks to take. Set one of them.")
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._blocks: dict[str, nn.Module] = {}
+        "What may be computed again."
+        self._installed: dict[str, Any] = {}
+        "What is, with the forward that was in its `__dict__`."
+        self._measured: set[str | None] = set()
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, phase: str) -> None:
+        if phase != "remat":
+            return
+        self._begin()
+        if trainer.verb != "fit":  # nothing goes backward
+            return
+        task, patterns = trainer.task, as_list(self.config.modules)
+        self._blocks = chosen(task, patterns, "remat.modules") if patterns else repeated(task)
+        if not self._blocks:
+            logger.warning(
+                "remat does nothing: %s repeats no blocks. Name some, by class or by name: remat.modules=%s",
+                type(task).__name__,
+                _example(task),
+            )
+        elif self._limit is None:
+            names = list(self._blocks)[:: self.config.every]
+            self._install(names)
+            logger.info("remat computes %s again in backward: %s.", self._counted(names), listed(names))
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """With a budget only: the first batch of each optimizer shows what there is to save."""
+        if step.name not in self._measured:
+            self._measured.add(step.name)
+            if self._blocks:
+                self._fit_budget(step)
+        return (yield)
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        for name, own in self._installed.items():
+            remove(self._blocks[name], own)
+        self._begin()
+
+    # -- the budget ---------------------------------------------------------------------------------------------------
+
+    def _fit_budget(self, step: forge.Step) -> None:
+        assert self._limit is not None
+        meter = self._measure(step)
+        before = meter.kept()
+        limit = self._limit if isinstance(self._limit, int) else self._limit * before
+        picked = meter.choose(limit, self._installed)
+        self._install([name for name in picked if name not in self._installed])
+        after = meter.kept(picked)
+        turn = "" if step.name is None else f" of {step.name}"
+        share = f"{told(after)} of {told(before)} ({after / max(before, 1):.0%})"
+        kept = f"activations{turn} kept: {share}, by the first batch"
+        if picked:
+            logger.info("remat computes %s again in backward: %s; %s.", self._counted(picked), listed(picked), kept)
+        else:
+            logger.info("remat computes nothing again; %s.", kept)
+        if after > limit:
+            logger.warning(
+                "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
+                "blocks, or is what they are given: name larger blocks, or make the batch smaller.",
+                self.config.budget,
+                told(after),
+                turn,
+            )
+
+    def _measure(self, step: forge.Step) -> Meter:
+        """One forward of the first batch as it is without this plugin, and without a trace."""
+        trainer, installed = step.trainer, dict(self._installed)
+        meter = Meter(trainer.task, self._blocks)
+        for name, own in installed.items():
+            remove(self._blocks[name], own)
+        try:
+            with untouched(trainer), uncompiled():
+                batch = trainer.hooks.forge_prepare_batch(step, step.window[0])
+                with meter.measuring():
+                    output = trainer.hooks.forge_forward(step, batch)
+                del output
+        finally:
+            self._install(installed)
+        return meter
+
+    def _counted(self, names: list[str]) -> str:
+        """ "8 blocks (Block)", "4 of 8 blocks (Block, Attention)"."""
+        kinds = list(dict.fromkeys(type(block).__name__ for block in self._blocks.values()))
+        count = f"{len(names)} of {len(self._blocks)}" if len(names) < len(self._blocks) else f"{len(names)}"
+        return f"{count} block{'s' if len(self._blocks) > 1 else ''} ({shortened(kinds)})"
+
+    def _install(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._installed[name] = vars(self._blocks[name]).get("forward")
+            install(self._blocks[name])
+
+
+def repeated(task: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that a task repeats: modules of one class, with layers in them, in one list; the outermost ones."""
+    blocks: dict[str, nn.Module] = {}
+    for name, module in task.named_modules():
+        if any(name.startswith(f"{block}.") or name == block for block in blocks):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            kinds = Counter(type(child) for child in module.children())
+            blocks |= {
+                f"{name}.{child}": block
+                for child, block in module.named_children()
+                if kinds[type(block)] > 1 and _is_block(block)
+            }
+    return blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and any(
+        next(child.parameters(), None) is not None for child in module.children()
+    )
+
+
+def _example(task: nn.Module) -> str:
+    children = [name for name, child in task.named_children() if next(child.parameters(), None) is not None]
+    return children[0] if children else type(task).__name__
+
+
+def _limit(budget: float | str | None) -> int | float | None:
+    """A share as a float, a size as an int."""
+    if isinstance(budget, str):
+        size = size_in_bytes(budget)
+        if size is None:
+            raise RecipeError(f"remat.budget is {budget!r}; write a share, as in 0.5, or a size, as in '2 GB'.")
+        return size
+    if budget is not None and not 0 <= budget <= 1:
+        raise RecipeError(f"remat.budget is {budget:g}; a share is between 0 and 1. For a size write '2 GB'.")
+    return budget

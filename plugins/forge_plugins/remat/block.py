@@ -1,0 +1,133 @@
+"""One block that is computed again in backward: its forward, and the buffers that a forward changes on its way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Forward = Callable[..., Any]
+
+
+def install(block: nn.Module) -> None:
+    """Have the block drop its activations; `remove` puts its own forward back."""
+    own = vars(block).get("forward")
+    forward = type(block).forward if own is None else own
+    if isinstance(own, MethodType) and own.__self__ is block:
+        forward = own.__func__
+    elif own is not None:
+        forward = functools.partial(_without_self, own)
+    # a bound method: a copy of the block gets one that is bound to the copy
+    vars(block)["forward"] = MethodType(rematerialised(forward), block)
+
+
+def remove(block: nn.Module, own: Any) -> None:
+    """Put back the forward that the block had in its `__dict__`, or none."""
+    vars(block).pop("forward", None)
+    _known.pop(block, None)
+    if own is not None:
+        vars(block)["forward"] = own
+
+
+@functools.lru_cache(maxsize=64)
+def rematerialised(forward: Forward) -> Forward:
+    """`forward`, computed again in backward. Of one function one is made, so that alike blocks compile alike."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiled graph writes buffers once, whatever it computes twice
+            return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            functools.partial(forward, self, **kwargs),  # checkpoint has keywords of its own
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            determinism_check="default",
+            context_fn=functools.partial(_moving(self).contexts, self.training),
+        )
+
+    return run
+
+
+def _without_self(own: Forward, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Buffers
+
+
+@dataclass(slots=True)
+class Moving:
+    """The buffers that a block's forward changes, BatchNorm's statistics say.
+
+    The second run works on copies of what the first one found, so that it computes the same, and the block's own
+    buffers change once. Which ones change is learnt from the first forward of each mode that its modules are in.
+    """
+
+    inside: list[nn.Module]
+    "The modules in the block."
+    buffers: list[tuple[dict[str, Tensor | None], str]]
+    changed: dict[tuple[bool, ...], list[int]] = field(default_factory=dict)
+    "By the training flags of the modules: which of the buffers change."
+
+    def contexts(self, training: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What to enter around the first run and around the second, for one call of the block."""
+        if not self.buffers:
+            return nullcontext(), nullcontext()
+        modes = (training, *[module.training for module in self.inside])
+        known = self.changed.get(modes)
+        if known == []:
+            return nullcontext(), nullcontext()
+        found = {i: self._now(i).clone() for i in (range(len(self.buffers)) if known is None else known)}
+        return (self._learn(modes, found) if known is None else nullcontext()), self._on_copies(found)
+
+    def _now(self, i: int) -> Tensor:
+        owner, name = self.buffers[i]
+        buffer = owner[name]
+        assert buffer is not None
+        return buffer.detach()
+
+    @contextmanager
+    def _learn(self, modes: tuple[bool, ...], found: dict[int, Tensor]) -> Iterator[None]:
+        yield
+        # by value: kernels write BatchNorm's statistics without counting up the tensor's version
+        still = [i for i, value in found.items() if torch.equal(self._now(i), value)]
+        for i in still:
+            del found[i]
+        self.changed[modes] = list(found)
+
+    @contextmanager
+    def _on_copies(self, found: dict[int, Tensor]) -> Iterator[None]:
+        own = {i: self.buffers[i][0][self.buffers[i][1]] for i in found}
+        for i, value in found.items():
+            owner, name = self.buffers[i]
+            owner[name] = value.clone()
+        try:
+            yield
+        finally:
+            for i, buffer in own.items():
+                owner, name = self.buffers[i]
+                owner[name] = buffer
+
+
+_known: WeakKeyDictionary[nn.Module, Moving] = WeakKeyDictionary()
+
+
+def _moving(block: nn.Module) -> Moving:
+    moving = _known.get(block)
+    if moving is None:
+        _, *inside = block.modules()  # without the block itself, which nothing here may keep alive
+        modules = [block, *inside]
+        places = [(m._buffers, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
+        moving = _known[block] = Moving(inside, places)
+    return moving

@@ -1,0 +1,115 @@
+"""How much memory activations take, block by block, and which blocks to compute again for it to fit a budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "tb"))} | {
+    unit: 2 ** (10 * i) for i, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
+}
+
+
+def size_in_bytes(text: str) -> int | None:
+    """ "2 GB" as a number, None where it is no size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*", text)
+    unit = UNITS.get(match[2].lower()) if match else None
+    return int(float(match[1]) * unit) if match and unit else None
+
+
+def told(size: float) -> str:
+    """A number of bytes as one reads it."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+class Meter:
+    """What autograd keeps for backward during one forward: which storages, for which block.
+
+    Parameters, buffers and what was there before are not counted; a storage that several keep counts once.
+    """
+
+    def __init__(self, task: nn.Module, blocks: Mapping[str, nn.Module]):
+        self.blocks = blocks
+        self._sizes: dict[int, int] = {}
+        self._kept: dict[str | None, set[int]] = {name: set() for name in [None, *blocks]}
+        self._inputs: dict[str, set[int]] = {name: set() for name in blocks}
+        self._inside: list[str] = []
+        self._alive: list[Any] = []
+        self._own = {_key(tensor) for tensor in [*task.parameters(), *task.buffers()]}
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around a forward with all its blocks as they are written."""
+        with ExitStack() as stack:
+            for name, block in self.blocks.items():
+                for handle in self._watch(name, block):
+                    stack.callback(handle.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
+
+    def _watch(self, name: str, block: nn.Module) -> Iterator[Any]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._inside.append(name)
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor, self._inputs[name])
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.pop()
+
+        yield block.register_forward_pre_hook(enter, with_kwargs=True)
+        yield block.register_forward_hook(leave, always_call=True)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # detached: an operation that saves its own output would keep itself alive through what is packed for it
+        detached = tensor.detach()
+        self._note(detached, self._kept[self._inside[0] if self._inside else None])
+        return detached
+
+    def _note(self, tensor: Tensor, where: set[int]) -> None:
+        key = _key(tensor)
+        if key is not None and key not in self._own:
+            self._alive.append(tensor.detach())  # while it lives, no other gets its address
+            self._sizes[key] = tensor.untyped_storage().nbytes()
+            where.add(key)
+
+    # -- what to do about it ------------------------------------------------------------------------------------------
+
+    def kept(self, again: Iterable[str] = ()) -> int:
+        """Bytes that are kept when the blocks `again` are computed again: of those, only what they were given."""
+        again = set(again)
+        keys = set(self._kept[None])
+        for name in self.blocks:
+            keys |= self._inputs[name] if name in again and self._kept[name] else self._kept[name]
+        return sum(self._sizes[key] for key in keys)
+
+    def choose(self, limit: float, again: Iterable[str] = ()) -> list[str]:
+        """The few blocks with which no more than `limit` bytes are kept, or all that help. `again` are in already."""
+        picked = list(again)
+        left = [name for name in self.blocks if name not in picked]
+        now = self.kept(picked)
+        while now > limit and left:
+            best = min(left, key=lambda name: self.kept([*picked, name]))
+            after = self.kept([*picked, best])
+            if after >= now:
+                break
+            picked.append(best)
+            left.remove(best)
+            now = after
+        return [name for name in self.blocks if name in picked]
+
+
+def _key(tensor: Tensor) -> int | None:
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None

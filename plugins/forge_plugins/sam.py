@@ -1,0 +1,133 @@
+"""Sharpness-aware minimisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+import forge
+from forge.errors import RecipeError, StackError
+from forge.optimizers import drop_gradients
+from forge_plugins._statistics import statistics
+
+TINY = 1e-12
+"""Added to the gradient's norm, as in the authors' code: a gradient of 0 climbs nowhere."""
+ETA = 0.01
+"""adaptive: added to every |w|, as in the paper, so that a weight of 0 moves too."""
+
+
+class SAM(forge.Plugin):
+    """Sharpness-aware minimisation: step by the gradient at the worst point nearby, towards minima that are flat.
+
+    Each update runs its window twice (Foret et al. 2021). The first pass gives the gradient; the weights climb along it
+    by a step of length `rho`; the second pass, over the same batches with the same random numbers, gives the gradient
+    that is used; the weights are put back bit for bit before the optimizer steps. With `adaptive` each weight climbs in
+    proportion to its own size (ASAM, Kwon et al. 2021), which wants a `rho` of 0.5 to 2.
+
+    The base optimizer, schedules, accumulation (the whole window is climbed), clipping and guarding work as ever, on
+    the gradient that is used. With several optimizers each climbs with its own parameters in its own turn. Loss and
+    metrics in the log are the first pass's, at the weights themselves; `sharpness` is how much the loss rises by the
+    climb. BatchNorm learns its statistics in the first pass alone.
+
+    An update costs two forwards and backwards, and memory for one more copy of the trained parameters. Nothing is read
+    from the device. Gradients are made true (unscaled, reduced by hand) after each of the two passes. It does not work
+    with a loss scaler (use bf16), nor with optimizers that run the window themselves, such as LBFGS.
+
+    ::
+
+        forge fit quickstart -p sam sam.rho=0.05
+        forge fit quickstart -p sam sam.adaptive=true sam.rho=0.5
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        rho: float = 0.05
+        "How far to climb: the length of the step."
+        adaptive: bool = False
+        "Climb with each weight in proportion to its size (ASAM)."
+        freeze_norm: bool = True
+        "Keep the second pass out of running statistics, such as BatchNorm's."
+
+    config: Config
+    conflicts = ("grad_scaler",)
+    replays = True
+
+    def __init__(self, *first: float, **values: Any):
+        super().__init__(*first, **values)
+        if not 0 < self.config.rho < math.inf:
+            raise RecipeError(f"sam.rho is {self.config.rho:g}; it must be a number above 0.")
+        self._statistics: list[tuple[dict[str, Tensor | None], str]] = []
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.verb != "fit":
+            return
+        for entry in trainer.optimizers.entries.values():
+            if entry.needs_closure:
+                kind = type(entry.optimizer).__name__
+                raise StackError(
+                    f"sam cannot train with {kind}, which runs the window by itself as often as it likes, where sam "
+                    "runs it exactly twice. Use another optimizer, or leave sam out."
+                )
+        self._statistics = statistics(trainer.task) if self.config.freeze_norm else []
+
+    @forge.hookimpl
+    def forge_train_step(self, step: forge.Step) -> bool:
+        step.run_window()
+        finalize = step.trainer.hooks.forge_finalize_grads
+        if finalize is not None:
+            finalize(step)  # a direction is read off these gradients, so they must be true; finish() sees to the others
+        climbing = [parameter for parameter in step.parameters() if parameter.grad is not None]
+        if climbing:
+            self._run_above(step, climbing)
+        step.finish()
+        return True
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._statistics = []
+
+    def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
+        """Put the gradient at the end of the climb into `.grad`; weights and statistics are as before."""
+        below = step.loss
+        held: list[Any] = [*climbing, *(owner[name] for owner, name in self._statistics)]
+        copies = copied(held)
+        try:
+            self._climb(climbing)
+            drop_gradients(step.optimizer)
+            step.run_window(record=False, replay=True)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(held, copies)
+        if below is not None and step.loss is not None:
+            step.record("sharpness" if step.name is None else f"sharpness/{step.name}", step.loss - below)
+
+    @torch.no_grad()
+    def _climb(self, parameters: list[nn.Parameter]) -> None:
+        """Move along the gradient by `rho`. It is not needed any more, so its memory becomes the step."""
+        sparse_or_not: list[Any] = [parameter.grad for parameter in parameters]
+        gradients = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
+        weights: list[Any] = parameters
+        sizes = torch._foreach_abs(weights) if self.config.adaptive else None
+        if sizes is not None:
+            torch._foreach_add_(sizes, ETA)
+            torch._foreach_mul_(gradients, sizes)
+        length = self.config.rho / (get_total_norm(gradients) + TINY)
+        if sizes is not None:
+            torch._foreach_mul_(gradients, sizes)
+        torch._foreach_mul_(gradients, length)
+        torch._foreach_add_(weights, gradients)
+
+
+@torch.no_grad()
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in the same layout, made by one kernel where there is one."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies

@@ -1,0 +1,211 @@
+"""How fast a run is, and what it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import forge
+from forge.errors import RecipeError
+from forge_plugins.throughput import memory, told
+from forge_plugins.throughput.items import Items
+from forge_plugins.throughput.look import Look
+from forge_plugins.throughput.peaks import peak_of
+from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, Summary, percentile
+
+logger = logging.getLogger("forge")
+
+RECENT = 10_000
+"""How many updates the percentiles of the last line are over."""
+
+
+class Throughput(forge.Plugin):
+    """Measure samples per second, step times, FLOP/s, MFU and memory.
+
+    Every log has `throughput/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the part of the
+    time in which the host waited for the loader. A step lasts from the beginning of that wait to its end; logs,
+    validations and checkpoints are not in it. On CUDA the device notes the time at the end of each step, and the host
+    reads it when the device has passed it: nothing is waited for, and a log is about the steps that are over by then.
+    The first update warms things up, the second is looked into; both are left out. After a resume rates start anew.
+
+    `tokens_per_s` is logged where a batch begins with a two-dimensional tensor of whole numbers. A task that defines
+    `num_items` counts by itself: its rate is called `tokens_per_s` there, and elsewhere `items_per_s`, or whatever
+    `items` says.
+
+    FLOPs are counted with the formulas of torch's flop counter in the second update of each optimizer, and taken to
+    grow with the number of samples. `throughput/tflops` is what was computed per second, in 10¹² FLOPs, and
+    `throughput/mfu` is FLOP/s ÷ the device's peak: what its data sheet says of dense products in the type of number
+    that most is computed in. The log names that peak; for a device that is not in the table say it with `peak`. What
+    activation checkpointing computes again is counted: the device does compute it. Inside compiled code nothing can be
+    counted, so there forward and backward run once on a copy of the task without numbers in it; where that does not
+    work, the log says why. Operations without a formula are named; kernels that torch does not know of cannot be.
+
+    `memory/peak_gb` (10⁹ bytes) and its parts are logged too: parameters (with buffers), gradients, optimizer state,
+    activations. On CUDA the peak is what torch allocated at most since the run began (its counter of the peak is
+    reset at the start), activations are what is left at the peak, temporary tensors included, and `other` is what is
+    held between steps beside the rest. On a CPU activations are what backward keeps.
+
+    It costs a few µs per update.
+
+    ::
+
+        forge fit quickstart -p throughput trainer.max_epochs=3
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        items: str | None = None
+        "What the task's num_items counts, such as tokens: the name of its rate; null: tokens or items, as it seems."
+        flops: bool = True
+        "Count FLOPs."
+        peak: float | None = None
+        "What the device can do at most, in TFLOP/s, instead of what the table of data sheets says."
+        memory: bool = True
+        "Measure memory."
+
+    config: Config
+    observer = True
+    provides = ("throughput",)
+
+    def __init__(self, *first: str | None, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        if config.peak is not None and config.peak <= 0:
+            raise RecipeError(f"throughput.peak is {config.peak:g}; it must be above 0, in TFLOP/s.")
+        if config.items is not None and not config.items.isidentifier():
+            raise RecipeError(f"throughput.items is {config.items!r}; write a word, such as tokens.")
+        self._running = False
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.verb != "fit":
+            return
+        device, config = trainer.env.device, self.config
+        on_cuda = device.type == "cuda"
+        self._running = True
+        self._steps: Steps = DeviceSteps.on(device) if on_cuda else HostSteps()
+        self._items = Items(config.items, trainer.weighs_by_itself)
+        self._look = Look(trainer, config.flops, activations=config.memory and not on_cuda)
+        self._step: forge.Step | None = None
+        "The step under way."
+        self._flops: float | None = None
+        "What it has computed so far."
+        self._counts = False
+        "Whether its time counts."
+        self._updates = 0
+        self._peak: float | None = None
+        "What the device can do at most, in FLOP/s."
+        self._breakdown: memory.Breakdown | None = None
+        self._total = Summary.of([])
+        self._times: deque[float] = deque(maxlen=RECENT)
+        self._failed = False
+        if on_cuda and config.memory:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        if self._step is not step:
+            self._step, self._flops, self._counts = step, 0.0, self._updates > 0
+            self._steps.begin(step.data_wait)
+        look = self._look.at(step)
+        if look is None:
+            result = yield
+        else:
+            self._counts = False
+            with look:
+                result = yield
+        if self._flops is not None:
+            flops = self._look.flops(step)
+            self._flops = None if flops is None else self._flops + flops
+        return result
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if self._step is not step:  # a window that is left out is no step
+            return
+        self._step = None
+        self._updates += 1
+        done = Done(0.0, step.data_wait, step.samples, self._items.of(step), self._flops)
+        self._steps.end(done, self._counts)
+        if self._look.fresh:
+            self._tell_flops(step.trainer)
+        if step.ends_interval:
+            self._record(step)
+
+    @forge.hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if not self._running:  # the run was no fit, or ended before it began
+            return
+        self._running = False
+        if not self._failed:
+            trainer.env.synchronize()  # the run is over: what the device still does can be waited for
+        self._take()
+        if self._total.updates and trainer.env.is_main:
+            text = told.summary(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
+            logger.info("throughput: %s", text)
+
+    # -- at a log -----------------------------------------------------------------------------------------------------
+
+    def _record(self, step: forge.Step) -> None:
+        done = self._take()
+        if done.updates:
+            self._record_rates(step, done)
+        if self.config.memory and self._updates > 1:
+            self._record_memory(step)
+
+    def _take(self) -> Summary:
+        done = Summary.of(self._steps.take())
+        self._total = self._total.plus(done)
+        self._times.extend(done.times)
+        return done
+
+    def _record_rates(self, step: forge.Step, done: Summary) -> None:
+        values: dict[str, Any] = {"samples_per_s": done.rate(done.samples)}
+        if self._items.name is not None:
+            values[f"{self._items.name}_per_s"] = done.rate(done.items)
+        times = {"p50": percentile(done.times, 0.5), "p95": percentile(done.times, 0.95), "max": done.times[-1]}
+        values |= {f"step_ms_{name}": 1e3 * seconds for name, seconds in times.items()}
+        values["data_wait_share"] = done.wait_share
+        if done.flops_per_second is not None:
+            values["tflops"] = done.flops_per_second / 1e12
+            if self._peak is not None:
+                values["mfu"] = done.flops_per_second / self._peak
+        for name, value in values.items():
+            step.record(f"throughput/{name}", value)
+
+    def _record_memory(self, step: forge.Step) -> None:
+        trainer, first = step.trainer, self._breakdown is None
+        if trainer.env.device.type == "cuda":
+            self._breakdown = memory.on_cuda(trainer)
+        elif first:
+            self._breakdown = memory.on_host(trainer, self._look.activations)
+        assert self._breakdown is not None
+        for name, number in {**self._breakdown.parts(), "peak": self._breakdown.peak}.items():
+            step.record(f"memory/{name}_gb", number / 1e9)
+        if first:
+            trainer.publish({"memory": forge.Text(memory.as_markdown(self._breakdown))})
+            if trainer.env.is_main:
+                logger.info("throughput: memory %s.", memory.told(self._breakdown, str(trainer.env.device)))
+
+    # -- FLOPs --------------------------------------------------------------------------------------------------------
+
+    def _tell_flops(self, trainer: forge.Trainer) -> None:
+        """What was counted, and what it is compared with."""
+        self._look.fresh = False
+        dtype, name = self._look.dtype, told.device_name(trainer.env.device)
+        given = self.config.peak
+        peak = given if given is not None else peak_of(name, dtype) if dtype is not None else None
+        self._peak = None if peak is None else peak * 1e12
+        if trainer.env.is_main:
+            logger.info("throughput: %s", told.flops(self._look.counts, dtype, name, peak, given is not None))

@@ -1,0 +1,150 @@
+"""FLOPs: what a step computes, by torch's own formulas."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+import forge
+from forge.seeding import RNGState
+from forge.task import TaskModule
+from forge_plugins.throughput.peaks import as_computed
+
+TORCHS_OWN = ("aten", "prim", "prims", "profiler", "debugprims", "rngprims", "_c10d_functional", "c10d")
+"""Namespaces whose operations cost little, unless their names say otherwise."""
+DEAR = re.compile(r"attention|conv|rnn|lstm|gru|mm$|linear|fft")
+"""Names of torch's own operations that compute much; not all of them have a formula."""
+HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""How the names end under which a module keeps its hooks."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What was computed."""
+
+    by_dtype: Counter[str] = field(default_factory=Counter)
+    "FLOPs by the type of number they were computed in."
+    unknown: Counter[str] = field(default_factory=Counter)
+    "Operations that nobody has given a formula, with how often they were called."
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_dtype.values())
+
+    @property
+    def dtype(self) -> str | None:
+        """The type that most was computed in."""
+        return self.by_dtype.most_common(1)[0][0] if self.by_dtype else None
+
+
+class Counting(TorchDispatchMode):
+    """Counts while operations run as they are, with the formulas of torch's flop counter.
+
+    torch's own FlopCounterMode does not run the kernels of Triton that it meets, and hooks into every module to know
+    whose FLOPs they are; nor does it tell in which type of number a product was computed.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = getattr(func, "_overloadpacket", func)
+        if packet in flop_registry:
+            self._add(packet, args, kwargs or {}, out)
+        elif getattr(func, "namespace", "") not in TORCHS_OWN or DEAR.search(str(packet)):
+            self.count.unknown[str(packet)] += 1
+        return out
+
+    def _add(self, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        except Exception:  # a formula that does not know these arguments must not cost a run
+            self.count.unknown[str(packet)] += 1
+            return
+        first = next(leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
+        self.count.by_dtype[as_computed(first.dtype, first.device, "conv" in str(packet))] += flops
+
+
+def is_compiled(trainer: forge.Trainer, graphs_before: int) -> bool:
+    """Whether some of what this run calls is compiled: a dispatch mode around it would have it run uncompiled."""
+    marked = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in trainer.model.modules())
+    return marked or graphs_compiled() > graphs_before
+
+
+def graphs_compiled() -> int:
+    """How many graphs this process has compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without running anything
+
+
+def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
+    """Count forward and backward of the window's first micro-batch on a copy of the task that holds no numbers.
+
+    Nothing of the run is touched: every tensor in it is a fake one, and one that is not raises.
+    """
+    trainer = step.trainer
+    device, rng = trainer.env.device, RNGState.capture(trainer.env.device)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            fake = FakeTensorMode()
+            task = _hollow(trainer.task, fake)
+            batch = tree_map_only(Tensor, fake.from_tensor, step.window[0])
+            with fake, Counting() as counting:
+                batch = trainer.env.move(batch)
+                with _autocast(device, autocast):
+                    output = task.training_step(batch) if step.name is None else task.training_step(batch, step.name)  # pyright: ignore[reportCallIssue]
+                loss = output if isinstance(output, Tensor) else output["loss"]
+                loss.backward()
+        return counting.count
+    finally:
+        rng.restore(device)
+
+
+def _hollow(task: TaskModule, fake: FakeTensorMode) -> TaskModule:
+    """A copy of the task with fake tensors in place of its own, without hooks and uncompiled."""
+    memo: dict[int, Any] = {}
+    for tensor in (*task.parameters(), *task.buffers()):
+        memo[id(tensor)] = _fake(tensor, fake)
+    for module in task.modules():
+        for name, value in vars(module).items():
+            if name.endswith(HOOKS) and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+    copied = copy.deepcopy(task, memo)
+    for module in copied.modules():
+        vars(module).pop("_compiled_call_impl", None)
+    return copied
+
+
+def _fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
+    hollow = fake.from_tensor(tensor.detach())
+    return nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
+
+
+@contextmanager
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    if dtype is None:
+        yield
+        return
+    with torch.autocast(device.type, dtype):
+        yield

@@ -1,0 +1,93 @@
+"""A look into one step of each optimizer: what it computes, and what it keeps for backward."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+import forge
+from forge_plugins.throughput.flops import Count, Counting, graphs_compiled, is_compiled, probe
+from forge_plugins.throughput.memory import Saved
+
+logger = logging.getLogger("forge")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Look:
+    """Looks into the second step of each optimizer: in the first one things are still being compiled."""
+
+    def __init__(self, trainer: forge.Trainer, flops: bool, activations: bool):
+        self.counts: dict[str | None, tuple[Count, float]] = {}
+        "By optimizer: what a window computed, and the samples in it."
+        self.activations: int | None = None
+        "Bytes that backward kept at most; None before a look, and where it cannot be seen."
+        self.fresh = False
+        "Whether something was counted that nobody has told of."
+        self._trainer, self._flops, self._activations = trainer, flops, activations
+        self._turns: Counter[str | None] = Counter()
+        self._graphs = graphs_compiled() if flops or activations else 0
+
+    def at(self, step: forge.Step) -> AbstractContextManager[None] | None:
+        """What to put around this turn of an optimizer, if it is the one to look into."""
+        self._turns[step.name] += 1
+        if self._turns[step.name] != 2 or not (self._flops or self._activations):
+            return None
+        return self._into(step)
+
+    def flops(self, step: forge.Step) -> float | None:
+        """What this turn computed, by how much larger or smaller its window is than the one that was looked into."""
+        counted = self.counts.get(step.name)
+        return None if counted is None else counted[0].total * step.samples / counted[1]
+
+    @property
+    def dtype(self) -> str | None:
+        """The type of number that most is computed in."""
+        together = sum((count.by_dtype for count, _ in self.counts.values()), start=Counter[str]())
+        return Count(together).dtype
+
+    @contextmanager
+    def _into(self, step: forge.Step) -> Iterator[None]:
+        if is_compiled(self._trainer, self._graphs):
+            if self._flops:
+                self._probe(step)
+            yield
+            return
+        with ExitStack() as around:
+            saved = around.enter_context(Saved(self._trainer.task)) if self._activations else None
+            counting = around.enter_context(Counting()) if self._flops else None
+            yield
+        if saved is not None:
+            self.activations = max(saved.peak, self.activations or 0)
+        if counting is not None:
+            self._keep(step, counting.count, step.samples)
+
+    def _probe(self, step: forge.Step) -> None:
+        """One micro-batch stands for the window."""
+        try:
+            count = probe(step, autocast_of(self._trainer))
+        except Exception as error:  # whatever a task does that needs real numbers
+            said = str(error).strip().partition("\n")[0]
+            logger.warning(
+                "throughput: the FLOPs of %s are not known: it is compiled, where nothing can be counted, and a copy "
+                "of the task without numbers in it does not run (%s: %s).",
+                type(self._trainer.task).__name__,
+                type(error).__name__,
+                said,
+            )
+            return
+        self._keep(step, count, step.samples / len(step.window))
+
+    def _keep(self, step: forge.Step, count: Count, samples: float) -> None:
+        self.counts[step.name] = (count, max(samples, 1))
+        self.fresh = True
+
+
+def autocast_of(trainer: forge.Trainer) -> torch.dtype | None:
+    """What forward runs in: who provides autocast says so in `dtype`."""
+    providers = (plugin for plugin in trainer.stack if "autocast" in plugin.provides)
+    return next((DTYPES.get(getattr(plugin, "dtype", "")) for plugin in providers), None)

@@ -1,0 +1,162 @@
+"""Memory: parameters, gradients, optimizer and activations, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+import forge
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """What fills the memory at its peak; the parts add up to it."""
+
+    parameters: int
+    "Parameters and buffers."
+    gradients: int
+    optimizer: int
+    activations: int | None
+    "What backward needs, and on CUDA whatever else lives only within a step; None where it could not be seen."
+    other: int
+    "On CUDA: what is held between steps beside these, such as batches and averages of the weights."
+
+    @property
+    def peak(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + (self.activations or 0) + self.other
+
+    def parts(self) -> dict[str, int]:
+        named = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+        if self.activations is not None:
+            named["activations"] = self.activations
+        return {**named, "other": self.other} if self.other else named
+
+
+class Saved:
+    """While entered: how many bytes backward keeps, at most at one time. What it keeps stays what it is."""
+
+    def __init__(self, task: torch.nn.Module):
+        self.peak = 0
+        self._now = 0
+        self._held: dict[int, list[int]] = {}
+        "Storages that are held: how often, and how large."
+        self._own = {_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        key = _key(tensor)
+        if key is None or key in self._own:
+            return _Held(tensor, None, self)
+        held = self._held.setdefault(key, [0, tensor.untyped_storage().nbytes()])
+        held[0] += 1
+        if held[0] == 1:
+            self._now += held[1]
+            self.peak = max(self.peak, self._now)
+        return _Held(tensor, key, self)
+
+    def drop(self, key: int) -> None:
+        held = self._held[key]
+        held[0] -= 1
+        if not held[0]:
+            self._now -= held[1]
+            del self._held[key]
+
+
+class _Held:
+    """A tensor that the graph keeps; when the graph lets go of it, it is counted out."""
+
+    __slots__ = ("_key", "_saved", "tensor")
+
+    def __init__(self, tensor: Tensor, key: int | None, saved: Saved):
+        self.tensor, self._key, self._saved = tensor, key, saved
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._saved.drop(self._key)
+
+
+def _unpack(held: _Held) -> Tensor:
+    return held.tensor
+
+
+def on_cuda(trainer: forge.Trainer) -> Breakdown:
+    """At the end of a step, by what the allocator counts: nothing is waited for."""
+    device = trainer.env.device
+    parameters, gradients, optimizer = _parameters(trainer), _gradients(trainer), _optimizer(trainer)
+    peak, at_rest = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    other = max(0, min(at_rest, peak - gradients) - parameters - optimizer)
+    return Breakdown(parameters, gradients, optimizer, max(0, peak - parameters - gradients - optimizer - other), other)
+
+
+def on_host(trainer: forge.Trainer, activations: int | None) -> Breakdown:
+    """By what is known to be there: the host has no allocator to ask."""
+    return Breakdown(_parameters(trainer), _gradients(trainer), _optimizer(trainer), activations, 0)
+
+
+def told(breakdown: Breakdown, device: str) -> str:
+    """One line: the peak and its parts."""
+    parts = ", ".join(f"{name} {size(number)}" for name, number in breakdown.parts().items())
+    unseen = " (activations could not be seen inside compiled code)" if breakdown.activations is None else ""
+    return f"{size(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
+
+
+def as_markdown(breakdown: Breakdown) -> str:
+    """A table for sinks that draw Markdown."""
+    rows = [f"| {name} | {size(number)} | {number / max(breakdown.peak, 1):.1%} |" for name, number in _rows(breakdown)]
+    return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
+
+
+def size(number: float) -> str:
+    """ "512 B", "1.5 kB", "2.3 MB", "4.1 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "B" else f"{number:.0f} B"
+        number /= 1000
+    return f"{number:.3g} GB" if number < 1000 else f"{number:,.0f} GB"
+
+
+def _rows(breakdown: Breakdown) -> list[tuple[str, int]]:
+    return [*breakdown.parts().items(), ("peak", breakdown.peak)]
+
+
+def _parameters(trainer: forge.Trainer) -> int:
+    return _bytes((*trainer.task.parameters(), *trainer.task.buffers()), trainer.env.device)
+
+
+def _gradients(trainer: forge.Trainer) -> int:
+    """Of several optimizers each has gradients in its own turn only: the largest share counts."""
+    return max(
+        _bytes((p for p in trainer.optimizers.parameters(name) if p.requires_grad), trainer.env.device)
+        for name in trainer.optimizers
+    )
+
+
+def _optimizer(trainer: forge.Trainer) -> int:
+    states = [dict(optimizer.state) for optimizer in trainer.optimizers.values()]
+    return _bytes((leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)), trainer.env.device)
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Each tensor once, and only what is on the device."""
+    found = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device == device}
+    return sum(found.values())
+
+
+def _key(tensor: Tensor) -> int | None:
+    """The storage of a tensor; None for kinds of tensors that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None

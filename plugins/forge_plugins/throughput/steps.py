@@ -1,0 +1,179 @@
+"""How long steps take: by the host's clock, or by the device's own where it works behind the host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+clock = time.perf_counter
+PAUSE = 1e-3
+"""Seconds between two steps from which on something else came between them: a log, a validation, a checkpoint."""
+AT_ONCE = 256
+"""Steps whose end is looked for at once, so that a long log interval holds no more events than this."""
+
+
+@dataclass(slots=True)
+class Done:
+    """One update: from the beginning of its wait for data to the end of its step."""
+
+    seconds: float
+    waited: float
+    samples: int
+    items: Tensor | float
+    flops: float | None
+
+
+class Steps(Protocol):
+    """Measures updates, one after the other."""
+
+    def begin(self, waited: float) -> None:
+        """The step begins, after so many seconds of waiting for its data."""
+        ...
+
+    def end(self, done: Done, counts: bool) -> None:
+        """The step is over; `done` has all but its seconds. One that does not count is measured and left out."""
+        ...
+
+    def take(self) -> list[Done]:
+        """The updates that are known to be over, each once. Nothing is waited for."""
+        ...
+
+
+class HostSteps:
+    """By the host's clock: a step is over when the host says so."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._done: list[Done] = []
+
+    def begin(self, waited: float) -> None:
+        self._began = clock() - waited
+
+    def end(self, done: Done, counts: bool) -> None:
+        if counts:
+            done.seconds = clock() - self._began
+            self._done.append(done)
+
+    def take(self) -> list[Done]:
+        done, self._done = self._done, []
+        return done
+
+
+class DeviceSteps:
+    """By events on the CUDA stream, which the device passes in its own time and the host reads later.
+
+    A step lasts from the end of the one before it to its own: that is the time of whoever was slower, host or device.
+    Where something else came between (a validation, a checkpoint), it begins where the device began with it.
+    """
+
+    def __init__(self, make_event: Callable[[], Any], stream: Any = None) -> None:
+        self._make_event, self._stream = make_event, stream
+        self._start: Any = None
+        self._before = 0.0
+        self._ended = float("-inf")
+        self._passed: deque[tuple[Any, Any, float, Done | None]] = deque()
+        self._done: list[Done] = []
+        self._free: list[Any] = []
+
+    def begin(self, waited: float) -> None:
+        self._before = 0.0
+        if clock() - waited - self._ended > PAUSE:
+            self._start, self._before = self._event(), waited
+            self._start.record(self._stream)
+
+    def end(self, done: Done, counts: bool) -> None:
+        event = self._event()
+        event.record(self._stream)
+        self._passed.append((self._start, event, self._before, done if counts else None))
+        self._start, self._ended = event, clock()
+        if len(self._passed) >= AT_ONCE:
+            self._look()
+
+    def take(self) -> list[Done]:
+        self._look()
+        done, self._done = self._done, []
+        return done
+
+    def _look(self) -> None:
+        while self._passed and self._passed[0][1].query():
+            start, stop, before, done = self._passed.popleft()
+            if done is not None:
+                done.seconds = start.elapsed_time(stop) / 1e3 + before
+                self._done.append(done)
+            # the next step begins at `stop`, or has an event of its own
+            self._free.append(start)
+
+    def _event(self) -> Any:
+        return self._free.pop() if self._free else self._make_event()
+
+    @classmethod
+    def on(cls, device: torch.device) -> DeviceSteps:
+        """Measure on a CUDA device."""
+        return cls(partial(torch.cuda.Event, enable_timing=True), torch.cuda.current_stream(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What some updates came to."""
+
+    updates: int
+    seconds: float
+    waited: float
+    samples: int
+    items: Tensor | float
+    counted: float
+    "Seconds of those updates whose FLOPs are known."
+    flops: float
+    times: list[float]
+    "Seconds of each update, in order of size."
+
+    @classmethod
+    def of(cls, done: list[Done]) -> Summary:
+        known = [one for one in done if one.flops is not None]
+        return cls(
+            len(done),
+            sum(one.seconds for one in done),
+            sum(one.waited for one in done),
+            sum(one.samples for one in done),
+            sum((one.items for one in done), start=0.0),
+            sum(one.seconds for one in known),
+            sum(one.flops or 0.0 for one in known),
+            sorted(one.seconds for one in done),
+        )
+
+    def plus(self, other: Summary) -> Summary:
+        """Both together; the times of single updates are kept elsewhere."""
+        return Summary(
+            self.updates + other.updates,
+            self.seconds + other.seconds,
+            self.waited + other.waited,
+            self.samples + other.samples,
+            self.items + other.items,
+            self.counted + other.counted,
+            self.flops + other.flops,
+            [],
+        )
+
+    def rate(self, amount: Any) -> Any:
+        return amount / self.seconds if self.seconds else 0.0
+
+    @property
+    def flops_per_second(self) -> float | None:
+        return self.flops / self.counted if self.counted else None
+
+    @property
+    def wait_share(self) -> float:
+        return self.waited / self.seconds if self.seconds else 0.0
+
+
+def percentile(times: list[float], share: float) -> float:
+    """Of sorted times the one that so large a share of them does not exceed."""
+    return times[max(0, math.ceil(share * len(times)) - 1)]

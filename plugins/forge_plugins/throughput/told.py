@@ -1,0 +1,73 @@
+"""What the log says: FLOPs and what they are compared with, and how the run was as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from forge_plugins.throughput.flops import Count
+from forge_plugins.throughput.memory import Breakdown, size
+from forge_plugins.throughput.steps import Summary, percentile
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+
+
+def flops(
+    counts: Mapping[str | None, tuple[Count, float]], dtype: str | None, device: str, peak: float | None, given: bool
+) -> str:
+    """What was counted, the formula of MFU, and what was not counted."""
+    each = [_counted(name, count, samples) for name, (count, samples) in counts.items()]
+    lines = [f"{'; '.join(each)}."]
+    if peak is not None:
+        source = "throughput.peak" if given else f"the data sheet's dense {dtype} peak of {device}"
+        lines.append(f"MFU = FLOP/s ÷ {peak:,.6g} TFLOP/s, {source}.")
+    elif dtype is not None:
+        lines.append(f"The {dtype} peak of {device} is not known: without throughput.peak=TFLOP/s there is no MFU.")
+    unknown = sorted({op for count, _ in counts.values() for op in count.unknown})
+    if unknown:
+        lines.append(f"Not counted, because they have no formula: {', '.join(unknown)}.")
+    return " ".join(lines)
+
+
+def _counted(name: str | None, count: Count, samples: float) -> str:
+    turn = "" if name is None else f"{name}: "
+    kinds = ", ".join(f"{flops / count.total:.0%} {dtype}" for dtype, flops in count.by_dtype.most_common() if flops)
+    return f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{f' ({kinds})' if kinds else ''}"
+
+
+def summary(
+    total: Summary, times: list[float], items: str | None, peak: float | None, breakdown: Breakdown | None
+) -> str:
+    """One line about the whole run."""
+    rates = [f"{total.rate(total.samples):,.4g} samples/s"]
+    if items is not None:
+        rates.append(f"{float(total.rate(total.items)):,.4g} {items}/s")
+    parts = [", ".join(rates), f"{milliseconds(percentile(times, 0.5))} per update ({_slowest(times)})"]
+    parts.append(f"{total.wait_share:.1%} of it waiting for data")
+    speed = total.flops_per_second
+    if speed is not None:
+        parts.append(f"{scaled(speed)}FLOP/s" + (f", {speed / peak:.1%} of the peak" if peak else ""))
+    if breakdown is not None:
+        parts.append(f"{size(breakdown.peak)} of memory at the peak")
+    return "; ".join(parts) + "."
+
+
+def _slowest(times: list[float]) -> str:
+    return f"95% within {milliseconds(percentile(times, 0.95))}, slowest {milliseconds(times[-1])}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms"
+
+
+def scaled(number: float) -> str:
+    """ "1.23 G": a number with its prefix."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.4g} P"

@@ -1,0 +1,119 @@
+"""`forge plan --measure`: a few real updates, a table of costs, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forge.cli import main
+
+RECIPE = ["quickstart", "task.hidden=16", "-p", "no:tensorboard"]
+Forge = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def forge(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Forge:
+    """Runs a command: (exit code, stdout, stderr). Temporary folders are made in `tmp_path`."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_costs_of_every_plugin_come_after_the_plan(forge: Forge) -> None:
+    code, out, err = forge("plan", *RECIPE, "--measure", "--updates", "25")
+    assert (code, err) == (0, "")
+    plan, _, costs = out.partition("Costs, measured")
+    assert "Stack, outermost first" in plan
+    assert "24 updates of" in costs
+    for plugin, hook in (("clip", "edit_grads"), ("guard", "inspect_grads"), ("jsonl", "log"), ("checkpoint", "save")):
+        assert any(line.split()[:2] == [plugin, hook] for line in costs.splitlines())
+    assert "ledger" not in plan
+    assert "forge.plan" not in out
+
+
+def test_json_holds_the_measured_costs(forge: Forge) -> None:
+    _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "8", "--json")
+    measured = json.loads(out)["measured"]
+    assert measured["updates"] == 7
+    assert {row["plugin"] for row in measured["rows"]} >= {"clip", "guard", "progress"}
+    assert measured["update_us"] > 0
+    assert sum(row["share"] for row in measured["rows"]) <= 1
+
+
+def test_nothing_is_left_on_disk(forge: Forge, tmp_path: Path, empty_folder: Path) -> None:
+    forge("plan", *RECIPE, "--measure", "--updates", "5")
+    assert [*tmp_path.iterdir(), *empty_folder.iterdir()] == []
+
+
+def test_the_schedule_still_sees_the_whole_run(forge: Forge) -> None:
+    """A run cut short by max_updates would make of a warm-up of 50 updates one that never ends, and be warned of."""
+    _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5")
+    assert "warm" not in err
+
+
+def test_what_a_task_prints_does_not_get_into_the_json(forge: Forge) -> None:
+    Path("chatty.py").write_text(
+        """
+import torch
+import forge
+
+
+class Chatty(forge.TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch):
+        print("hello")
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data():
+    return forge.data.Splits(train=[torch.ones(2, 2)] * 20)
+"""
+    )
+    _, out, err = forge("plan", "chatty.py", "-p", "no:tensorboard", "--measure", "--updates", "4", "--json")
+    assert json.loads(out)["measured"]["updates"] == 3
+    assert "hello" in err
+
+
+def test_a_warning_of_the_run_is_still_seen(forge: Forge) -> None:
+    _, _, err = forge("plan", *RECIPE, "--measure", "--updates", "5", "trainer.max_epochs=1")
+    assert err.startswith("warning: schedule.warmup is 50 updates")
+
+
+def test_hooks_that_these_updates_did_not_meet_are_named(forge: Forge) -> None:
+    _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "5")
+    assert "not met in these updates: log, evaluate, save; --updates N measures longer" in out
+
+
+def test_a_ledger_of_the_recipe_is_used(forge: Forge) -> None:
+    code, out, _ = forge("plan", *RECIPE, "-p", "ledger", "--measure", "--updates", "5")
+    assert code == 0
+    assert "4 updates of" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--measure", "--updates", "1"], "--updates must be at least 2"),
+        (["--updates", "7"], "--updates says how long to measure: add --measure."),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(forge: Forge, words: list[str], message: str) -> None:
+    code, _, err = forge("plan", *RECIPE, *words)
+    assert code == 2
+    assert err.startswith(f"error: {message}")

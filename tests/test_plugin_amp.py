@@ -1,0 +1,704 @@
+"""amp: autocast and a loss scaler as one writes them by hand, bit for bit, and at peace with everybody else."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+import forge
+from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
+from forge.state import Checkpoints
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
+from forge_plugins.amp import best_dtype
+
+SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HIGH = {"init_scale": 2.0**20, "growth_interval": 2}
+"""A scale that overflows at once, comes down, and tries again every other update."""
+
+
+def made(dtype: str) -> AMP:
+    return AMP(dtype, **HIGH) if dtype == "fp16" else AMP(dtype)
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def windows(data: list[Any], length: int) -> Iterable[list[tuple[Any, Any]]]:
+    """(micro-batch, what its loss is worth) by window; None is "all of it"."""
+    for start in range(0, len(data), length):
+        micros = data[start : start + length]
+        sizes = [len(x) for x, _ in micros]
+        alike = len(set(sizes)) == 1
+        yield [(m, None if alike else n / sum(sizes)) for m, n in zip(micros, sizes, strict=True)]
+
+
+def backward(loss: Tensor, share: float | None, count: int, scaler: GradScaler | None) -> None:
+    if share is not None:
+        loss = loss * share
+    elif count > 1:
+        loss = loss / count
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def train_by_hand(
+    task: forge.TaskModule,
+    dtype: str,
+    data: list[Any],
+    epochs: int = 2,
+    *,
+    window: int = 1,
+    clip: float | None = None,
+    skip: frozenset[int] = frozenset(),
+    options: Mapping[str, Any] = HIGH,
+    device: str = "cpu",
+) -> list[float]:
+    """One optimizer, perhaps with a schedule: the scale after every update."""
+    torch.manual_seed(0)
+    task.to(device).train()
+    data = [(x.to(device), y.to(device)) for x, y in data]
+    configured = task.configure_optimizers()
+    optimizer, schedule = configured if isinstance(configured, tuple) else (configured, None)
+    scaler = GradScaler(device, **options) if dtype == "fp16" else None
+    scales: list[float] = []
+    for micros in (micros for _ in range(epochs) for micros in windows(data, window)):
+        for batch, share in micros:
+            with torch.autocast(device, SHORT[dtype]):
+                loss = task.training_step(batch)["loss"]
+            backward(loss, share, len(micros), scaler)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(task.parameters(), clip)
+        left_out = len(scales) in skip
+        before = 1.0 if scaler is None else scaler.get_scale()
+        if scaler is None:
+            optimizer.step()
+        elif not left_out:
+            scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        optimizer.zero_grad()
+        after = 1.0 if scaler is None else scaler.get_scale()
+        scales.append(after)
+        if schedule is not None and after >= before and not left_out:
+            schedule.step()
+    return scales
+
+
+def train_gan_by_hand(
+    gan: Any, dtype: str, data: list[Any], epochs: int = 2, *, window: int = 1, device: str = "cpu"
+) -> list[float]:
+    """Two optimizers, one scaler: stepped each for itself, updated once."""
+    torch.manual_seed(0)
+    gan.to(device).train()
+    data = [(x.to(device), y.to(device)) for x, y in data]
+    optimizers = gan.configure_optimizers()
+    scaler = GradScaler(device, **HIGH) if dtype == "fp16" else None
+    scales: list[float] = []
+    for micros in (micros for _ in range(epochs) for micros in windows(data, window)):
+        for name, optimizer in optimizers.items():
+            if not gan.takes_turn(name, len(scales)):
+                continue
+            for other in optimizers:
+                getattr(gan, other).requires_grad_(other == name)
+            for batch, share in micros:
+                with torch.autocast(device, SHORT[dtype]):
+                    loss = gan.training_step(batch, name)["loss"]
+                backward(loss, share, len(micros), scaler)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            optimizer.zero_grad()
+        if scaler is not None:
+            scaler.update()
+        scales.append(1.0 if scaler is None else scaler.get_scale())
+    return scales
+
+
+class Scales(forge.Plugin):
+    """The scale after every update; stands behind amp."""
+
+    observer = True
+
+    def __init__(self, amp: AMP):
+        super().__init__()
+        self.amp, self.seen = amp, []
+
+    @forge.hookimpl
+    def forge_boundary(self) -> None:
+        self.seen.append(1.0 if self.amp.scaler is None else self.amp.scaler.get_scale())
+
+
+def trained(task: Any, amp: AMP, *others: forge.Plugin, **options: Any) -> list[float]:
+    scales = Scales(amp)
+    fit_tiny([*others, amp, scales], task=task, **options)
+    return scales.seen
+
+
+class WithSchedule(TinyTask):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@given(
+    sizes=st.lists(st.integers(2, 6), min_size=1, max_size=6),
+    window=st.integers(1, 3),
+    clip=st.sampled_from([None, 0.3]),
+    kind=st.sampled_from([TinyTask, WithSchedule]),
+    amp_first=st.booleans(),
+)
+def test_training_equals_a_hand_written_loop_bit_for_bit(
+    dtype: str, sizes: list[int], window: int, clip: float | None, kind: type[TinyTask], amp_first: bool
+) -> None:
+    ours, theirs, data = kind(), kind(), tiny_batches(sizes)
+    others = [Accumulate(window), *([] if clip is None else [Clip(clip)])]
+    amp = made(dtype)
+    seen = Scales(amp)
+    fit_tiny([amp, *others, seen] if amp_first else [*others, amp, seen], task=ours, train=data)
+    assert seen.seen == train_by_hand(theirs, dtype, data, window=window, clip=clip)
+    assert_same_weights(ours, theirs)
+
+
+def test_the_scale_overflows_and_grows_in_these_tests() -> None:
+    scales = trained(TinyTask(), made("fp16"), max_epochs=4)
+    assert scales[0] == 2.0**19
+    steps = [after / before for before, after in itertools.pairwise(scales)]
+    assert {0.5, 1.0, 2.0} == set(steps)
+
+
+class Turns(TinyGAN):
+    def takes_turn(self, name: str, update: int) -> bool:
+        return name == "discriminator" or update % 2 == 0
+
+
+class LoudDiscriminator(TinyGAN):
+    """Its gradients overflow at scales at which the generator's do not."""
+
+    def training_step(self, batch: Any, name: str) -> Any:
+        loss = super().training_step(batch, name)["loss"]
+        return {"loss": loss * 8 if name == "discriminator" else loss}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [TinyGAN, Turns, LoudDiscriminator])
+@pytest.mark.parametrize("window", [1, 2])
+def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any, window: int) -> None:
+    ours, theirs = kind(), kind()
+    scales = trained(ours, made(dtype), Accumulate(window), max_epochs=3)
+    assert scales == train_gan_by_hand(theirs, dtype, tiny_batches(), epochs=3, window=window)
+    assert_same_weights(ours, theirs)
+
+
+def test_only_the_optimizer_whose_gradients_overflow_is_skipped() -> None:
+    stepped: list[tuple[str, ...]] = []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        stepped.append(step.updated_names)
+
+    trained(LoudDiscriminator(), made("fp16"), watch, max_epochs=3)
+    assert ("generator",) in stepped
+    assert ("generator", "discriminator") in stepped
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_fused_optimizers_end_in_the_bits_of_the_hand_written_loop(kind: str) -> None:
+    class Fused(TinyTask):
+        def configure_optimizers(self) -> Any:
+            return getattr(torch.optim, kind)(self.parameters(), lr=0.01, fused=True)
+
+    ours, theirs = Fused(), Fused()
+    assert trained(ours, made("fp16"), Clip(0.3)) == train_by_hand(theirs, "fp16", tiny_batches(), clip=0.3)
+    assert_same_weights(ours, theirs)
+
+
+# -- skipped updates --------------------------------------------------------------------------------------------------
+
+
+class Skip(forge.Plugin):
+    """Somebody who skips an update for reasons of their own."""
+
+    def __init__(self, updates: Iterable[int], hook: str):
+        super().__init__()
+        self.updates = frozenset(updates)
+        for other in {"forge_finalize_grads", "forge_inspect_grads", "forge_edit_grads"} - {hook}:
+            setattr(self, other, None)
+
+    @forge.hookimpl
+    def forge_finalize_grads(self, step: forge.Step) -> None:
+        if step.index in self.updates:
+            step.skip_update("asked to")
+
+    forge_inspect_grads = forge_edit_grads = forge_finalize_grads
+
+
+@pytest.mark.parametrize("hook", ["forge_finalize_grads", "forge_inspect_grads", "forge_edit_grads"])
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_another_plugins_skip_leaves_the_scaler_as_a_hand_written_loop_would(hook: str, amp_first: bool) -> None:
+    ours, theirs, skipped = TinyTask(), TinyTask(), frozenset({0, 5, 6})
+    amp, skip = made("fp16"), Skip(skipped, hook)
+    scales = Scales(amp)
+    fit_tiny([amp, skip, scales] if amp_first else [skip, amp, scales], task=ours)
+    assert scales.seen == train_by_hand(theirs, "fp16", tiny_batches(), skip=skipped)
+    assert_same_weights(ours, theirs)
+
+
+def test_an_overflow_is_a_skipped_update_for_everybody() -> None:
+    edited: list[int] = []
+    updated: list[bool] = []
+
+    class Watch(forge.Plugin):
+        @forge.hookimpl
+        def forge_edit_grads(self, step: forge.Step) -> None:
+            assert all(bool(p.grad.isfinite().all()) for p in step.parameters() if p.grad is not None)
+            edited.append(step.index)
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            updated.append(step.updated)
+
+    scales = trained(TinyTask(), made("fp16"), Watch())
+    overflowed = [after < before for before, after in zip([2.0**20, *scales], scales, strict=False)]
+    assert updated == [not it for it in overflowed]
+    assert edited == [index for index, it in enumerate(updated) if it]
+
+
+def test_scale_and_skips_are_logged_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    logged: list[tuple[int, float, float]] = []
+
+    class Sink(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+            if "amp/scale" in metrics:
+                logged.append((update, metrics["amp/scale"], metrics["amp/skipped"]))
+
+    scales = trained(TinyTask(), made("fp16"), Sink(), log_every=3)
+    downs = [after < before for before, after in zip([2.0**20, *scales], scales, strict=False)]
+    assert logged == [(update, scales[update - 1], sum(downs[:update])) for update in (3, 5, 6, 9, 10)]
+    assert "skip_update asked for by amp: gradients overflow with the loss scaled by 1048576, which is" in caplog.text
+    assert f"amp: {sum(downs)} updates skipped in this run; the loss scale is {scales[-1]:.10g} now." in caplog.text
+
+
+class BadGradient(TinyTask):
+    """A finite loss with a NaN in its gradient, at any scale."""
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": super().training_step(batch)["loss"] + (self.net(batch[0]) * 0).abs().sqrt().sum()}
+
+
+def test_a_scale_below_one_is_warned_of_once_and_at_zero_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
+    fit_tiny([AMP("fp16", init_scale=4.0)], task=BadGradient())
+    told = [record.getMessage() for record in caplog.records if "has fallen" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("amp: the loss scale has fallen to 0.5 at update 2. Gradients overflow however little")
+    assert "amp.dtype=bf16" in told[0]
+    with pytest.raises(NonFiniteError, match="Update 1: the loss scale has fallen to 0"):
+        fit_tiny([AMP("fp16", init_scale=2.0**-148)], task=BadGradient())
+
+
+class Idle(forge.TaskModule):
+    """The second optimizer's parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.free = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ((self.first if name == "first" else self.free) * batch[0].mean()).sum()
+
+    def validation_step(self, batch: Any) -> Any:
+        return self.first.sum()
+
+    def configure_optimizers(self) -> Any:
+        return {name: torch.optim.SGD([getattr(self, name)], lr=0.1) for name in ("first", "second")}
+
+
+@pytest.mark.filterwarnings("ignore:1 trainable parameters of Idle are in no optimizer")
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_optimizer_without_gradients_is_no_error(alone: bool) -> None:
+    task = Idle()
+    if alone:
+        task.takes_turn = lambda name, update: name == "second"
+    assert trained(task, AMP("fp16", init_scale=8.0, growth_interval=2), max_epochs=1)[-1] == (8.0 if alone else 32.0)
+    assert torch.equal(task.second, torch.ones(2))
+
+
+# -- forward and evaluation -------------------------------------------------------------------------------------------
+
+
+class Typed(TinyTask):
+    """Writes down what its first layer gives, by what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.dtype] = {}
+
+    def look(self, name: str, x: Tensor) -> None:
+        self.seen[name] = self.net.get_submodule("0")(x).dtype
+
+    def training_step(self, batch: Any) -> Any:
+        self.look("train", batch[0])
+        return super().training_step(batch)
+
+    def validation_step(self, batch: Any) -> Any:
+        self.look("val", batch[0])
+        return super().training_step(batch)
+
+    def test_step(self, batch: Any) -> Any:
+        self.look("test", batch[0])
+        return super().training_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_stage_runs_in_the_short_type_and_weights_stay_long(dtype: str) -> None:
+    task = Typed()
+    trainer = forge.Trainer(plugins=[AMP(dtype)], max_epochs=1, run_dir=False)
+    trainer.fit(task, tiny_batches(), tiny_batches())
+    trainer.test(task, tiny_batches())
+    assert task.seen == dict.fromkeys(("train", "val", "test"), SHORT[dtype])
+    assert [output.dtype for output in trainer.predict(task, tiny_batches())] == [SHORT[dtype]] * 5
+    assert {p.dtype for p in task.parameters()} == {torch.float32}
+
+
+def test_autocast_ends_with_the_forward() -> None:
+    seen: dict[str, bool] = {}
+
+    class Watch(forge.Plugin):
+        @forge.hookimpl(wrapper=True)
+        def forge_backward(self) -> Any:
+            seen["backward"] = torch.is_autocast_enabled("cpu")
+            return (yield)
+
+        @forge.hookimpl
+        def forge_step_end(self) -> None:
+            seen["step_end"] = torch.is_autocast_enabled("cpu")
+
+    fit_tiny([Watch(), AMP("bf16")])
+    assert seen == {"backward": False, "step_end": False}
+
+
+def test_autocast_ends_with_an_error_too() -> None:
+    class Fails(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit_tiny([AMP("bf16")], task=Fails())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_forward_within_a_forward_leaves_autocast_as_it_was() -> None:
+    class Twice(forge.Plugin):
+        inside = False
+
+        @forge.hookimpl(wrapper=True)
+        def forge_forward(self, step: forge.Step, batch: Any) -> Any:
+            if not self.inside:
+                self.inside = True
+                step.trainer.hooks.forge_forward(step, batch)
+                self.inside = False
+            return (yield)
+
+    fit_tiny([AMP("bf16"), Twice()], max_epochs=1)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("evaluation", ["inference", "no_grad", "grad"])
+def test_training_goes_on_as_ever_after_a_validation(dtype: str, evaluation: str) -> None:
+    """Autocast keeps the weights that it has cast: those of a validation carry no gradient."""
+    ours, theirs = TinyTask(), TinyTask()
+    ours.evaluation = evaluation  # pyright: ignore[reportAttributeAccessIssue]
+    trained(ours, made(dtype), validate_every="1 updates")
+    train_by_hand(theirs, dtype, tiny_batches())
+    assert_same_weights(ours, theirs)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [TinyTask, LoudDiscriminator])
+@pytest.mark.parametrize("cut", [1, 4, 7])
+def test_a_resumed_run_has_the_bits_of_the_straight_one(dtype: str, kind: Any, cut: int, tmp_path: Path) -> None:
+    def run(updates: int, **options: Any) -> tuple[forge.TaskModule, list[float], dict[str, float]]:
+        amp, task = made(dtype), kind()
+        scales = Scales(amp)
+        stack = [amp, Checkpoint(every="1 updates", keep=9, background=False), scales]
+        result = fit_tiny(stack, task=task, max_updates=updates, **options)[1]
+        return task, scales.seen, result.metrics
+
+    straight, scales, metrics = run(9, run_dir=tmp_path / "straight")
+    run(cut, run_dir=tmp_path / "cut")
+    resumed, rest, resumed_metrics = run(9, run_dir=tmp_path / "cut", resume="auto")
+    assert_same_weights(resumed, straight)
+    assert rest == scales[cut:]
+    assert resumed_metrics.get("amp/skipped") == metrics.get("amp/skipped")
+
+
+def test_options_that_changed_hold_from_the_resume_on(tmp_path: Path) -> None:
+    saving: Any = lambda: Checkpoint(every="1 updates", background=False)  # noqa: E731
+    first, second = AMP("fp16", init_scale=8.0, growth_interval=100), AMP("fp16", init_scale=1.0, growth_interval=4)
+    trained(TinyTask(), first, saving(), max_updates=3, run_dir=tmp_path)
+    assert trained(TinyTask(), second, saving(), max_updates=5, run_dir=tmp_path, resume="auto") == [16.0, 16.0]
+
+
+@pytest.mark.parametrize(("then", "now"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_auto_says_when_another_device_takes_another_type(
+    then: str, now: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: then)
+    stack: Any = lambda: [AMP(), Checkpoint(every="1 updates", background=False)]  # noqa: E731
+    fit_tiny(stack(), max_updates=3, run_dir=tmp_path)
+    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: now)
+    fit_tiny(stack(), max_updates=6, run_dir=tmp_path, resume="auto")
+    assert f"amp: the run was in {then}; auto is {now} on this device." in caplog.text
+
+
+# -- with guard and anomaly -------------------------------------------------------------------------------------------
+
+
+def with_nan(*bad: int, count: int = 6) -> list[Any]:
+    data = tiny_batches([8] * count)
+    for index in bad:
+        data[index][0][3, 2] = math.nan
+    return data
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_an_overflow_is_no_business_of_guard_and_anomaly(policy: str, amp_first: bool, tmp_path: Path) -> None:
+    plain, watched, amp, anomaly = TinyTask(), TinyTask(), made("fp16"), Anomaly()
+    expected = trained(plain, made("fp16"))
+    others = [Guard(policy), anomaly]
+    scales = Scales(amp)
+    fit_tiny([amp, *others, scales] if amp_first else [*others, amp, scales], task=watched, run_dir=tmp_path)
+    assert 2.0**19 in expected
+    assert scales.seen == expected
+    assert_same_weights(watched, plain)
+    assert anomaly.findings == []
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_guard_stops_at_a_bad_loss_with_the_weights_as_before(amp_first: bool) -> None:
+    task, before = TinyTask(), TinyTask()
+    stack = [AMP("fp16", init_scale=128.0), Guard()]
+    with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss and the gradients of net"):
+        fit_tiny(stack if amp_first else stack[::-1], task=task, train=with_nan(3))
+    fit_tiny([AMP("fp16", init_scale=128.0)], task=before, train=with_nan(), max_updates=3)
+    assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
+
+
+def test_guard_catches_a_bad_loss_whose_gradients_are_finite() -> None:
+    class NaNLoss(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            return {"loss": super().training_step(batch)["loss"] + math.nan}
+
+    with pytest.raises(NonFiniteError, match=r"Update 0 \(epoch 0\): the loss is not finite"):
+        fit_tiny([AMP("fp16", init_scale=128.0), Guard()], task=NaNLoss())
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_guard_skips_a_bad_window_and_leaves_no_trace_of_it(amp_first: bool) -> None:
+    skipped, expected = TinyTask(dropout=0.0), TinyTask(dropout=0.0)
+    stack = [AMP("fp16", init_scale=128.0), Guard("skip")]
+    fit_tiny(stack if amp_first else stack[::-1], task=skipped, train=with_nan(3), max_epochs=1)
+    data = [batch for index, batch in enumerate(with_nan()) if index != 3]
+    fit_tiny([AMP("fp16", init_scale=128.0)], task=expected, train=data, max_epochs=1)
+    assert_same_weights(skipped, expected)  # a scale of 64 instead of 128 moves no bit
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> None:
+    rewound, expected, amp = TinyTask(), TinyTask(), made("fp16")
+    scales = Scales(amp)
+    stack = [amp, Guard("rewind"), Checkpoint(every="2 updates", background=False)]
+    stack = [*(stack if amp_first else stack[::-1]), scales]
+    fit_tiny(stack, task=rewound, train=with_nan(5, count=8), max_epochs=1, run_dir=tmp_path)
+    data = [batch for index, batch in enumerate(with_nan(count=8)) if index != 5]
+    straight = trained(expected, made("fp16"), train=data, max_epochs=1)
+    assert_same_weights(rewound, expected)
+    # up to update 5 and its bad loss, then again from update 4 on; the window that is left out changes nothing
+    assert scales.seen[6:] == [straight[4], straight[4], *straight[5:]]
+    newest = Checkpoints(tmp_path / "checkpoints").newest_valid()
+    assert newest is not None
+    assert newest.load()["plugins"]["amp"]["scale"] == straight[-1]
+
+
+def test_anomaly_finds_where_a_bad_loss_came_from_and_training_goes_on() -> None:
+    plain, watched, anomaly = TinyTask(), TinyTask(), Anomaly()
+    stack: Any = lambda *more: [Guard("skip"), made("fp16"), *more]  # noqa: E731
+    fit_tiny(stack(), task=plain, train=with_nan(3))
+    fit_tiny(stack(anomaly), task=watched, train=with_nan(3))
+    assert [finding["name"] for finding in anomaly.findings] == ["batch[0]"] * 2
+    assert_same_weights(watched, plain)
+
+
+def test_anomaly_names_the_layer_whose_output_is_too_large_for_fp16() -> None:
+    class Large(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            return F.cross_entropy(self.net.get_submodule("0")(batch[0] * 1e4) * 1e4, batch[1])
+
+    anomaly = Anomaly()
+    with pytest.raises(NonFiniteError):
+        fit_tiny([AMP("fp16"), Guard(), anomaly], task=Large())
+    assert anomaly.findings[0]["kind"] == "forward"
+    assert anomaly.findings[0]["output"]["dtype"] == "float16"
+    assert "* 1e4, batch[1])" in anomaly.findings[0]["place"]["code"]
+
+
+# -- what it owns -----------------------------------------------------------------------------------------------------
+
+
+def roles(trainer: forge.Trainer) -> set[tuple[str, str]]:
+    calls = trainer.stack.calls().items()
+    return {(hook, call.role) for hook, who in calls for call in who if call.plugin == "amp" and call.role != "event"}
+
+
+FORWARD = {("forge_forward", "wrap"), ("forge_setup_env", "wrap")}
+SCALES = {("forge_backward", "own"), ("forge_optimizer_step", "own")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "best", "expected", "things"),
+    [
+        ("bf16", "fp16", FORWARD, ("autocast",)),
+        ("fp16", "bf16", FORWARD | SCALES, ("autocast", "grad_scaler")),
+        ("auto", "bf16", FORWARD, ("autocast",)),
+        ("auto", "fp16", FORWARD | SCALES, ("autocast", "grad_scaler")),
+    ],
+)
+def test_bf16_owns_nothing_and_fp16_backward_and_step(
+    asked: str, best: str, expected: set[Any], things: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: best)
+    amp, seen = AMP(asked), []
+
+    @forge.on("start")
+    def look(trainer: forge.Trainer) -> None:
+        seen.append((roles(trainer), amp.provides))
+
+    for _ in range(2):  # one object serves two runs
+        trainer = forge.Trainer(plugins=[amp, look], max_updates=2, run_dir=False)
+        trainer.fit(TinyTask(), tiny_batches())
+        assert trainer.core.direct is not None
+    assert seen == [(expected, things)] * 2
+
+
+@pytest.mark.parametrize(
+    ("emulated_only", "device", "expected"),
+    [(False, "cuda", "bf16"), (True, "cuda", "fp16"), (True, "cpu", "bf16"), (False, "mps", "fp16")],
+)
+def test_auto_is_bf16_where_the_hardware_has_it(
+    emulated_only: bool, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chosen:
+        def __init__(self, device: torch.device): ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr("torch.cuda.device", Chosen)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: not emulated_only)
+    assert best_dtype(torch.device(device)) == expected
+
+
+def test_the_start_says_what_runs_in_which_type(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fit_tiny([AMP()])
+    assert "run in bf16 (auto) (autocast on cpu), losses and normalisations in float32; weights and" in caplog.text
+    assert "scaled" not in caplog.text
+    fit_tiny([AMP("fp16")])
+    assert "the loss is scaled by 65536 at first" in caplog.text
+    assert "few CPUs compute in fp16" in caplog.text
+    assert "reads the device" not in caplog.text  # which is the host here
+
+
+class Owner(forge.Plugin):
+    @forge.hookimpl
+    def forge_backward(self, loss: Tensor) -> bool:
+        loss.backward()
+        return True
+
+
+class Against(forge.Plugin):
+    conflicts = ("grad_scaler",)
+
+
+def test_fp16_is_refused_beside_another_owner_and_who_cannot_bear_a_scaler_and_bf16_is_not() -> None:
+    for other in (Owner(), Against()):
+        fit_tiny([AMP("bf16"), other], max_updates=1)
+    with pytest.raises(StackError, match="'amp' and 'owner' both own forge_backward"):
+        fit_tiny([AMP("fp16"), Owner()])
+    with pytest.raises(StackError, match="'against' cannot run together with 'amp'"):
+        fit_tiny([AMP("fp16"), Against()])
+
+
+def test_what_auto_took_in_one_run_is_not_held_against_it_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    amp = AMP()
+    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "fp16")
+    fit_tiny([amp], max_updates=1)
+    monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "bf16")
+    fit_tiny([amp, Against()], max_updates=1)
+
+
+def test_two_of_them_are_refused() -> None:
+    with pytest.raises(StackError, match="'amp' and 'amp@again' both provide 'autocast'"):
+        forge.Trainer(max_epochs=1, plugins={"amp": {}, "amp@again": {}}).fit(TinyTask(), tiny_batches())
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class WithLBFGS(TinyTask):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def test_a_closure_optimizer_is_refused_with_fp16_and_runs_with_bf16() -> None:
+    with pytest.raises(StackError, match=r"fp16 cannot train with LBFGS.*Use amp\.dtype=bf16"):
+        fit_tiny([AMP("fp16")], task=WithLBFGS())
+    assert fit_tiny([AMP("bf16")], task=WithLBFGS(), max_updates=2)[1].updates == 2
+
+
+def test_weights_that_are_float16_themselves_are_refused_with_fp16() -> None:
+    with pytest.raises(TaskError, match=r"net\.0\.weight, net\.0\.bias.*are float16 themselves.*no \.half\(\)"):
+        fit_tiny([AMP("fp16")], task=TinyTask().half())
+    frozen = TinyTask()
+    frozen.net.get_submodule("0").half().requires_grad_(False)
+    assert fit_tiny([AMP("fp16")], task=frozen, max_updates=2)[1].updates == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp8"}, "auto.*bf16.*fp16"),
+        ({"init_scale": 0.0}, r"amp\.init_scale is 0; it must be a number above 0"),
+        ({"init_scale": math.inf}, r"amp\.init_scale is inf; it must be a number above 0"),
+        ({"growth_interval": 0}, r"amp\.growth_interval is 0; it must be at least 1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        AMP(**options)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_it_keeps_the_contract(dtype: str) -> None:
+    check_plugin(lambda: made(dtype))

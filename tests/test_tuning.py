@@ -1,0 +1,520 @@
+"""forge.tuning: the range test finds the rates that work, and the search finds the largest batch, exactly."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import forge
+from forge.data import Loader, TensorLoader
+from forge.testing import TinyGAN, TinyTask, tiny_batches
+from forge.tuning import BatchReport, LRCurve, Probe, batch, batch_range, draw_lr, lr_range, memory
+from forge.tuning.batch import largest_that
+from forge.tuning.lr import longest_fall, ran_away, rate_text, smooth
+from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
+from forge_plugins import Accumulate, Clip
+
+
+class Bowl(forge.TaskModule):
+    """A quadratic whose gradient descent contracts below a rate of 2 / curvature, and diverges above."""
+
+    def __init__(self, curvature: float = 1.0, lr: float = 0.1):
+        super().__init__()
+        self.curvature, self.lr = curvature, lr
+        self.weight = nn.Parameter(torch.full((4,), 3.0))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.curvature / 2 * (self.weight - batch.mean(0)).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def noise(count: int = 5) -> list[torch.Tensor]:
+    """Where the bowl's lowest point is, as far as each batch can tell."""
+    return [*torch.randn(count, 4, 4, generator=torch.Generator().manual_seed(0)) * 0.2]
+
+
+@pytest.fixture(autouse=True)
+def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody here looks at speeds, so no update is repeated to measure them."""
+    monkeypatch.setattr(batch, "LONG_ENOUGH", 0.0)
+
+
+# -- the range test ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [0.5, 1.0, 7.0, 100.0, 3000.0])
+def test_the_suggestion_is_well_below_the_rate_at_which_a_quadratic_diverges(curvature: float) -> None:
+    curve = lr_range(lambda: Bowl(curvature), noise(), highest=100.0)
+    assert curve.diverged is not None
+    assert curve.diverged > 2 / curvature
+    assert 0.01 / curvature < curve.suggestion < 1 / curvature
+    assert curve.valley < 1 / curvature
+    assert curve.steepest < 1 / curvature
+    assert curve.fell
+
+
+def test_its_losses_are_those_of_a_plain_loop_with_the_same_rates() -> None:
+    curve = lr_range(TinyTask, tiny_batches(), lowest=1e-4, highest=1e-1, updates=12, seed=0)
+    torch.manual_seed(0)
+    task, losses = TinyTask(), []
+    optimizer = torch.optim.SGD(task.parameters(), lr=1.0, momentum=0.9)
+    torch.manual_seed(0)
+    for batch, rate in zip(itertools.cycle(tiny_batches()), curve.rates, strict=False):
+        optimizer.param_groups[0]["lr"] = rate
+        loss = task.training_step(batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert curve.losses == losses
+    assert curve.rates[0] == 1e-4
+    assert curve.rates[-1] == pytest.approx(1e-1)
+    assert len(curve.rates) == 12
+    ratios = {round(b / a, 9) for a, b in itertools.pairwise(curve.rates)}
+    assert len(ratios) == 1
+    assert curve.reference == 0.1
+
+
+def rates_used(task: type[forge.TaskModule], **options: Any) -> list[dict[str, list[float]]]:
+    """By optimizer, the rate of each group at every update of a test."""
+    seen = []
+
+    @forge.on("edit_grads")
+    def watch(step: forge.Step) -> None:
+        seen.append({str(step.name): [float(group["lr"]) for group in step.optimizer.param_groups]})
+
+    watch.observer = False  # those are left out
+    lr_range(task, tiny_batches(), lowest=1e-3, highest=1e-2, updates=10, plugins=[watch], **options)
+    return seen
+
+
+class TwoGroups(TinyTask):
+    def configure_optimizers(self) -> Any:
+        slow, fast = {"params": self.net[0].parameters()}, {"params": self.net[4].parameters(), "lr": 1.0}
+        return torch.optim.SGD([slow, fast], lr=0.25)
+
+
+def test_parameter_groups_keep_their_ratio() -> None:
+    seen = rates_used(TwoGroups)
+    assert seen[0]["None"] == pytest.approx([1e-3, 4e-3])
+    assert seen[-1]["None"] == pytest.approx([1e-2, 4e-2])
+
+
+def test_several_optimizers_are_scaled_together() -> None:
+    class Uneven(TinyGAN):
+        def configure_optimizers(self) -> Any:
+            both = super().configure_optimizers()
+            both["discriminator"].param_groups[0]["lr"] *= 2
+            return both
+
+    seen = rates_used(Uneven)
+    assert [*seen[-2].values(), *seen[-1].values()] == [pytest.approx([1e-2]), pytest.approx([2e-2])]
+
+
+def test_one_of_several_is_tested_alone_with_its_own_loss() -> None:
+    seen = rates_used(TinyGAN, optimizer="discriminator")
+    assert [*seen[-2].values(), *seen[-1].values()] == [[0.05], pytest.approx([1e-2])]
+    alone = lr_range(TinyGAN, tiny_batches(), updates=10, optimizer="discriminator", seed=0)
+    both = lr_range(TinyGAN, tiny_batches(), updates=10, seed=0)
+    assert alone.losses[0] != both.losses[0]
+
+
+def test_an_optimizer_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(forge.ForgeError, match="Did you mean 'generator'"):
+        lr_range(TinyGAN, tiny_batches(), optimizer="generater")
+    with pytest.raises(forge.ForgeError, match="one optimizer, without a name"):
+        lr_range(TinyTask, tiny_batches(), optimizer="main")
+
+
+def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
+    class OnDevice(Bowl):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False)
+
+    curve = lr_range(OnDevice, noise(), updates=20, lowest=1e-3, highest=1.0)
+    assert len(curve.losses) == 20
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: LambdaLR(o, lambda i: 0.01 * i),
+        lambda o: OneCycleLR(o, 0.1, 100, cycle_momentum=False),
+        lambda o: ReduceLROnPlateau(o),
+    ],
+)
+def test_schedules_of_the_task_are_left_out(schedule: Any) -> None:
+    class Scheduled(Bowl):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return optimizer, schedule(optimizer)
+
+    curve, plain = lr_range(Scheduled, noise()), lr_range(Bowl, noise())
+    assert curve.rates == plain.rates
+    assert curve.losses == pytest.approx(plain.losses)
+
+
+def test_the_whole_default_stack_runs_without_its_sinks_and_writes_noise(
+    capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    extra = {name: {} for name in ("schedule", "early_stop", "anomaly", "accumulate")}
+    curve = lr_range(lambda: Bowl(100.0), noise(), recipe="default", plugins=extra)
+    assert curve.diverged is not None  # guard would have stopped a loss that is not finite
+    assert not list(Path.cwd().iterdir())
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+
+
+def test_what_changes_training_stays_in_the_stack() -> None:
+    long = lr_range(lambda: Bowl(), noise(), plugins=[Clip(1e-3)])
+    assert long.diverged is None
+    windows = []
+
+    @forge.on("step_end", mutates=True)
+    def watch(step: forge.Step) -> None:
+        windows.append(len(step.window))
+
+    lr_range(Bowl, noise(4), plugins=[Accumulate(2), watch], updates=10)
+    assert {*windows} == {2}
+
+
+def test_the_test_ends_soon_after_the_loss_runs_away() -> None:
+    curve = lr_range(lambda: Bowl(100.0), noise())
+    assert len(curve.rates) == len(curve.losses) == len(curve.smoothed) < 90
+    assert curve.diverged is not None
+    assert 0.02 < curve.diverged < 0.2
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_is_no_part_of_the_curve() -> None:
+    class Breaks(Bowl):
+        def training_step(self, batch: Any) -> Any:
+            rate = self.trainer.optimizers[None].param_groups[0]["lr"]  # pyright: ignore[reportOptionalMemberAccess]
+            return super().training_step(batch) * (math.nan if rate > 1e-3 else 1)
+
+    curve = lr_range(Breaks, noise())
+    assert curve.diverged == pytest.approx(1e-3, rel=0.3)
+    assert all(map(math.isfinite, curve.losses))
+    with pytest.raises(forge.ForgeError, match="not finite at the lowest rate, 0.01, already"):
+        lr_range(Breaks, noise(), lowest=0.01)
+
+
+@pytest.mark.parametrize("options", [{"lowest": 0.0}, {"lowest": 2.0, "highest": 1.0}, {"updates": 5}])
+def test_a_range_that_is_none_is_refused(options: Any) -> None:
+    with pytest.raises(forge.ForgeError, match=r"is empty|too few"):
+        lr_range(Bowl, noise(), **options)
+
+
+def test_a_loss_that_hardly_falls_makes_no_suggestion_worth_having() -> None:
+    class Flat(Bowl):
+        def training_step(self, batch: Any) -> Any:
+            return 1 + 1e-6 * self.weight.sum()
+
+    assert not lr_range(Flat, noise(), updates=20).fell
+
+
+# -- its arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.floats(0.0, 0.99))
+def test_smoothing_is_a_weighted_mean_of_what_came_so_far(losses: list[float], keep: float) -> None:
+    for i, value in enumerate(smooth(losses, keep)):
+        weights = [keep ** (i - j) for j in range(i + 1)]
+        mean = sum(w * loss for w, loss in zip(weights, losses, strict=False)) / sum(weights)
+        assert value == pytest.approx(mean, abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
+    length, end = longest_fall(losses)
+    falls = [
+        picked
+        for size in range(1, len(losses) + 1)
+        for picked in itertools.combinations(range(len(losses)), size)
+        if all(losses[a] > losses[b] for a, b in itertools.pairwise(picked))
+    ]
+    assert length == max(map(len, falls))
+    assert any(len(fall) == length and fall[-1] == end for fall in falls)
+
+
+def test_a_loss_has_run_away_when_it_is_far_above_its_best_and_above_its_start() -> None:
+    assert ran_away([2.0, 1.0, 4.1])
+    assert not ran_away([2.0, 0.1, 1.9])  # small losses may wobble
+    assert not ran_away([2.0, 1.0, 3.9])
+    assert not ran_away([-5.0, -6.0, -5.5])
+    assert ran_away([-1.0, -2.0, 10.0])
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(2.23e-3, "2.2e-3"), (1e-7, "1e-7"), (0.05, "0.05"), (0.1, "0.1"), (1.0, "1"), (12.3, "12"), (250.0, "2.5e2")],
+)
+def test_rates_are_written_as_one_would_type_them(rate: float, text: str) -> None:
+    assert rate_text(rate) == text
+    assert float(text) == pytest.approx(rate, rel=0.05)
+
+
+# -- its picture ------------------------------------------------------------------------------------------------------
+
+
+def image(path: Path) -> Any:
+    from PIL import Image
+
+    return Image.open(path).convert("RGB")
+
+
+def test_the_picture_has_its_size_and_shows_the_curve_and_the_suggestion(tmp_path: Path) -> None:
+    curve = lr_range(lambda: Bowl(100.0), noise())
+    path = draw_lr(curve, "A bowl", tmp_path / "new" / "lr.png")
+    picture = image(path)
+    assert picture.size == (WIDTH, HEIGHT)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(picture.getcolors(WIDTH * HEIGHT)) > 200  # smooth lines have many shades
+    pick = tuple(int(PICK[i : i + 2], 16) for i in (1, 3, 5))
+    dashes = picture.crop((0, HEIGHT // 2, WIDTH, HEIGHT // 2 + 14))
+    columns = [x for x in range(WIDTH) for y in range(14) if dashes.getpixel((x, y)) == pick]
+    assert curve.diverged is not None
+    place = math.log10(curve.suggestion / curve.rates[0]) / math.log10(curve.diverged / curve.rates[0])
+    assert columns
+    assert min(columns) / WIDTH == pytest.approx(0.08 + place * 0.887, abs=0.02)
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3) | st.floats(1e3, 1e30), min_size=1, max_size=40),
+    st.booleans(),
+    st.floats(1e-9, 1e-2),
+)
+def test_any_curve_can_be_drawn(tmp_path_factory: Any, losses: list[float], diverged: bool, lowest: float) -> None:
+    rates = [lowest * 1.3**i for i in range(len(losses))]
+    curve = LRCurve(rates, losses, smooth(losses, 0.8), 0.1, rates[-1] * 1.3 if diverged else None)
+    path = draw_lr(curve, "Any curve", tmp_path_factory.mktemp("lr") / "lr.png")
+    assert image(path).size == (WIDTH, HEIGHT)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_round_few_and_inside(lowest: float, span: float) -> None:
+    ticks = nice_ticks(lowest, lowest + span)
+    assert 2 <= len(ticks) <= 8
+    assert all(lowest - 1e-3 * span <= tick <= lowest + span * 1.001 for tick in ticks)
+
+
+def test_of_a_blow_up_only_its_beginning_is_shown() -> None:
+    bottom, top = shown_range([2.0, 2.0, 1.0, 0.5, 1.0, 1e9], [2.0, 2.0, 1.5, 1.0, 1.0, 1e8])
+    assert bottom < 0.5
+    assert 2.0 < top < 4.0
+
+
+# -- the largest batch ------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 5000), st.integers(1, 4000), st.integers(1, 4096))
+def test_the_search_finds_the_largest_that_works(limit: int, start: int, highest: int) -> None:
+    asked: list[int] = []
+
+    def works(size: int) -> bool:
+        asked.append(size)
+        return size <= limit
+
+    assert largest_that(works, start, highest, exact=True) == min(limit, highest)
+    assert len({*asked}) <= 2 * highest.bit_length() + 2
+    asked.clear()
+    power = largest_that(works, start, highest)
+    assert power == max((2**i for i in range(13) if 2**i <= min(limit, highest)), default=0)
+    assert all(1 <= size <= highest and size.bit_count() == 1 for size in asked)
+
+
+class Eats(TinyTask):
+    """Runs out of memory above a size, as far as anybody can tell."""
+
+    limit = 37
+    made: list[Any] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(weakref.ref(self))
+
+    def training_step(self, batch: Any) -> Any:
+        if len(batch[0]) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().training_step(batch)
+
+
+def loader(samples: int = 400) -> Any:
+    (x, y), *_ = tiny_batches([samples])
+    return lambda size: TensorLoader(x, y, batch_size=size)
+
+
+@pytest.mark.parametrize("limit", [1, 31, 32, 100])
+def test_the_largest_batch_before_the_memory_is_full_is_found_exactly(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Eats, "limit", limit)
+    report = batch_range(Eats, loader(), exact=True, highest=128, updates=3, device="cpu")
+    assert report.largest == limit
+    assert report.too_large is not None
+    assert (report.too_large.size, report.too_large.why_not) == (limit + 1, "out of memory")
+    assert [probe.size for probe in report.probes] == sorted({probe.size for probe in report.probes})
+    rounded = batch_range(Eats, loader(), highest=128, updates=3)
+    assert rounded.largest == 1 << (limit.bit_length() - 1)
+
+
+def test_every_size_gets_a_task_of_its_own_and_nothing_of_it_is_kept() -> None:
+    Eats.made.clear()
+    report = batch_range(Eats, loader(), updates=3)
+    assert [probe.size for probe in report.probes] == [32, 64]
+    assert len(Eats.made) == 2
+    gc.collect()
+    assert [made() for made in Eats.made] == [None, None]
+
+
+def test_a_start_that_is_too_large_is_halved() -> None:
+    told = []
+    report = batch_range(Eats, loader(), start=300, updates=3, tell=told.append)
+    assert [probe.size for probe in told] == [256, 128, 64, 32]
+    assert report.largest == 32
+
+
+def test_when_nothing_fits_that_is_said() -> None:
+    class Task(Eats):
+        limit = 0
+
+    with pytest.raises(forge.ForgeError, match="Not even a batch of 1 fits: out of memory"):
+        batch_range(Task, loader(), updates=3)
+
+
+def test_an_error_of_another_kind_at_the_first_size_is_the_users() -> None:
+    class Wrong(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        batch_range(Wrong, loader(), updates=3)
+
+
+def test_an_error_of_another_kind_at_a_larger_size_ends_the_search_with_its_words() -> None:
+    class Wrong(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            if len(batch[0]) > 100:
+                raise RuntimeError("index is too large for 32 bits\nmore")
+            return super().training_step(batch)
+
+    report = batch_range(Wrong, loader(), updates=3)
+    assert report.largest == 64
+    assert report.too_large is not None
+    assert report.too_large.why_not == "RuntimeError: index is too large for 32 bits"
+
+
+def test_data_that_have_no_batch_of_a_size_end_the_search() -> None:
+    report = batch_range(TinyTask, loader(100), exact=True, updates=3)
+    assert report.largest == 100
+    assert report.too_large is not None
+    assert report.too_large.why_not == "the data gave a batch of only 100"
+
+
+def test_a_loader_that_drops_short_batches_ends_it_too() -> None:
+    (x, y), *_ = tiny_batches([100])
+    data = torch.utils.data.TensorDataset(x, y)
+    report = batch_range(TinyTask, lambda size: Loader(data, size, drop_last=True), updates=3)
+    assert report.largest == 64
+
+
+def test_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Notes(TinyTask):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes.clear()
+
+        def training_step(self, batch: Any) -> Any:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch)
+
+    monkeypatch.setattr(memory, "peak", lambda device: max(sizes) * 10**8)
+    report = batch_range(Notes, loader(), limit=10, updates=3, exact=True)
+    assert report.largest == 100
+    assert report.too_large is not None
+    assert report.too_large.why_not == "over the limit of 10 GB"
+
+
+def test_a_window_of_several_batches_counts_by_one_of_them() -> None:
+    report = batch_range(Eats, loader(), updates=3, plugins=[Accumulate(2)], exact=True)
+    assert report.largest == 37
+
+
+@pytest.mark.parametrize("options", [{"start": 0}, {"highest": 0}, {"updates": 2}])
+def test_what_makes_no_sense_is_refused(options: Any) -> None:
+    with pytest.raises(forge.ForgeError, match="it must be at least"):
+        batch_range(TinyTask, loader(), **options)
+
+
+def report(*speeds: float, extra: Any = ()) -> BatchReport:
+    probes = [Probe(2**i, speed=speed) for i, speed in enumerate(speeds)]
+    return BatchReport(sorted([*probes, *extra], key=lambda probe: probe.size))
+
+
+def test_the_smallest_size_that_is_nearly_the_fastest_is_recommended() -> None:
+    assert report(100, 200, 390, 400, 395).recommended == 4
+    assert report(100, 200, 400).recommended == 4
+    assert report(100).recommended == 1
+
+
+def test_sizes_that_do_not_fit_or_are_odd_are_not_recommended() -> None:
+    odd, failed = Probe(5, speed=1000), Probe(8, "out of memory", speed=2000)
+    found = report(100, 200, 300, extra=[odd, failed])
+    assert (found.recommended, found.fastest.size, found.largest) == (4, 4, 5)
+    assert found.too_large == failed
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_an_error_says_whether_memory_is_full(error: Exception, full: bool) -> None:
+    assert memory.is_full(error) is full
+
+
+def test_the_cpus_own_error_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.is_full(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be reset on Linux only")
+def test_the_peak_of_this_process_is_measured_from_the_start_asked_for() -> None:
+    device = torch.device("cpu")
+    memory.clean()
+    memory.start(device)
+    before = memory.peak(device)
+    block = torch.ones(200_000_000, dtype=torch.uint8)
+    assert before is not None
+    grown = (memory.peak(device) or 0) - before
+    assert 150e6 < grown < 400e6
+    del block
+    memory.clean()
+    memory.start(device)
+    assert (memory.peak(device) or 0) < before + 100e6
