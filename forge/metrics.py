@@ -7,7 +7,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -57,6 +57,13 @@ class Text:
     """A text to log, as Markdown."""
 
     text: str
+
+
+def is_diagnostic(name: str, plugins: Collection[str]) -> bool:
+    """Whether a metric is one of the many that a plugin files under its own name, `monitor/...`: for drawing and
+    looking up, not for a line on the screen."""
+    head, slash, _ = name.partition("/")
+    return bool(slash) and any(head == plugin.partition("@")[0] for plugin in plugins)
 
 
 class Means:

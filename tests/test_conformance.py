@@ -16,6 +16,7 @@ from forge.trainer import Trainer
 
 ACTING: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},
+    "amp": {"dtype": "fp16", "init_scale": 2.0**20, "growth_interval": 2},
     "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
     "clip": {"max_norm": 0.1, "max_value": 0.05},
     "ema": {"decay": 0.9, "start": 1},

@@ -198,7 +198,9 @@ class Chain(TinyTask):
 
     def __init__(self, *widths: int):
         super().__init__()
-        self.net = nn.Sequential(*[nn.Linear(a, b) for a, b in zip((6, *widths), (*widths, 3), strict=True)])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(*[nn.Linear(a, b) for a, b in zip((6, *widths), (*widths, 3), strict=True)])
 
 
 def test_a_sequential_is_really_compiled(caplog: pytest.LogCaptureFixture) -> None:
@@ -320,14 +322,35 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
 
 
 def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
+    def frozen() -> Chain:
+        task: Any = Chain(4)
+        task.net[0].weight.requires_grad_(False)
+        return task
+
     @forge.on("step_end", mutates=True)
     def thaw(step: forge.Step) -> None:
         next(step.trainer.task.parameters()).requires_grad_(step.index >= 1)
 
-    task = Chain(4)
-    task.net[0].weight.requires_grad_(False)
-    result = fit(Compile(backend="eager"), task, thaw, train=tiny_batches([8] * 4), max_epochs=2)[1]
+    plain, compiled = frozen(), frozen()
+    data = tiny_batches([8] * 4)
+    fit(None, plain, thaw, train=data, max_epochs=2)
+    result = fit(Compile(backend="aot_eager"), compiled, thaw, train=data, max_epochs=2)[1]
     assert counts(result) == (3, 0, 0)  # frozen, thawed, validation
+    assert_same_weights(compiled, plain)
+
+
+def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
+    @forge.on("step_end", mutates=True)
+    def freeze(step: forge.Step) -> None:
+        task: Any = step.trainer.task
+        task.net[1].eval()
+
+    plain, compiled = TinyTask(), TinyTask()
+    data = tiny_batches([8] * 3)
+    fit(None, plain, freeze, train=data, validate_every=None)
+    result = fit(Compile(backend="aot_eager"), compiled, freeze, train=data, validate_every=None)[1]
+    assert counts(result) == (2, 0, 0)
+    assert_same_weights(compiled, plain)
 
 
 def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.LogCaptureFixture) -> None:

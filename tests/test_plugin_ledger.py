@@ -537,6 +537,22 @@ def test_a_wait_in_a_wrapper_is_the_wrappers_and_one_inside_it_is_not() -> None:
     assert sorted(r["who"] for r in rows) == ["plugin 'helper' in forge_step_end", "plugin 'outer' in forge_train_step"]
 
 
+def test_a_wait_inside_of_what_an_owner_runs_is_not_the_owners() -> None:
+    class Owner(forge.Plugin):
+        @forge.hookimpl
+        def forge_train_step(self, step: forge.Step) -> bool:
+            step.run_window()
+            step.finish()
+            return True
+
+    class Inner(forge.Plugin):
+        @forge.hookimpl
+        def forge_inspect_grads(self) -> None:
+            wait()
+
+    assert [r["who"] for r in heard(Owner(), Inner())] == ["plugin 'inner' in forge_inspect_grads"]
+
+
 def test_a_wait_in_a_callback_is_put_down_to_it() -> None:
     @forge.on("boundary")
     def look(trainer: forge.Trainer) -> None:
@@ -584,6 +600,27 @@ def test_reads_of_logs_and_validations_are_expected() -> None:
 
     rows = heard(Reads(), val=make_batches(1))
     assert {r["expected"] for r in rows} == {"logging", "validating"}
+
+
+def test_reads_of_checkpoints_and_of_the_end_are_expected() -> None:
+    class Reads(forge.Plugin):
+        @forge.hookimpl
+        def forge_save(self) -> None:
+            wait()
+
+        @forge.hookimpl
+        def forge_state_dict(self) -> dict[str, Any]:
+            wait()
+            return {}
+
+        @forge.hookimpl
+        def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+        @forge.hookimpl
+        def forge_end(self) -> None:
+            wait()
+
+    assert {r["expected"] for r in heard(Reads())} == {"saving", "ending"}
 
 
 def test_the_trainers_own_reads_are_known_by_the_names_of_its_methods() -> None:

@@ -181,6 +181,7 @@ class TestParameters:
         found = watched(made(Frozen), make_batches(1)).of(1)
         assert not [name for name in found if "/net.0." in name and not name.startswith("activation")]
 
+    @pytest.mark.filterwarnings("ignore:.*are in no optimizer")
     def test_what_no_optimizer_has_is_not_looked_at(self) -> None:
         class Partly(Classifier):
             def configure_optimizers(self) -> Any:
@@ -886,6 +887,7 @@ class TestAlarms:
         look(net, vanishing=None, exploding=None, dead=None)
         (text,) = alarms(caplog)
         assert text.startswith("monitor: after update 15: saturated units in net.1 (Tanh, ")
+        assert "net.3" not in text
 
     def test_no_gradient_at_all_is_one_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
         class Clipped(nn.Sequential):

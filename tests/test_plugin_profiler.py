@@ -290,6 +290,17 @@ def test_a_disk_that_takes_nothing_does_not_stop_the_run(tmp_path: Path, caplog:
     assert "profiler: what was recorded cannot be told" in caplog.text
 
 
+def test_the_error_of_a_sink_is_its_own() -> None:
+    class Broken(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self, metrics: dict[str, Any]) -> None:
+            if "profile" in metrics:
+                raise ZeroDivisionError("a broken sink")
+
+    with pytest.raises(ZeroDivisionError, match="a broken sink"):
+        fit_tiny([Broken(), Profiler(**SHORT)])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # There is one profiler
 
@@ -444,8 +455,8 @@ def test_a_stop_that_comes_after_the_boundary_is_reported_at_the_end(tmp_path: P
 def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
     fit_tiny([Profiler()], max_updates=6)
     assert (
-        "nothing was recorded: the run ended after 6 updates, and profiler.wait=5 with profiler.warmup=2 let the "
-        "first 7 pass" in caplog.text
+        "nothing was recorded: there were 6 updates, and profiler.wait=5 with profiler.warmup=2 let the first 7 pass"
+        in caplog.text
     )
 
 
@@ -670,16 +681,32 @@ def test_an_operators_work_begins_where_a_calls_own_cost_ends() -> None:
     assert micro(analyse(one_update(), {}).work) == 20 + 50 + 50  # linear, addmm, item: each less 10
 
 
-def test_an_operator_that_was_interrupted_in_one_update_is_not_work() -> None:
+def updates_of(*calls: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Updates that each call these operators, for so many µs."""
     events = []
-    for n, longest in enumerate((30, 5000, 30)):
-        at = n * 10_000
-        events += [
-            span("user_annotation", f"ProfilerStep#{n}", at, at + 9000),
-            span("user_annotation", f"update {n}", at, at + 9000),
-            span("cpu_op", "aten::mm", at + 10, at + 10 + longest, **{"External id": n + 1}),
-        ]
-    assert micro(analyse(events, {}).work) == 3 * 20
+    for n, called in enumerate(calls):
+        at = n * 100_000.0
+        events += [span("user_annotation", f"{name}{n}", at, at + 99_000) for name in ("ProfilerStep#", "update ")]
+        for name, micros in called:
+            at += 10
+            events.append(span("cpu_op", name, at, at + micros))
+            at += micros
+    return events
+
+
+def test_an_operator_that_the_system_interrupts_has_not_worked_for_so_long() -> None:
+    first, second, third = (
+        [("mm", 30.0), ("add", 20.0)],
+        [("mm", 5000.0), ("add", 20.0)],
+        [("mm", 30.0), ("add", 9000.0)],
+    )
+    assert micro(analyse(updates_of(first, second, third), {}).work) == 3 * (20 + 10)
+    assert micro(analyse(updates_of(second, third), {}).work) == 2 * (20 + 10)
+
+
+def test_updates_that_differ_count_as_the_median_one() -> None:
+    one, two, three = [("mm", 30.0)], [("mm", 5000.0), ("add", 20.0)], [("add", 50.0)]
+    assert micro(analyse(updates_of(one, two, three), {}).work) == 3 * 40
 
 
 def test_a_trace_without_a_step_is_refused() -> None:

@@ -374,3 +374,18 @@ def _lines(capsys: Any) -> list[str]:
 def _updates(capsys: Any) -> list[str]:
     """The counters of every line but the final one."""
     return [re.findall(r"update +(\S+)", line)[0] for line in _lines(capsys)[:-1]]
+
+
+def test_what_plugins_say_of_themselves_is_not_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    class Chatty(forge.Plugin):
+        """Records under its own name, and under another."""
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            step.record("chatty/detail", 1.0)
+            step.record("speed/limit", 2.0)
+
+    fit(plugins=[Chatty(), Progress()])
+    shown = capsys.readouterr().err
+    assert "speed/limit" in shown
+    assert "chatty" not in shown

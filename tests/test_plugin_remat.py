@@ -297,7 +297,7 @@ def test_the_measured_bytes_are_those_that_autograd_keeps() -> None:
 
 def test_a_budget_in_bytes_is_met(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        forwards([Remat(budget="300 kB")], deep(), train=tiny_batches([64]))
+        forwards([Remat(budget="200 kB")], deep(), train=tiny_batches([64]))
     assert "again in backward: blocks.0" in caplog.text
     assert "cannot be met" not in caplog.text
 
@@ -466,7 +466,7 @@ def test_a_forward_of_the_blocks_own_is_used_and_put_back() -> None:
 
 
 def test_a_copy_of_the_task_made_on_the_way_runs_with_its_own_weights() -> None:
-    outputs: list[tuple[Tensor, Tensor]] = []
+    outputs: list[Tensor] = []
 
     @forge.on("step_end")
     def compare(step: forge.Step) -> None:
@@ -474,9 +474,9 @@ def test_a_copy_of_the_task_made_on_the_way_runs_with_its_own_weights() -> None:
         twin = copy.deepcopy(task)
         for parameter in task.parameters():
             parameter.data.zero_()
-        assert float(task.eval()(x).abs().sum()) == 0
-        outputs.append((twin.eval()(x), twin(x)))
-        assert float(twin(x).abs().sum()) > 0
+        assert not task.eval()(x).any()
+        outputs.append(twin.eval()(x))
+        assert outputs[0].any()
 
     fit_tiny([Remat(), compare], task=deep(), max_updates=1)
     assert len(outputs) == 1

@@ -138,7 +138,7 @@ def test_the_first_update_and_the_one_that_is_looked_into_do_not_count(clock: Cl
 
 def test_a_log_without_a_step_to_tell_of_has_no_rates() -> None:
     logs = logged(train=make_batches(4), log_every=1)
-    assert not any(name.startswith("throughput/") for name in {**logs[1], **logs[2]})
+    assert not any(name.endswith("_per_s") for name in {**logs[1], **logs[2]})
     assert "throughput/samples_per_s" in logs[3]
 
 
@@ -454,7 +454,7 @@ def test_compiled_code_is_counted_on_a_copy_without_numbers(clock: Clock) -> Non
 
     log = logged(Timed(), train=[torch.ones(5, 6)] * 5)[5]
     assert flops_per_second(log) == pytest.approx(mlp_flops(5, 6, 20, 3) / 0.010)
-    assert "memory/activations_gb" not in log
+    assert "throughput/activations_gb" not in log
 
 
 def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
@@ -539,19 +539,21 @@ class Wide(MLP):
 
 def test_memory_is_broken_down_into_known_bytes() -> None:
     log = logged(Wide(), train=[torch.ones(5, 6)] * 4)[4]
-    parts = {name: round(log[f"memory/{name}_gb"] * 1e9) for name in ("parameters", "gradients", "optimizer", "peak")}
+    parts = {
+        name: round(log[f"throughput/{name}_gb"] * 1e9) for name in ("parameters", "gradients", "optimizer", "peak")
+    }
     assert parts["parameters"] == 4 * (6 * 20 + 20 * 3) + 8 * 100
     assert parts["gradients"] == 4 * 20 * 3
     assert parts["optimizer"] == 2 * 4 * 20 * 3 + 4  # two averages and a count
     activations = 4 * (5 * 20 + 5 * 3)  # the inputs of the second layer, and of the square
-    assert round(log["memory/activations_gb"] * 1e9) == activations
+    assert round(log["throughput/activations_gb"] * 1e9) == activations
     assert parts["peak"] == sum(parts[name] for name in ("parameters", "gradients", "optimizer")) + activations
 
 
 def test_activations_of_a_window_are_those_of_its_largest_micro_batch() -> None:
     batches = [torch.ones(n, 6) for n in (5, 5, 5, 9, 5, 5, 5, 9)]
     log = logged(Wide(), Accumulate(4), train=batches)[2]
-    assert round(log["memory/activations_gb"] * 1e9) == 4 * 9 * (20 + 3)
+    assert round(log["throughput/activations_gb"] * 1e9) == 4 * 9 * (20 + 3)
 
 
 def test_what_backward_keeps_is_counted_once_and_counted_out() -> None:
@@ -566,11 +568,31 @@ def test_what_backward_keeps_is_counted_once_and_counted_out() -> None:
     assert saved.peak == 4 * (3 * 4 + 3 * 8)
 
 
+def test_a_task_that_uses_torch_func_runs_as_it_does_alone() -> None:
+    """torch.func refuses to run while saved tensors are looked at."""
+
+    class Penalised(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            slope = torch.func.grad(lambda x: self(x).sum())(batch[0])
+            return super().training_step(batch)["loss"] + slope.square().mean()
+
+    def trained(*plugins: forge.Plugin) -> Penalised:
+        torch.manual_seed(0)
+        task = Penalised()
+        fit(task, plugins=list(plugins))
+        return task
+
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+    assert_same_weights(trained(Throughput()), trained())
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+    assert "memory/activations_gb" not in logged(Penalised())[4]
+
+
 def test_gradients_of_several_optimizers_are_not_there_at_once() -> None:
     task = TinyGAN()
     log = logged(task, train=tiny_batches())[5]
     largest = max(sum(p.numel() for p in net.parameters()) for net in (task.generator, task.discriminator))
-    assert round(log["memory/gradients_gb"] * 1e9) == 4 * largest
+    assert round(log["throughput/gradients_gb"] * 1e9) == 4 * largest
 
 
 def test_the_table_of_memory_is_published_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -589,7 +611,7 @@ def test_the_table_of_memory_is_published_once(caplog: pytest.LogCaptureFixture)
 
 
 def test_memory_can_be_left_out() -> None:
-    assert not any(name.startswith("memory") for name in logged(given={"memory": False})[4])
+    assert not any(name.endswith("_gb") for name in logged(given={"memory": False})[4])
 
 
 def test_sizes_are_told_with_their_unit() -> None:

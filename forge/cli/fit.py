@@ -49,14 +49,20 @@ def run(args: Namespace) -> int:
     if "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
     result = trainer.fit(task, data.train, data.val, weights=args.weights)
-    _report(result, data, args)
+    _report(result, trainer.stack.names, data, args)
     return 0
 
 
-def _report(result: FitResult, data: Splits, args: Namespace) -> None:
+def _report(result: FitResult, plugins: list[str], data: Splits, args: Namespace) -> None:
+    from forge.metrics import is_diagnostic
+
     console = show.console()
     console.print()
-    console.print(show.metrics(result.metrics))
+    aside = [name for name in result.metrics if is_diagnostic(name, plugins)]
+    console.print(show.metrics({name: value for name, value in result.metrics.items() if name not in aside}))
+    if aside:
+        whose = ", ".join(dict.fromkeys(name.partition("/")[0] for name in sorted(aside)))
+        console.print(Text(f"and {len(aside)} of {whose}: in the run's logs", "dim"))
     console.print()
     console.print(f"{_count(result.epochs, 'epoch')}, {_count(result.updates, 'update')}: {result.stop_reason}")
     if result.run_dir is None:

@@ -109,6 +109,7 @@ def batch_range(
             raise ForgeError(f"{name}={value}: it must be at least {least}.")
     budget = None if limit is None else int(limit * 1e9)
     tried: dict[int, Probe] = {}
+    memory.clean()
 
     def works(size: int) -> bool:
         if size not in tried:
@@ -157,7 +158,6 @@ def probe_size(
     **trainer: Any,
 ) -> Probe:
     """Train with batches of this size for some updates. With `may_fail` any error says that it does not work."""
-    memory.clean()
     timer = Timer(size, updates)
     why_not = ""
     try:

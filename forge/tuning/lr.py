@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +53,13 @@ class LRCurve:
     @property
     def minimum(self) -> float:
         """The rate at which the smoothed loss was lowest."""
-        return self.rates[_lowest(self.smoothed)]
+        return self.rates[self._first + _lowest(self.smoothed[self._first :])]
 
     @property
     def steepest(self) -> float:
         """The rate at which the smoothed loss fell fastest."""
-        losses = self.smoothed
-        begin = len(losses) // 10  # the mean of the first few is mostly noise
-        falls = [losses[i + 1] - losses[i] for i in range(begin, len(losses) - 1)]
-        return self.rates[begin + _lowest(falls)] if falls else self.rates[0]
+        falls = [after - before for before, after in itertools.pairwise(self.smoothed[self._first :])]
+        return self.rates[self._first + _lowest(falls)] if falls else self.rates[0]
 
     @property
     def valley(self) -> float:
@@ -69,9 +69,16 @@ class LRCurve:
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell enough for the suggestion to mean anything."""
-        losses = self.smoothed
-        return losses[0] - min(losses) > HARDLY * abs(losses[0])
+        """Whether the loss fell enough for the suggestion to mean anything: by more than it moves from batch to batch."""
+        level = statistics.fmean(self.losses[: len(self.losses) // 4 + 1])
+        steps = [abs(after - before) for before, after in itertools.pairwise(self.losses)]
+        noise = statistics.median(steps) if steps else 0.0  # a fall or a blow-up is a few large steps
+        return level - min(self.smoothed[self._first :]) > max(HARDLY * abs(level), 2.5 * noise)
+
+    @property
+    def _first(self) -> int:
+        """The first few are a mean of too little to be taken for a fall."""
+        return len(self.smoothed) // 10
 
 
 def lr_range(

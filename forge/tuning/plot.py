@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,13 +101,20 @@ class Sheet:
             self._text(x + side, TOP + 30, f"suggestion {rate_text(pick)}", 22, PICK, anchor)
 
     def _dot(self, rate: float, label: str, color: str, radius: float) -> None:
-        index = min(range(len(self.curve.rates)), key=lambda i: abs(math.log(self.curve.rates[i] / rate)))
-        x, y = self.x(rate), self.y(self.smoothed[index])
+        x, y = self.x(rate), self.y(self._smoothed_at(rate))
         self.pen.ellipse(
             _big(x - radius, y - radius, x + radius, y + radius), fill=color, outline=PAPER, width=2 * SCALE
         )
         if label:  # below and to the left of a falling curve there is room
             self._text(x - radius, y + radius + 14, label, 16, SOFT, "rs")
+
+    def _smoothed_at(self, rate: float) -> float:
+        rates = self.curve.rates
+        i = min(max(bisect.bisect_left(rates, rate), 1), len(rates) - 1)
+        if i < 1:
+            return self.smoothed[0]
+        share = math.log(rate / rates[i - 1]) / math.log(rates[i] / rates[i - 1])
+        return self.smoothed[i - 1] + min(max(share, 0.0), 1.0) * (self.smoothed[i] - self.smoothed[i - 1])
 
     # -- strokes ------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 import forge
+from forge.metrics import is_diagnostic
 
 REFRESH = 0.25
 """Seconds between two pictures of the bar; there is no thread, so a slow step is drawn when it ends."""
@@ -23,8 +23,6 @@ NEVER = float("inf")
 STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
 FIRST = ("train", "val", "test", "lr")
 """Metrics are shown in this order, all others after them."""
-MANY = 8
-"""A group of other metrics with more than so many (one for every layer, say) is left to those who draw them."""
 
 
 class Progress(forge.Plugin):
@@ -59,7 +57,8 @@ class Progress(forge.Plugin):
     def forge_start(self, trainer: forge.Trainer) -> None:
         if not trainer.env.is_main:
             return
-        self._status = Status(trainer.verb or "", trainer.planned_updates, trainer.max_epochs)
+        plan = trainer.planned_updates, trainer.max_epochs
+        self._status = Status(trainer.verb or "", *plan, plugins=trainer.stack.names)
         self._view = Bar(self._status) if on_terminal() else Lines(self._status, forge.Interval(self.config.every))
         self._look_at = 0.0
 
@@ -112,6 +111,8 @@ class Status:
     update: int = 0
     epoch: int = 1
     "The epoch of the last update, from 1."
+    plugins: Collection[str] = ()
+    "Names of the stack: what a plugin says of itself is not for the screen."
     metrics: dict[str, float] = field(default_factory=dict)
     logged: int = 0
     "The update of the last training log."
@@ -146,7 +147,9 @@ class Status:
 
     def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
         """Keep the newest scalars; whether they are worth a look at once."""
-        self.metrics.update({name: value for name, value in metrics.items() if isinstance(value, (int, float))})
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
+                self.metrics[name] = value
         evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
         if evaluated:
             self.validated = True
@@ -412,14 +415,12 @@ def short(name: str, value: float) -> str:
 
 def ordered(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, short value), training first."""
-    heads = {name: name.partition("/")[0] for name in metrics}
-    sizes = Counter(heads.values())
 
     def rank(name: str) -> int:
-        return FIRST.index(heads[name]) if heads[name] in FIRST else len(FIRST)
+        head = name.partition("/")[0]
+        return FIRST.index(head) if head in FIRST else len(FIRST)
 
-    shown = [name for name in metrics if heads[name] in FIRST or sizes[heads[name]] <= MANY]
-    return [(name, short(name, metrics[name])) for name in sorted(shown, key=rank)]
+    return [(name, short(name, metrics[name])) for name in sorted(metrics, key=rank)]
 
 
 def grouped(metrics: Mapping[str, float]) -> Iterator[tuple[str, list[tuple[str, str]]]]:

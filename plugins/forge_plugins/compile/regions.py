@@ -71,6 +71,7 @@ class Region:
 
     def __init__(self, name: str, module: nn.Module, functions: Functions, alike: int):
         self.name, self.module, self.functions, self.alike = name, module, functions, alike
+        self._parameters = list(module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -82,7 +83,7 @@ class Region:
         module, self.called = self.module, True
         forward = _own_forward(module)
         words = self._words(args, kwargs)
-        key = (self.alike, forward, module.training, torch.is_grad_enabled(), *words)
+        key = (self.alike, forward, module.training, self._trained(), *words)
         function = self.functions.made.get(key)
         if function is None:
             function = self.functions.make(key, self._title(*words), forward)
@@ -97,6 +98,10 @@ class Region:
         after = graphs_so_far()
         function.graphs = after - before if after is not None and before is not None else None
         return output
+
+    def _trained(self) -> tuple[bool, ...] | None:
+        """Which parameters get a gradient. torch 2.10 does not look again: a thawed one would never be trained."""
+        return tuple([p.requires_grad for p in self._parameters]) if torch.is_grad_enabled() else None
 
     def _with_hooks(self, args: Any, kwargs: Any) -> Any:
         """Hooks run outside of the graph, so that one that comes later is heard, and none changes what is compiled."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.errors import ForgeError, RecipeError
-from forge_plugins._finite import listed
+from forge_plugins._modules import listed
 from forge_plugins.monitor import shapes
 from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.look import Look

@@ -108,8 +108,7 @@ class Profiler(forge.Plugin):
     def forge_start(self, trainer: forge.Trainer) -> None:
         self._forget()
         self._history = memory.History(trainer.env.device)
-        if self.config.oom:
-            self._history.keep(memory.LAST)
+        self._remember_the_last()
         if trainer.verb == "fit":
             self._cycles = self.config.repeat
 
@@ -247,12 +246,21 @@ class Profiler(forge.Plugin):
             recording.stop()
             self.reports.append(results.conclude(trainer, recording, unrecorded(ends), self.config))
             if trainer.env.is_main:
-                results.tell(trainer, self.reports, publish)
+                results.tell(trainer, self.reports)
         except Exception as error:
             logger.error("profiler: what was recorded cannot be told: %s: %s", type(error).__name__, error)
+            return
         finally:
-            if self.config.memory and self._history is not None:
-                self._history.keep(memory.LAST) if self.config.oom else self._history.drop()
+            self._remember_the_last()
+        if publish and trainer.env.is_main:
+            trainer.publish({"profile": forge.Text(self.reports[-1].markdown())})
+
+    def _remember_the_last(self) -> None:
+        """Allocations: only for the case that memory runs out."""
+        if self._history is not None and self.config.oom:
+            self._history.keep(memory.LAST)
+        elif self._history is not None:
+            self._history.drop()
 
     @forge.hookimpl
     def forge_exception(self, trainer: forge.Trainer, error: BaseException) -> None:
@@ -271,9 +279,9 @@ class Profiler(forge.Plugin):
         finally:
             if self._cycles == self.config.repeat and not self._failed:
                 logger.warning(
-                    "profiler: nothing was recorded: the run ended after %d updates, and profiler.wait=%d with "
+                    "profiler: nothing was recorded: there were %d updates, and profiler.wait=%d with "
                     "profiler.warmup=%d let the first %d pass.",
-                    trainer.progress.update,
+                    self._passed,
                     self.config.wait,
                     self.config.warmup,
                     self.config.wait + self.config.warmup,

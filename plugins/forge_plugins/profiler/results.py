@@ -1,4 +1,4 @@
-"""What became of a recording: files in the run folder, a report in the log, a text for every sink."""
+"""What became of a recording: files in the run folder, a report in the log."""
 
 from __future__ import annotations
 
@@ -74,16 +74,14 @@ def _draw_memory(points: timeline.Points, trace: Trace, document: dict[str, Any]
     picture.write_text(timeline.picture(points, trace.ranges, title))
 
 
-def tell(trainer: forge.Trainer, reports: list[Report], publish: bool) -> None:
-    """The newest report in the log and, where asked for, to the sinks; all of them into the run folder."""
+def tell(trainer: forge.Trainer, reports: list[Report]) -> None:
+    """The newest report into the log, all of them into the run folder."""
     say(reports[-1].text())
     if trainer.run_dir is not None:
         folder = trainer.run_dir / "profile"
         (folder / "summary.md").write_text("\n".join(report.markdown() for report in reports))
         plain = {"recordings": [report.plain() for report in reports]}
         (folder / "summary.json").write_text(json.dumps(plain, indent=1) + "\n")
-    if publish:
-        trainer.publish({"profile": forge.Text(reports[-1].markdown())})
 
 
 def say(text: str) -> None:

@@ -263,14 +263,23 @@ def _count_operators(
 
 
 def _add_up_work(trace: Trace, host: list[Span], steps: list[Span], elsewhere: list[Interval]) -> None:
-    """What the operators of the updates' own thread did, other than to load data and to evaluate."""
+    """What the operators of the updates' own thread did, other than to load data and to evaluate.
+
+    An operator that the system interrupts lasts longer without working more, so the median counts: of each call over
+    the updates, where all make the same calls; else of the updates.
+    """
     begins = sorted(step.start for step in steps)
-    work = [0.0] * len(begins)
-    for span in host:
+    calls: list[list[tuple[str, float]]] = [[] for _ in begins]
+    for span in sorted(host, key=lambda span: (span.start, -span.end)):
         if span.kind == "cpu_op" and not covers(elsewhere, span.start):
-            trace.calls += 1
-            work[bisect_right(begins, span.start) - 1] += max(0.0, span.own - DISPATCH)
-    trace.work = statistics.median_low(work) * len(work)  # an operator that the system interrupted did not work so long
+            update = bisect_right(begins, span.start) - 1
+            calls[update].append((span.name, max(0.0, span.own - DISPATCH)))
+    names, work = [[name for name, _ in update] for update in calls], [[each for _, each in update] for update in calls]
+    trace.calls = sum(map(len, calls))
+    if all(of_update == names[0] for of_update in names):
+        trace.work = sum(map(statistics.median_low, zip(*work, strict=True))) * len(begins)
+    else:
+        trace.work = statistics.median_low(map(sum, work)) * len(begins)
 
 
 def _watch_device(trace: Trace, device: list[Span], data: list[Interval], evaluations: list[Interval]) -> None:

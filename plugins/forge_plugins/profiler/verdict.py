@@ -113,7 +113,9 @@ def measured(
     window = trace.window / updates
     data = (trace.starved if on_cuda else trace.phases["data"]) / updates
     most = trace.waits.most_common(1)
-    known = ran is not None and not on_cuda and not trace.phases[EVALUATION]
+    absent = 0.0
+    if ran is not None and not on_cuda and not trace.phases[EVALUATION]:
+        absent = max(0.0, window - data - ran / updates)
     return Measured(
         device=device,
         wall=window,
@@ -126,7 +128,7 @@ def measured(
         waiting_in=most[0][0] if most else "",
         between=trace.phases[BETWEEN] / updates,
         step=trace.phases[STEP] / updates,
-        absent=max(0.0, window - data - ran / updates) if known else 0.0,
+        absent=absent,
         pageable=trace.pageable / trace.copied if trace.copied else 0.0,
     )
 

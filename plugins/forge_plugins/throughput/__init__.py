@@ -45,8 +45,8 @@ class Throughput(forge.Plugin):
     counted, so there forward and backward run once on a copy of the task without numbers in it; where that does not
     work, the log says why. Operations without a formula are named; kernels that torch does not know of cannot be.
 
-    `memory/peak_gb` (10⁹ bytes) and its parts are logged too: parameters (with buffers), gradients, optimizer state,
-    activations. On CUDA the peak is what torch allocated at most since the run began (its counter of the peak is
+    `throughput/peak_gb` (10⁹ bytes) and its parts are logged too: parameters (with buffers), gradients, optimizer
+    state, activations. On CUDA the peak is what torch allocated at most since the run began (its counter of the peak is
     reset at the start), activations are what is left at the peak, temporary tensors included, and `other` is what is
     held between steps beside the rest. On a CPU activations are what backward keeps.
 
@@ -192,7 +192,7 @@ class Throughput(forge.Plugin):
             self._breakdown = memory.on_host(trainer, self._look.activations)
         assert self._breakdown is not None
         for name, number in {**self._breakdown.parts(), "peak": self._breakdown.peak}.items():
-            step.record(f"memory/{name}_gb", number / 1e9)
+            step.record(f"throughput/{name}_gb", number / 1e9)
         if first:
             trainer.publish({"memory": forge.Text(memory.as_markdown(self._breakdown))})
             if trainer.env.is_main:

@@ -61,7 +61,7 @@ class Look:
             saved = around.enter_context(Saved(self._trainer.task)) if self._activations else None
             counting = around.enter_context(Counting()) if self._flops else None
             yield
-        if saved is not None:
+        if saved is not None and saved.peak is not None:
             self.activations = max(saved.peak, self.activations or 0)
         if counting is not None:
             self._keep(step, counting.count, step.samples)

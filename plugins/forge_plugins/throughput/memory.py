@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import graph
 from torch.utils._pytree import tree_leaves
 
 import forge
@@ -38,22 +39,41 @@ class Breakdown:
 
 
 class Saved:
-    """While entered: how many bytes backward keeps, at most at one time. What it keeps stays what it is."""
+    """While entered: how many bytes backward keeps, at most at one time. What it keeps stays what it is.
+
+    torch.func refuses to run while somebody listens to what is kept; then this one leaves, and `peak` is None.
+    """
 
     def __init__(self, task: torch.nn.Module):
-        self.peak = 0
+        self.peak: int | None = 0
         self._now = 0
         self._held: dict[int, list[int]] = {}
         "Storages that are held: how often, and how large."
         self._own = {_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = graph.saved_tensors_hooks(self._pack, _unpack)
+        self._disable = graph.disable_saved_tensors_hooks
+        self._entered = False
 
     def __enter__(self) -> Saved:
         self._hooks.__enter__()
+        self._entered = True
+        graph.disable_saved_tensors_hooks = self._step_aside
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+        graph.disable_saved_tensors_hooks = self._disable
+        if self._entered:
+            self._entered = False
+            self._hooks.__exit__(*error)
+
+    @contextmanager
+    def _step_aside(self, error_message: str) -> Generator[None]:
+        on_top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if self._entered and on_top is not None and on_top[0] == self._pack:
+            self.__exit__(None, None, None)
+            self.peak = None
+        with self._disable(error_message):
+            yield
 
     def _pack(self, tensor: Tensor) -> _Held:
         key = _key(tensor)
@@ -63,7 +83,7 @@ class Saved:
         held[0] += 1
         if held[0] == 1:
             self._now += held[1]
-            self.peak = max(self.peak, self._now)
+            self.peak = max(self.peak or 0, self._now)
         return _Held(tensor, key, self)
 
     def drop(self, key: int) -> None:
@@ -108,7 +128,9 @@ def on_host(trainer: forge.Trainer, activations: int | None) -> Breakdown:
 def told(breakdown: Breakdown, device: str) -> str:
     """One line: the peak and its parts."""
     parts = ", ".join(f"{name} {size(number)}" for name, number in breakdown.parts().items())
-    unseen = " (activations could not be seen inside compiled code)" if breakdown.activations is None else ""
+    unseen = (
+        " (activations cannot be seen inside of compiled code and torch.func)" if breakdown.activations is None else ""
+    )
     return f"{size(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
 
 

@@ -1,0 +1,219 @@
+"""forge tune: what it prints, what it writes, and how it answers a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.cli import main, tune
+from forge.tuning import BatchReport, Probe, batch, memory
+
+TASK = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+import forge
+from forge.data import Splits, TensorLoader
+
+class Task(forge.TaskModule):
+    def __init__(self, lr: float = 0.05):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Linear(4, 2)
+
+    def training_step(self, batch):
+        x, y = batch
+        if len(x) > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=2 * self.lr)
+
+class Fixed(Task):
+    def __init__(self):
+        super().__init__()
+
+def data(batch_size: int = 16, samples: int = 128):
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0))
+    return Splits(train=TensorLoader(x, (x[:, 0] > 0).long(), batch_size=batch_size, shuffle=True))
+
+def rigid(shift: float = 0.0):
+    return data()
+"""
+
+
+@pytest.fixture
+def file(empty_folder: Path) -> str:
+    path = Path(f"task_{empty_folder.name}.py")  # modules are kept by their name
+    path.write_text(TASK)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(batch, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(memory, "clean", lambda: None)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
+    assert main(["tune", *words]) == code
+    return capsys.readouterr()
+
+
+def written() -> set[str]:
+    return {str(path) for path in Path.cwd().rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+
+# -- lr ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_test_prints_the_rates_and_the_command_that_uses_them(capsys: Any) -> None:
+    out, _ = ask(capsys, "lr", "quickstart", "task.hidden=32", "--updates", "60", "--min", "1e-5")
+    lines = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
+    assert float(lines["now"]) == 3e-3
+    assert 1e-4 < float(lines["suggestion"]) < 1e-1
+    assert {"valley", "steepest"} <= lines.keys()
+    assert out.splitlines()[-1].endswith(f"fit quickstart task.hidden=32 task.lr={lines['suggestion']}")
+    assert written() == {str(Path.cwd() / "runs" / "tune" / "quickstart-lr.png")}
+
+
+def test_the_picture_goes_where_it_is_asked_to(capsys: Any, file: str) -> None:
+    from PIL import Image
+
+    out, _ = ask(capsys, "lr", file + ":Task", "--updates", "20", "--out", "pictures/mine.png")
+    assert "pictures/mine.png" in out
+    assert Image.open("pictures/mine.png").size == (1200, 720)
+    ask(capsys, "lr", file + ":Task", "--updates", "20")
+    assert Path("runs/tune/Task-lr.png").is_file()
+
+
+def test_a_task_that_scales_its_rate_is_told_the_argument_to_give(capsys: Any, file: str) -> None:
+    out, _ = ask(capsys, "lr", file + ":Task", "task.lr=0.02", "trainer.seed=1", "--updates", "50", "--min", "1e-4")
+    rows = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
+    assert float(rows["now"]) == 0.04
+    command = out.splitlines()[-1]
+    assert command.endswith(f"fit {file}:Task trainer.seed=1 {command.split()[-1]}")
+    assert float(command.rpartition("task.lr=")[2]) == pytest.approx(float(rows["suggestion"]) / 2, rel=0.06)
+
+
+def test_a_task_without_such_an_argument_is_told_where_to_write_it(capsys: Any, file: str) -> None:
+    out, _ = ask(capsys, "lr", file + ":Fixed", "--updates", "20")
+    assert "The task takes no argument called lr: set it in configure_optimizers. All rates are to be multiplied" in out
+
+
+def test_a_loss_that_hardly_falls_is_warned_of(capsys: Any, file: str) -> None:
+    _, err = ask(capsys, "lr", file + ":Task", "--updates", "20", "--min", "1e-9", "--max", "1e-8")
+    assert "warning: the loss hardly fell, so the suggestion means little." in err
+
+
+def test_asked_twice_it_gives_one_answer(capsys: Any, file: str) -> None:
+    first, second = (ask(capsys, "lr", file + ":Task", "--updates", "20")[0] for _ in range(2))
+    assert first == second
+
+
+# -- batch ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sizes_that_were_tried_are_a_table_with_a_command(capsys: Any, file: str) -> None:
+    out, err = ask(capsys, "batch", file + ":Task")
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdigit()][:3] == ["16", "32", "64"]
+    assert "32 is the largest batch that works; 64 does not: out of memory." in out
+    assert "data.batch_size=" in out.splitlines()[-1]
+    assert "On a CPU nothing says when memory is full: sizes up to --max 8192 are tried." in err
+    assert "64: out of memory" in err
+    assert not Path("runs").exists()
+
+
+def test_the_largest_of_all_is_found_when_it_is_asked_for(capsys: Any, file: str) -> None:
+    out, _ = ask(capsys, "batch", file + ":Task", "--exact")
+    assert "40 is the largest batch that works; 41 does not: out of memory." in out
+
+
+def test_the_end_of_the_data_and_of_what_was_asked_for_are_told_apart(capsys: Any, file: str) -> None:
+    out, _ = ask(capsys, "batch", file + ":Task", "data.samples=20", "--exact")
+    assert "20 is the largest batch that works; 21 does not: the data gave a batch of only 20." in out
+    out, _ = ask(capsys, "batch", file + ":Task", "--max", "16")
+    assert "16 is the largest batch that works; a larger one was not tried (--max)." in out
+
+
+def test_a_budget_silences_the_remark_about_the_cpu(capsys: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "peak", lambda device: 3 * 10**9)
+    _, err = ask(capsys, "batch", file + ":Task", "--limit", "2.5", code=2)
+    assert "On a CPU" not in err
+    assert "error: Not even a batch of 1 fits: over the limit of 2.5 GB." in err
+
+
+def test_data_that_cannot_be_asked_for_another_size_are_refused_with_what_to_write(capsys: Any, file: str) -> None:
+    _, err = ask(capsys, "batch", file + ":Task", "--data", file + ":rigid", code=2)
+    assert "have no option batch_size (they have: shift)" in err
+    assert "def data(batch_size: int = 32)" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lr", "--exact"], "--exact goes with `forge tune batch`."),
+        (["lr", "--limit", "3"], "--limit goes with `forge tune batch`."),
+        (["batch", "--min", "1"], "--min goes with `forge tune lr`."),
+        (["batch", "--out", "a.png"], "--out goes with `forge tune lr`."),
+        (["lr", "--updates", "3"], "too few for a range test"),
+        (["lr", "--min", "1", "--max", "0.1"], "is empty"),
+        (["lr", "--optimizer", "other"], "There is no optimizer 'other'."),
+        (["batch", "--max", "0"], "it must be at least 1"),
+    ],
+)
+def test_a_mistake_is_named(capsys: Any, file: str, words: list[str], said: str) -> None:
+    _, err = ask(capsys, words[0], file + ":Task", *words[1:], code=2)
+    assert said in err
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def verdict(*speeds: float, bound: Any = None, own: int = 1, rate: float | None = None) -> str:
+    probes = [Probe(2**i, speed=speed) for i, speed in enumerate(speeds)]
+    return " ".join(tune.verdict(BatchReport([*probes, *([bound] if bound else [])]), own, rate))
+
+
+def test_a_smaller_batch_that_is_as_fast_is_pointed_out() -> None:
+    said = verdict(100, 390, 400)
+    assert "4 is the largest batch that works" in said
+    assert "2 is within 3 % of the best speed (400 samples/s at 4), and makes more updates of the same data." in said
+
+
+def test_a_batch_beyond_the_fastest_is_called_slow() -> None:
+    assert "2 is the fastest; a larger one only makes fewer updates" in verdict(100, 400, 300)
+
+
+def test_the_largest_is_recommended_with_a_warning_to_leave_room() -> None:
+    said = verdict(100, 200, 400, bound=Probe(8, "out of memory"))
+    assert "8 does not: out of memory. Leave some room" in said
+
+
+def test_the_linear_scaling_rule_comes_with_its_numbers() -> None:
+    said = verdict(100, 200, 400, own=1, rate=0.01)
+    assert "multiply the learning rate by 4 (lr 0.04), and warm up" in said
+    assert "the square root is the safer choice: 2 (lr 0.02)" in said
+    assert "multiply the learning rate by 4, and" in verdict(100, 200, 400, own=1)
+    assert "scaling" not in verdict(100, 200, 400, own=4)
+
+
+def test_the_recommended_size_is_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    probes = [Probe(32, memory=10**9, speed=100), Probe(64, memory=2 * 10**9, speed=1234.5), Probe(128, "out of memory")]
+    tune._print_batch(BatchReport(probes))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[1:] == [
+        ["32", "1.00", "GB", "100"],
+        ["64", "2.00", "GB", "1,234", "recommended,", "fastest,", "largest"],
+        ["128", "out", "of", "memory"],
+    ]
+
+
+def test_torch_has_the_error_that_is_looked_for() -> None:
+    assert issubclass(torch.OutOfMemoryError, RuntimeError)
