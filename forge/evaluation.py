@@ -12,7 +12,7 @@ from torch import Tensor
 from forge import checks
 from forge.data.feed import length_of, set_epoch
 from forge.errors import DataError, TaskError
-from forge.metrics import Image, Means, Text, check_scalars
+from forge.metrics import Histogram, Image, Means, Text, check_scalars
 from forge.seeding import RNGState
 from forge.step import Step
 from forge.task import STAGE_METHODS
@@ -98,7 +98,7 @@ def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
     if ending is None:
         return {}
     where = f"{type(trainer.task).__name__}.evaluation_end"
-    scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text))}
+    scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text, Histogram))}
     check_scalars(scalars, where)
     return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
 

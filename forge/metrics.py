@@ -48,7 +48,7 @@ class Histogram:
         width = torch.where(high > low, (high - low) / bins, torch.ones_like(low) / bins)
         places = ((flat - low) / width).floor().clamp(0, bins - 1)
         places = torch.where(finite, places, float(bins)).long()
-        counts = torch.zeros(bins + 1, device=flat.device).index_add_(0, places, torch.ones_like(flat))[:bins]
+        counts = places.new_zeros(bins + 1).index_add_(0, places, torch.ones_like(places))[:bins]
         return cls(counts, low + width * torch.arange(bins + 1, device=flat.device))
 
 

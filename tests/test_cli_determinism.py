@@ -129,7 +129,10 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ("Starts", "before the first update, the buffer salt as the task was made is the first value that differs"),
         ("Gradient", "at update 1, the gradient of net.0.bias is the first value that differs, by about"),
         ("Steps", "at update 1, the parameter net.4.bias after the update is the first value that differs"),
-        ("Reseeds", "at update 1, the state of numpy's random numbers after the update is the first value that differs"),
+        (
+            "Reseeds",
+            "at update 1, the state of numpy's random numbers after the update is the first value that differs",
+        ),
     ],
 )
 def test_the_first_tensor_that_differs_is_named(capsys: Any, file: Path, task: str, found: str) -> None:

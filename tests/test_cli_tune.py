@@ -205,7 +205,11 @@ def test_the_linear_scaling_rule_comes_with_its_numbers() -> None:
 
 
 def test_the_recommended_size_is_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    probes = [Probe(32, memory=10**9, speed=100), Probe(64, memory=2 * 10**9, speed=1234.5), Probe(128, "out of memory")]
+    probes = [
+        Probe(32, memory=10**9, speed=100),
+        Probe(64, memory=2 * 10**9, speed=1234.5),
+        Probe(128, "out of memory"),
+    ]
     tune._print_batch(BatchReport(probes))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[1:] == [

@@ -20,6 +20,8 @@ ACTING: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": "2 updates", "best": {"monitor": "val/loss", "mode": "min"}},
     "clip": {"max_norm": 0.1, "max_value": 0.05},
     "ema": {"decay": 0.9, "start": 1},
+    "monitor": {"every": "2 updates", "histograms": "3 updates"},
+    "profiler": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "memory": True},
     "progress": {"every": "2 updates"},
     "schedule": {"warmup": 2},
     "swa": {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2},

@@ -198,10 +198,11 @@ class Backward(Classifier):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
         self.drop = nn.Dropout(0.5)
+        self.scale = nn.Parameter(torch.ones(8))
 
     def training_step(self, batch: Any) -> Any:
         x, y = batch
-        larger = self.drop(self.norm(x)) * self.net[0].weight[0]  # the line to be named
+        larger = self.drop(self.norm(x)) * self.scale  # the line to be named
         larger.register_hook(kernel("upsample_bicubic2d_backward_out_cuda"))
         return F.cross_entropy(self(larger), y)
 

@@ -339,6 +339,26 @@ def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
     assert_same_weights(compiled, plain)
 
 
+def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
+    """In some versions of torch what was compiled while it was frozen would be used on, and say nothing."""
+
+    class Broken(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            torch._dynamo.graph_break()
+            return F.cross_entropy(logits, batch[1])
+
+    @forge.on("step_end", mutates=True)
+    def flip(step: forge.Step) -> None:
+        next(step.trainer.task.parameters()).requires_grad_(step.index % 2 == 0)
+
+    plain, compiled = Broken(), Broken()
+    data = tiny_batches([8] * 6)
+    fit(None, plain, flip, train=data, validate_every=None)
+    fit(Compile(backend="aot_eager"), compiled, flip, train=data, validate_every=None)
+    assert_same_weights(compiled, plain)
+
+
 def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
     @forge.on("step_end", mutates=True)
     def freeze(step: forge.Step) -> None:

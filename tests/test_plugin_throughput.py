@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -164,6 +165,7 @@ def test_after_a_rewind_the_windows_that_are_left_out_are_no_steps(clock: Clock,
     class GoBack(forge.Plugin):
         @forge.hookimpl
         def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+            clock.spend(1000)
             if step.index == 4 and not trainer.left_out:
                 trainer.request_rewind("for a test", leave_out=[4])
 
@@ -199,6 +201,16 @@ def tokens(count: int = 5) -> list[Any]:
 def test_tokens_are_counted_where_inputs_are_two_dimensional_whole_numbers() -> None:
     log = logged(Language(), train=tokens())[5]
     assert log["throughput/tokens_per_s"] == pytest.approx(7 * log["throughput/samples_per_s"])
+
+
+def test_whole_numbers_of_another_shape_are_no_tokens() -> None:
+    class Names(Language):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            return F.cross_entropy(self.head(self.embed(x)), y)
+
+    train = [(torch.tensor([1, 2, 3]), torch.tensor([3, 2, 1]))] * 5
+    assert "throughput/tokens_per_s" not in logged(Names(), train=train)[5]
 
 
 def test_no_items_are_told_where_there_are_only_samples() -> None:
@@ -457,6 +469,23 @@ def test_compiled_code_is_counted_on_a_copy_without_numbers(clock: Clock) -> Non
     assert "throughput/activations_gb" not in log
 
 
+def test_a_task_that_is_compiled_as_a_whole_is_counted_too(clock: Clock) -> None:
+    class Whole(MLP):
+        def __init__(self) -> None:
+            super().__init__(6, 20, 3)
+            self.compile(backend="aot_eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            clock.spend(10)
+            return self(batch)
+
+    log = logged(Whole(), train=[torch.ones(5, 6)] * 5)[5]
+    assert flops_per_second(log) == pytest.approx(mlp_flops(5, 6, 20, 3) / 0.010)
+
+
 def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
     from torch._dynamo.utils import counters
 
@@ -504,18 +533,24 @@ def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown
     assert "the FLOPs of Reads are not known: it is compiled" in caplog.text
 
 
-def test_the_copy_leaves_the_task_and_its_hooks_alone() -> None:
-    task, seen = Compiled(), []
+def test_the_copy_leaves_the_task_its_hooks_and_all_random_numbers_alone() -> None:
+    class Draws(Compiled):
+        def training_step(self, batch: Any) -> Any:
+            self.drawn = random.random()
+            return super().training_step(batch)
+
+    task, seen = Draws(), []
     task.net[0].register_forward_hook(lambda *args: seen.append(args))
 
     @forge.on("step_end")
     def look(step: forge.Step) -> None:
         before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-        rng = torch.get_rng_state()
+        rng, drawn = (torch.get_rng_state(), random.getstate()), task.drawn
         seen.clear()
         assert probe(step, torch.bfloat16).dtype == "bf16"
         assert seen == []
-        assert torch.equal(torch.get_rng_state(), rng)
+        assert torch.equal(torch.get_rng_state(), rng[0])
+        assert (random.getstate(), task.drawn) == (rng[1], drawn)
         assert all(parameter.grad is None for parameter in task.parameters())
         assert_same_weights(task, before)
 
@@ -534,7 +569,7 @@ class Wide(MLP):
         self.net[0].weight.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.net[1].parameters(), lr=1e-3)
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def test_memory_is_broken_down_into_known_bytes() -> None:
@@ -557,15 +592,16 @@ def test_activations_of_a_window_are_those_of_its_largest_micro_batch() -> None:
 
 
 def test_what_backward_keeps_is_counted_once_and_counted_out() -> None:
-    net, x = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Sigmoid()), torch.ones(3, 4)
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)), torch.ones(3, 4)
     with Saved(net) as saved:
         out = net(x)
         loss = (out * out).sum()
-        assert saved.peak == 4 * (3 * 4 + 3 * 8)  # x, and the sigmoid's result, which three operations keep
+        # x, the sigmoid's result, which two operations keep, and out; the second layer's weight is there anyway
+        assert saved.peak == 4 * 3 * (4 + 8 + 2)
         loss.backward()
         del loss, out
         net(x).sum().backward()
-    assert saved.peak == 4 * (3 * 4 + 3 * 8)
+    assert saved.peak == 4 * 3 * (4 + 8 + 2)
 
 
 def test_a_task_that_uses_torch_func_runs_as_it_does_alone() -> None:
@@ -585,7 +621,7 @@ def test_a_task_that_uses_torch_func_runs_as_it_does_alone() -> None:
     disable = torch.autograd.graph.disable_saved_tensors_hooks
     assert_same_weights(trained(Throughput()), trained())
     assert torch.autograd.graph.disable_saved_tensors_hooks is disable
-    assert "memory/activations_gb" not in logged(Penalised())[4]
+    assert "throughput/activations_gb" not in logged(Penalised())[4]
 
 
 def test_gradients_of_several_optimizers_are_not_there_at_once() -> None:

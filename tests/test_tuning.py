@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 import forge
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, tiny_batches
-from forge.tuning import BatchReport, LRCurve, Probe, batch, batch_range, draw_lr, lr_range, memory
+from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range, memory
+from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
 from forge.tuning.lr import longest_fall, ran_away, rate_text, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
 from forge_plugins import Accumulate, Clip
-
 
 clean = memory.clean
 
@@ -53,7 +53,7 @@ def noise(count: int = 5) -> list[torch.Tensor]:
 @pytest.fixture(autouse=True)
 def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here looks at speeds, so no update is repeated to measure them; nor at what a trial leaves for later."""
-    monkeypatch.setattr(batch, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(searching, "LONG_ENOUGH", 0.0)
     monkeypatch.setattr(memory, "clean", lambda: None)
 
 
@@ -108,8 +108,8 @@ def rates_used(task: type[forge.TaskModule], **options: Any) -> list[dict[str, l
 
 class TwoGroups(TinyTask):
     def configure_optimizers(self) -> Any:
-        slow, fast = {"params": self.net[0].parameters()}, {"params": self.net[4].parameters(), "lr": 1.0}
-        return torch.optim.SGD([slow, fast], lr=0.25)
+        first, *_, last = self.net.children()
+        return torch.optim.SGD([{"params": first.parameters()}, {"params": last.parameters(), "lr": 1.0}], lr=0.25)
 
 
 def test_parameter_groups_keep_their_ratio() -> None:
@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_finite_ends_it_and_is_no_part_of_the_curve() -> None
     curve = lr_range(Breaks, noise())
     assert curve.diverged == pytest.approx(1e-3, rel=0.3)
     assert all(map(math.isfinite, curve.losses))
-    with pytest.raises(forge.ForgeError, match="not finite at the lowest rate, 0.01, already"):
+    with pytest.raises(forge.ForgeError, match=r"not finite at the lowest rate, 0\.01, already"):
         lr_range(Breaks, noise(), lowest=0.01)
 
 
@@ -222,15 +222,13 @@ def test_a_range_that_is_none_is_refused(options: Any) -> None:
         lr_range(Bowl, noise(), **options)
 
 
-@given(st.integers(0, 2**31), st.integers(40, 200))
-def test_noise_is_no_fall(seed: int, updates: int) -> None:
-    drawn = torch.randn(updates, generator=torch.Generator().manual_seed(seed))
-    flat = [*(5 + drawn).tolist()]
-    falling = [*(5 + drawn - torch.linspace(-10, 10, updates).clamp(min=0)).tolist()]
-    rates = [1e-6 * 1.1**i for i in range(updates)]
-    keep = 1 - 1 / (1 + updates / 20)
-    assert not LRCurve(rates, flat, smooth(flat, keep), 1.0).fell
-    assert LRCurve(rates, falling, smooth(falling, keep), 1.0).fell
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_fall(seed: int) -> None:
+    drawn = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+    flat, falling = (5 + drawn).tolist(), (5 + drawn - torch.linspace(-10, 10, 100).clamp(min=0)).tolist()
+    rates = [1e-6 * 1.1**i for i in range(100)]
+    assert not LRCurve(rates, flat, smooth(flat, 0.83), 1.0).fell
+    assert LRCurve(rates, falling, smooth(falling, 0.83), 1.0).fell
 
 
 def test_a_loss_that_hardly_falls_makes_no_suggestion_worth_having() -> None:

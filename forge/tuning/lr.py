@@ -69,11 +69,11 @@ class LRCurve:
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell enough for the suggestion to mean anything: by more than it moves from batch to batch."""
+        """Whether the loss fell by more than it moves from batch to batch: else the suggestion means nothing."""
         level = statistics.fmean(self.losses[: len(self.losses) // 4 + 1])
         steps = [abs(after - before) for before, after in itertools.pairwise(self.losses)]
         noise = statistics.median(steps) if steps else 0.0  # a fall or a blow-up is a few large steps
-        return level - min(self.smoothed[self._first :]) > max(HARDLY * abs(level), 2.5 * noise)
+        return level - min(self.smoothed[self._first :]) > max(HARDLY * abs(level), 3 * noise)
 
     @property
     def _first(self) -> int:

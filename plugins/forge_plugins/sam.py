@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +97,10 @@ class SAM(forge.Plugin):
     def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
         """Put the gradient at the end of the climb into `.grad`; weights and statistics are as before."""
         below = step.loss
-        held: list[Any] = [*climbing, *(owner[name] for owner, name in self._statistics)]
-        copies = copied(held)
-        try:
+        with held([*climbing, *(owner[name] for owner, name in self._statistics)]):
             self._climb(climbing)
             drop_gradients(step.optimizer)
             step.run_window(record=False, replay=True)
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(held, copies)
         if below is not None and step.loss is not None:
             step.record("sharpness" if step.name is None else f"sharpness/{step.name}", step.loss - below)
 
@@ -125,9 +121,19 @@ class SAM(forge.Plugin):
         torch._foreach_add_(weights, gradients)
 
 
-@torch.no_grad()
-def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in the same layout, made by one kernel where there is one."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
+@contextmanager
+def held(tensors: list[Any]) -> Iterator[None]:
+    """Whatever happens meanwhile, these tensors have the same bits afterwards; one kernel for all of a dtype."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor)
+    copies = {dtype: [torch.empty_like(tensor) for tensor in group] for dtype, group in alike.items()}
+    with torch.no_grad():
+        for dtype, group in alike.items():
+            torch._foreach_copy_(copies[dtype], group)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for dtype, group in alike.items():
+                torch._foreach_copy_(group, copies[dtype])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from forge_plugins._modules import as_list, chosen, listed
 from forge_plugins.compile import report
 from forge_plugins.compile.comparison import compare
 from forge_plugins.compile.generations import Generations
-from forge_plugins.compile.regions import Regions
+from forge_plugins.compile.regions import Regions, looking_at_parameters
 from forge_plugins.compile.toolchain import check_backend
 from forge_plugins.compile.watch import Watch
 
@@ -99,6 +100,7 @@ class Compile(forge.Plugin):
         self._growing = 0
         self._warned: set[str] = set()
         self._compared: set[str | None] = set()
+        self._flags = ExitStack()
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ class Compile(forge.Plugin):
         patterns = as_list(self.config.blocks)
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
+        self._flags.enter_context(looking_at_parameters())
         self._regions.install(self._options)
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
@@ -170,6 +173,7 @@ class Compile(forge.Plugin):
         finally:
             self._regions.remove()
             self._shell._compiled_call_impl = None
+            self._flags.close()
             torch.compiler.reset()  # graphs, their memory and torch's count of recompiles were this run's
             self._begin()
 

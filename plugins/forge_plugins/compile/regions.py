@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -71,7 +71,6 @@ class Region:
 
     def __init__(self, name: str, module: nn.Module, functions: Functions, alike: int):
         self.name, self.module, self.functions, self.alike = name, module, functions, alike
-        self._parameters = list(module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -83,7 +82,7 @@ class Region:
         module, self.called = self.module, True
         forward = _own_forward(module)
         words = self._words(args, kwargs)
-        key = (self.alike, forward, module.training, self._trained(), *words)
+        key = (self.alike, forward, module.training, torch.is_grad_enabled(), *words)
         function = self.functions.made.get(key)
         if function is None:
             function = self.functions.make(key, self._title(*words), forward)
@@ -98,10 +97,6 @@ class Region:
         after = graphs_so_far()
         function.graphs = after - before if after is not None and before is not None else None
         return output
-
-    def _trained(self) -> tuple[bool, ...] | None:
-        """Which parameters get a gradient. torch 2.10 does not look again: a thawed one would never be trained."""
-        return tuple([p.requires_grad for p in self._parameters]) if torch.is_grad_enabled() else None
 
     def _with_hooks(self, args: Any, kwargs: Any) -> Any:
         """Hooks run outside of the graph, so that one that comes later is heard, and none changes what is compiled."""
@@ -175,6 +170,23 @@ def _note(error: Exception) -> None:
         advice = "there is no working C++ compiler: install g++, or set CXX."
     advice = advice or "the compiler failed; compile.backend=aot_eager tells whether it is the code generator."
     error.add_note(f"forge: {advice}")
+
+
+LOOKS = (2, 15)
+"""The first version of torch that is known to see that a parameter's `requires_grad` has changed."""
+
+
+def looking_at_parameters() -> AbstractContextManager[Any]:
+    """What is compiled meanwhile looks at its parameters in every call.
+
+    torch before takes a parameter for what it was when it compiled: one that was frozen then, and thawed since, would
+    silently get no gradient (pytorch/pytorch#139476).
+    """
+    numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    flag = "skip_tensor_guards_with_matching_dict_tags"
+    if numbers >= LOOKS or not hasattr(torch._dynamo.config, flag):
+        return nullcontext()
+    return torch._dynamo.config.patch({flag: False})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -108,14 +108,16 @@ class Ledger(forge.Plugin):
             self._account.timers.calibrate()
             self._started = True
 
-    @forge.hookimpl
-    def forge_step_end(self, step: forge.Step) -> None:
+    @forge.hookimpl(wrapper=True)
+    def forge_step_end(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """Behind the yield everybody else has had this update's step_end, and it counts."""
+        result = yield
         account = self._account
-        if account is None or account.first is None:
-            return
-        account.update(step.data_wait)
-        if step.ends_interval:
-            self._record(step, account)
+        if account is not None and account.first is not None:
+            account.update(step.data_wait)
+            if step.ends_interval:
+                self._record(step, account)
+        return result
 
     def _record(self, step: forge.Step, account: Account) -> None:
         """What the interval came to, for every sink."""

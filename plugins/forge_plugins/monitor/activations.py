@@ -105,7 +105,7 @@ class Activations:
 
     def _see(self, name: str, module: nn.Module, values: Tensor) -> None:
         calls = self._calls.setdefault(name, _Calls())
-        self._follow(module, values)
+        self._follow(module)
         if self._draw and calls.histogram is None:
             calls.histogram = packed(values)
         if not self._count:
@@ -119,7 +119,7 @@ class Activations:
         else:
             calls.largest = torch.maximum(calls.largest, largest)
 
-    def _follow(self, module: nn.Module, values: Tensor) -> None:
+    def _follow(self, module: nn.Module) -> None:
         """Which dimension holds the units: a layer says it of itself and of what comes behind it."""
         if isinstance(module, LAST):
             self._unit_dim = -1

@@ -68,7 +68,7 @@ class Saved:
 
     @contextmanager
     def _step_aside(self, error_message: str) -> Generator[None]:
-        on_top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        on_top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
         if self._entered and on_top is not None and on_top[0] == self._pack:
             self.__exit__(None, None, None)
             self.peak = None
@@ -128,9 +128,7 @@ def on_host(trainer: forge.Trainer, activations: int | None) -> Breakdown:
 def told(breakdown: Breakdown, device: str) -> str:
     """One line: the peak and its parts."""
     parts = ", ".join(f"{name} {size(number)}" for name, number in breakdown.parts().items())
-    unseen = (
-        " (activations cannot be seen inside of compiled code and torch.func)" if breakdown.activations is None else ""
-    )
+    unseen = ", activations unknown (compiled code and torch.func hide them)" if breakdown.activations is None else ""
     return f"{size(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
 
 
