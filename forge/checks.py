@@ -119,7 +119,9 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
                 "Build it from self.parameters() inside configure_optimizers, after all layers were made."
             )
         if not any(p.requires_grad for p in entry.parameters):
-            raise TaskError(f"{label} has no parameter that requires a gradient. Leave it out, or unfreeze some.")
+            if name is None or not any(p.requires_grad for p in optimizers.parameters(None)):
+                raise TaskError(f"{label} has no parameter that requires a gradient. Leave it out, or unfreeze some.")
+            warnings.warn(f"{label} has no parameter that requires a gradient: it rests until one does.", stacklevel=2)
         covered |= {id(p) for p in entry.parameters}
     orphans = {name: p for name, p in task.named_parameters() if id(p) not in covered and p.requires_grad}
     optimizers.orphans, missed = list(orphans.values()), list(orphans)

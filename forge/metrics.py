@@ -59,6 +59,20 @@ class Text:
     text: str
 
 
+def publishable(name: str, value: Any) -> Any:
+    """What sinks can take: a number, an Image, a Text or a Histogram; a tensor of one number is read."""
+    if isinstance(value, (Image, Text, Histogram)):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Real):
+        return value if isinstance(value, (int, float)) else float(value)
+    raise TaskError(
+        f"trainer.publish got {name!r} as a {type(value).__name__}; it takes numbers, forge.Image, forge.Text and "
+        "forge.Histogram."
+    )
+
+
 def is_diagnostic(name: str, plugins: Collection[str]) -> bool:
     """Whether a metric is one of the many that a plugin files under its own name, `monitor/...`: for drawing and
     looking up, not for a line on the screen."""

@@ -79,10 +79,10 @@ def _called_at(trainer: Trainer, error: BaseException) -> str:
         file, me = frame.f_code.co_filename, frame.f_locals.get("self")
         if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
             continue  # it stands between the caller and the operation, whoever wrote it
-        if file.startswith(FORGE):
-            line = ""  # what came before it only called the Trainer
-        elif not file.startswith(LIBRARIES):
+        if not file.startswith(LIBRARIES):
             line = f"{_near(file)}:{number}"
+        elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
+            line = ""  # what came before it only called the Trainer, or began the backward pass
         if id(me) in names:
             module = f", in the module {names[id(me)]} ({type(me).__name__})"
     return f"It was called at {line}{module}." if line else ""

@@ -179,7 +179,11 @@ class Stack:
                     )
             for other in plugin.conflicts:
                 if other in there and there[other] != plugin.name:
-                    raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}. Remove one of them.")
+                    brings = "" if there[other] == other else f", which brings {other!r}"
+                    raise StackError(
+                        f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. Remove one of them"
+                        f"{', or set it so that it does without' if brings else ''}."
+                    )
 
 
 def make_plugins(given: Any) -> list[Plugin]:

@@ -87,7 +87,7 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle of a task takes no running Trainer with it."""
-        return {**self.__dict__, "trainer": None}
+        return {**super().__getstate__(), "trainer": None}
 
     @classmethod
     def from_checkpoint(

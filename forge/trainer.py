@@ -36,7 +36,7 @@ from forge.data.feed import Feed, batch_size, count_samples
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
 from forge.errors import ForgeError, StackError, did_you_mean
-from forge.metrics import Means, PendingMeans
+from forge.metrics import Means, PendingMeans, publishable
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
 from forge.progress import Interval, Progress
@@ -263,7 +263,7 @@ class Trainer:
 
         For what is made once or at an interval; a number of every update goes through `step.record`.
         """
-        self._publish(self.progress.update, dict(metrics))
+        self._publish(self.progress.update, {name: publishable(name, value) for name, value in metrics.items()})
 
     # -- requests, for plugins and tasks ------------------------------------------------------------------------------
 
@@ -366,7 +366,8 @@ class Trainer:
         """Several optimizers: each trains its own parameters on the same window, in order."""
         for name in self.optimizers:
             assert name is not None
-            if self.task.takes_turn(name, step.index):
+            rests = not any(p.requires_grad for p in self.optimizers.parameters(name))
+            if not rests and self.task.takes_turn(name, step.index):
                 step.begin_turn(name)
                 with self.optimizers.only(name):
                     self.hooks.forge_train_step(step)
@@ -443,6 +444,9 @@ class Trainer:
         request = self.requests.grant("rewind")
         for kind in ("checkpoint", "validation"):
             self.requests.grant(kind)
+        stop = self.requests.open.get("stop")
+        if stop is not None and stop.asker in self.stack:  # a signal's holds
+            self.requests.grant("stop")
         self._late_log = None
         checkpoint = resumption.newest(self)
         self.left_out |= self._leave_out_next

@@ -167,7 +167,6 @@ def test_the_order_of_a_stack_makes_no_difference(
     assert ours == pytest.approx(theirs, rel=0, abs=0, nan_ok=True)
 
 
-
 @pytest.mark.parametrize("blocks", [None, ["net"]], ids=["whole", "blocks"])
 @given(stack=stacks())
 @settings(max_examples=25 if PROFILE == "full" else 3)

@@ -19,6 +19,8 @@ import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
+from tests.tasks import Classifier
+from tests.tasks import fit as task_fit
 from tests.test_resume import PowerCut, cut_at
 
 PARTS = ["net.0", "net.1", "net.4"]
@@ -599,3 +601,23 @@ def test_a_resume_that_freezes_other_parts_is_refused_by_name(tmp_path: Path) ->
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Freeze(**options)
+
+
+def test_an_optimizer_that_is_frozen_as_a_whole_rests_until_the_thaw() -> None:
+    class Two(Classifier):
+        def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().training_step(batch)
+
+        def configure_optimizers(self) -> Any:
+            first, last = self.net[0].parameters(), self.net[2].parameters()
+            return {"head": torch.optim.SGD(last, lr=0.1), "backbone": torch.optim.SGD(first, lr=0.1)}
+
+    trained: list[tuple[str, ...]] = []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        trained.append(step.updated_names)
+
+    with pytest.warns(UserWarning, match="SGD 'backbone' has no parameter that requires a gradient: it rests"):
+        task_fit(Two(), plugins=[Freeze("net.0", thaw="2 updates"), watch])
+    assert trained == [("head",), ("head",), ("head", "backbone"), ("head", "backbone")]

@@ -19,6 +19,8 @@ import forge
 from forge.errors import NonFiniteError, RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import SAM, Accumulate, Anomaly, Checkpoint, Clip, Freeze, Guard, Schedule
+from tests.tasks import Classifier
+from tests.tasks import fit as task_fit
 from tests.test_resume import PowerCut, cut_at
 
 POLICIES = ["stop", "skip", "rewind"]
@@ -461,3 +463,24 @@ def test_schedules_count_updates_not_passes() -> None:
 
     fit_tiny([SAM(), Schedule("linear"), keep], log_every=1, max_epochs=1)
     assert rates == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
+
+
+def test_buffers_of_any_name_move_in_the_first_pass_alone_also_when_they_are_replaced() -> None:
+    class Counts(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("moved", torch.zeros(8))
+            self.register_buffer("replaced", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.moved.mul_(0.9).add_(x.detach().mean(0))
+                self.replaced = 0.9 * self.replaced + x.detach().mean(0)
+            return super().forward(x)
+
+    plain, climbing = Counts(), Counts()
+    torch.manual_seed(0)
+    task_fit(plain)
+    task_fit(climbing, plugins=[SAM(0.5)])
+    assert torch.equal(climbing.moved, plain.moved)
+    assert torch.equal(climbing.replaced, plain.replaced)

@@ -658,3 +658,20 @@ def test_an_interval_gives_one_answer_from_the_first_hook_of_a_step_to_its_bound
     fit(plugins=[Asks()], max_epochs=2)
     assert all(len(set(three)) == 1 for three in answers)
     assert {True, False} == {three[0] for three in answers}
+
+
+def test_publish_reads_a_tensor_and_refuses_what_no_sink_can_take() -> None:
+    seen: dict[str, Any] = {}
+
+    @forge.on("step_end", every="4 updates")
+    def make(step: forge.Step) -> None:
+        step.trainer.publish({"tensor": torch.tensor(2.5), "numpy": np.float32(0.5)})
+        with pytest.raises(forge.TaskError, match="got 'list' as a list"):
+            step.trainer.publish({"list": [1]})
+
+    @forge.on("log")
+    def sink(metrics: dict[str, Any]) -> None:
+        seen.update(metrics)
+
+    fit(plugins=[make, sink])
+    assert (seen["tensor"], seen["numpy"]) == (2.5, 0.5)

@@ -221,6 +221,12 @@ def test_signs_count_even_of_zeros_and_however_many(kind: torch.dtype) -> None:
     assert len(seen) == 5
 
 
+@pytest.mark.parametrize("rows", [2, 3, PERIOD + 1])
+def test_whole_rows_that_change_places_count(rows: int) -> None:
+    tensor = torch.randn(rows, PERIOD, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert fingerprint(tensor.roll(1, 0))[0] != fingerprint(tensor)[0]
+
+
 def test_type_and_shape_count() -> None:
     zeros = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(0)]
     assert len({fingerprint(tensor)[0] for tensor in zeros}) == 5

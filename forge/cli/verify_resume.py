@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-import re
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.cli import show, target
+from forge.cli import lives, show, target
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -58,23 +53,8 @@ def run(args: Namespace) -> int:
         return live(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
-    if args.keep:
-        _refuse_used(Path(args.keep))
-    folder = Path(args.keep or tempfile.mkdtemp(prefix="forge-verify-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with lives.folder_for(args.keep, "verify") as folder:
         return verify(args, folder)
-    finally:
-        if not args.keep:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _refuse_used(folder: Path) -> None:
-    """What an earlier trial left would be resumed, and mistaken for this one."""
-    if folder.exists() and not folder.is_dir():
-        raise ForgeError(f"--keep: {str(folder)!r} is a file; name a new or an empty folder.")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ForgeError(f"--keep: the folder {str(folder)!r} is not empty; name a new or an empty one.")
 
 
 def live(args: Namespace) -> int:
@@ -122,19 +102,9 @@ def verify(args: Namespace, folder: Path) -> int:
 
 def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "forge", "verify-resume", *_same_target(args)]
-    command += ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
-    command += ["--kill-at", str(kill_at)] if kill_at is not None else []
-    done = subprocess.run(command, capture_output=True, text=True)
-    expected = -signal.SIGKILL if kill_at is not None else 0
-    if done.returncode != expected:
-        said = re.sub("^error: ", "", (done.stderr or done.stdout).strip(), flags=re.MULTILINE)
-        raise ForgeError(f"This run ended with exit code {done.returncode}:\n{said}")
-
-
-def _same_target(args: Namespace) -> list[str]:
-    named = [("--recipe", args.recipe), ("--data", args.data), *(("-p", name) for name in args.plugins)]
-    return [args.target, *args.overrides, *(word for flag, value in named if value for word in (flag, value))]
+    words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
+    words += ["--kill-at", str(kill_at)] if kill_at is not None else []
+    lives.live("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
 
 
 def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:

@@ -98,7 +98,7 @@ class Witness(Plugin):
     @hookimpl
     def forge_inspect_grads(self, step: Step) -> None:
         known = {name: p.grad for name, p in step.trainer.task.named_parameters() if p.grad is not None}
-        for name in known:
+        for name in [*self.arrived, *(name for name in known if name not in self.arrived)]:
             if name in known:
                 self.note("gradient", name, known[name])
 

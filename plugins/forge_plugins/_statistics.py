@@ -1,10 +1,10 @@
-"""Modules that keep statistics of what passes through them: what `freeze` and `sam` must hold still."""
+"""Modules that keep statistics of what passes through them: what `freeze` must hold still."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 
 def with_statistics(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -12,13 +12,3 @@ def with_statistics(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in task.named_modules():
         if any(key.startswith("running_") and buffer is not None for key, buffer in module._buffers.items()):
             yield name, module
-
-
-def statistics(task: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Where those statistics are; a module may put another tensor in the place of a buffer, so it is looked up."""
-    return [
-        (module._buffers, key)
-        for _, module in with_statistics(task)
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 import forge
 from forge.errors import RecipeError, StackError
 from forge.optimizers import drop_gradients
-from forge_plugins._statistics import statistics
+from forge_plugins._finite import moving_buffers
 
 TINY = 1e-12
 """Added to the gradient's norm, as in the authors' code: a gradient of 0 climbs nowhere."""
@@ -34,7 +34,7 @@ class SAM(forge.Plugin):
     The base optimizer, schedules, accumulation (the whole window is climbed), clipping and guarding work as ever, on
     the gradient that is used. With several optimizers each climbs with its own parameters in its own turn. Loss and
     metrics in the log are the first pass's, at the weights themselves; `sharpness` is how much the loss rises by the
-    climb. BatchNorm learns its statistics in the first pass alone.
+    climb. BatchNorm, and whatever else moves buffers in a forward, does so in the first pass alone.
 
     An update costs two forwards and backwards, and memory for one more copy of the trained parameters. Nothing is read
     from the device. Gradients are made true (unscaled, reduced by hand) after each of the two passes. It does not work
@@ -53,7 +53,7 @@ class SAM(forge.Plugin):
         adaptive: bool = False
         "Climb with each weight in proportion to its size (ASAM)."
         freeze_norm: bool = True
-        "Keep the second pass out of running statistics, such as BatchNorm's."
+        "Keep the second pass out of buffers that a forward moves, such as BatchNorm's statistics."
 
     config: Config
     conflicts = ("grad_scaler",)
@@ -63,7 +63,7 @@ class SAM(forge.Plugin):
         super().__init__(*first, **values)
         if not 0 < self.config.rho < math.inf:
             raise RecipeError(f"sam.rho is {self.config.rho:g}; it must be a number above 0.")
-        self._statistics: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -76,7 +76,7 @@ class SAM(forge.Plugin):
                     f"sam cannot train with {kind}, which runs the window by itself as often as it likes, where sam "
                     "runs it exactly twice. Use another optimizer, or leave sam out."
                 )
-        self._statistics = statistics(trainer.task) if self.config.freeze_norm else []
+        self._buffers = moving_buffers(trainer.task) if self.config.freeze_norm else []
 
     @forge.hookimpl
     def forge_train_step(self, step: forge.Step) -> bool:
@@ -92,15 +92,20 @@ class SAM(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        self._statistics = []
+        self._buffers = []
 
     def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
-        """Put the gradient at the end of the climb into `.grad`; weights and statistics are as before."""
+        """Put the gradient at the end of the climb into `.grad`; weights and buffers are as before."""
         below = step.loss
-        with held([*climbing, *(owner[name] for owner, name in self._statistics)]):
-            self._climb(climbing)
-            drop_gradients(step.optimizer)
-            step.run_window(record=False, replay=True)
+        buffers: list[Any] = [owner[name] for owner, name in self._buffers]
+        try:
+            with held([*climbing, *buffers]):
+                self._climb(climbing)
+                drop_gradients(step.optimizer)
+                step.run_window(record=False, replay=True)
+        finally:
+            for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
+                owner[name] = buffer  # a forward may have put another tensor in its place
         if below is not None and step.loss is not None:
             step.record("sharpness" if step.name is None else f"sharpness/{step.name}", step.loss - below)
 

@@ -34,7 +34,7 @@ class Difference:
     relative: float
 
     def __str__(self) -> str:
-        return f"{self.absolute:.3g} in {self.name}, {self.relative:.3g} of its largest entry"
+        return f"{self.absolute:.3g} in {self.name}, {self.relative:.3g} of its size"
 
 
 @dataclass(frozen=True, slots=True)

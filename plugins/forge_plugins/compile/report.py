@@ -22,7 +22,8 @@ def summary(watch: Watch, told: tuple[int, int, int]) -> tuple[int, str]:
     level = logging.WARNING if details else logging.INFO
     new = watch.recompiles[told[2] :]
     details += dict.fromkeys(f"{again.function} was compiled again: {_why(again)}" for again in new)
-    return level, f"compile: {graphs}{ops}, {breaks}, {again}.{_lines(details)}"
+    took = f", in {watch.seconds:.1f} s" if watch.seconds else ""
+    return level, f"compile: {graphs}{ops}, {breaks}, {again}{took}.{_lines(details)}"
 
 
 def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:

@@ -64,6 +64,8 @@ class Watch:
     "Graphs that were compiled; None where torch does not say."
     ops: int = 0
     "Operations in all of them."
+    seconds: float = 0.0
+    "How long compiling took, as far as torch says."
     breaks: dict[str, str] = field(default_factory=dict)
     "Where a graph had to end before the function did: file:line, and the reason."
     recompiles: list[Recompile] = field(default_factory=list)
@@ -93,8 +95,10 @@ class Watch:
         for reason in new:
             self.breaks.setdefault(place(reason.user_stack), because(reason.reason))
         for frame in self._new_frames():
-            self._name(frame)
-            self._read(frame)
+            self.seconds += (getattr(frame, "duration_us", None) or 0) / 1e6
+            if getattr(frame, "is_forward", True) is not False:
+                self._name(frame)
+                self._read(frame)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -174,14 +178,14 @@ def _break_reasons() -> list[Any]:
 
 
 def _frames() -> list[Any]:
-    """The last frames that torch compiled or tried to, forward only."""
+    """The last frames that torch compiled or tried to, forward and backward."""
     if "torch._dynamo" not in sys.modules:
         return []
     try:
         from torch._dynamo.utils import get_compilation_metrics
     except ImportError:
         return []
-    return [frame for frame in get_compilation_metrics() if getattr(frame, "is_forward", True) is not False]
+    return list(get_compilation_metrics())
 
 
 def why_disabled() -> str | None:

@@ -27,7 +27,7 @@ class Remat(forge.Plugin):
     What a block was given is kept, and what it computes is not; when backward comes to it, it runs once more, with the
     same random numbers and under the same autocast. Weights, metrics and buffers end up bit for bit as without it:
     BatchNorm counts a batch once. A block that does anything else than compute, such as counting its calls in a Python
-    attribute, does it twice.
+    attribute, does it twice, and so do hooks on the modules in it.
 
     `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a list such as
     `encoder.layers` stands for what is in it. Without it, the repeated blocks are chosen: modules of one class, with

@@ -43,10 +43,10 @@ def summary(
     total: Summary, times: list[float], items: str | None, peak: float | None, breakdown: Breakdown | None
 ) -> str:
     """One line about the whole run."""
-    rates = [f"{total.rate(total.samples):,.4g} samples/s"]
+    rates = [f"{rate(total.rate(total.samples))} samples/s"]
     if items is not None:
-        rates.append(f"{float(total.rate(total.items)):,.4g} {items}/s")
-    parts = [", ".join(rates), f"{milliseconds(percentile(times, 0.5))} per update ({_slowest(times)})"]
+        rates.append(f"{rate(float(total.rate(total.items)))} {items}/s")
+    parts = [", ".join(rates), f"{duration(percentile(times, 0.5))} per update ({_slowest(times)})"]
     parts.append(f"{total.wait_share:.1%} of it waiting for data")
     speed = total.flops_per_second
     if speed is not None:
@@ -57,11 +57,15 @@ def summary(
 
 
 def _slowest(times: list[float]) -> str:
-    return f"95% within {milliseconds(percentile(times, 0.95))}, slowest {milliseconds(times[-1])}"
+    return f"95% within {duration(percentile(times, 0.95))}, slowest {duration(times[-1])}"
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms"
+def rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def scaled(number: float) -> str:
