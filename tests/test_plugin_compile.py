@@ -18,7 +18,7 @@ from forge.errors import RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Compile, Remat
 from forge_plugins.compile import watch
-from forge_plugins.compile.comparison import furthest
+from forge_plugins.compile.difference import furthest
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.watch import Recompile
 from tests import reference
@@ -555,7 +555,8 @@ def test_a_loss_without_gradient_is_refused_as_ever() -> None:
         ({"a": [1.0, 2.5], "b": [0.0]}, {"a": [1.0, 2.0], "b": [0.0]}, "a", 0.25),
         ({"a": [float("nan")]}, {"a": [float("nan")]}, "a", 0.0),
         ({"a": [float("nan")]}, {"a": [1.0]}, "a", float("inf")),
-        ({"a": [1.0]}, {"a": [1.0], "b": [1.0]}, "b", float("inf")),
+        ({"a": [1.0]}, {"a": [1.0], "b": [1.0]}, "b", 1.0),
+        ({"a": [1.0, 1.0]}, {"a": [1.0]}, "a", float("inf")),
         ({"a": [1e-3]}, {"a": [0.0]}, "a", float("inf")),
         # a gradient that should be 0 is noise in both: it is held against the others
         (

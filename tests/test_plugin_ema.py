@@ -366,6 +366,38 @@ def test_before_the_start_the_trained_weights_are_evaluated(caplog: pytest.LogCa
     assert "ema: the averaged weights are evaluated from update 10 on" in caplog.text
 
 
+class Replacing(TinyTask):
+    """Puts another tensor in the place of its buffer at every forward of an evaluation, and of training if asked."""
+
+    calls: Tensor
+
+    def __init__(self, in_training: bool) -> None:
+        super().__init__()
+        self.in_training = in_training
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_training or not self.training:
+            self.calls = self.calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+@pytest.mark.parametrize("start", [0, 7])
+def test_a_buffer_that_an_evaluation_replaces_is_put_back(tmp_path: Path, in_training: bool, start: int) -> None:
+    task, plain = Replacing(in_training), Replacing(in_training)
+    memory, plugin = task.calls, EMA(0.9, start=start, buffers="average")
+    fit_tiny([plugin], task=task, run_dir=tmp_path)
+    fit_tiny([], task=plain)
+    assert_same_weights(parameters(task), parameters(plain))
+    unseen = 5 if start else 0  # the validation before the average began is one of the trained weights
+    assert task.calls.item() == (10 if in_training else 0) + unseen
+    assert (task.calls is memory) == (not in_training and not start)
+    fresh = Replacing(in_training)
+    plugin.apply_to(fresh)
+    assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_in_the_evaluation_leaves_the_trained_weights(error: type[BaseException]) -> None:
     class Breaks(TinyTask):
@@ -482,6 +514,52 @@ def test_apply_to_gives_the_average_to_any_task_that_fits() -> None:
     )
     with pytest.raises(forge.TaskError, match=r"Linear has no net\.0\.weight of the shape"):
         plugin.apply_to(other)
+
+
+class Marked(Thawing):
+    """Has a frozen layer, a buffer that is no float, and one that is not saved."""
+
+    steps: Tensor
+    scratch: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps += 1
+        self.scratch += 1
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+def test_apply_to_another_task_gives_it_what_the_run_exports(tmp_path: Path, buffers: Any) -> None:
+    plugin, task, fresh = EMA(0.9, buffers=buffers), Marked(), Marked()
+    with torch.no_grad():
+        task.get_parameter("net.0.weight").add_(5.0)
+    fit_tiny([plugin], task=task, run_dir=tmp_path)
+    trained = copy.deepcopy(task)
+    plugin.apply_to(fresh)
+    assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
+    assert torch.equal(fresh.scratch, torch.zeros(3))
+    assert_same_weights(task, trained)
+    plugin.apply_to(task)
+    assert_same_weights(task, fresh)
+
+
+def test_apply_to_a_task_whose_frozen_part_is_another_changes_nothing() -> None:
+    class Wider(TinyTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+    plugin, other = EMA(0.9), Wider()
+    fit_tiny([plugin], task=Marked())
+    before = copy.deepcopy(other)
+    with pytest.raises(forge.TaskError, match=r"Wider has no steps of the shape that was fitted: it is another task"):
+        plugin.apply_to(other)
+    assert_same_weights(other, before)
 
 
 def test_outside_a_fit_nothing_is_swapped_and_the_last_average_is_kept() -> None:

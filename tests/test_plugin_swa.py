@@ -392,6 +392,62 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     assert not torch.equal(task.seen[-1]["net.1.running_mean"], task.state_dict()["net.1.running_mean"])
 
 
+class Unsaved(TinyTask):
+    """Leaves BatchNorm's statistics out of what is saved; remembers those that each validation used."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def state_dict(self, *words: Any, **options: Any) -> Any:
+        state = super().state_dict(*words, **options)
+        return {name: tensor for name, tensor in state.items() if not name.startswith("net.1.")}
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        self.seen.append({name: tensor.clone() for name, tensor in self.named_buffers()})
+        return {}
+
+
+def test_statistics_that_are_not_saved_are_estimated_and_put_back(tmp_path: Path) -> None:
+    task, plain, saved = Unsaved(), TinyTask(dropout=0.0), Watched(dropout=0.0)
+    fit_tiny([SWA(0)], task=task, validate_every="3 updates", run_dir=tmp_path)
+    fit_tiny([], task=plain)
+    fit_tiny([SWA(0)], task=saved, validate_every="3 updates")
+    assert_same_weights(dict(task.named_buffers()), dict(plain.named_buffers()))
+    assert_same_weights(parameters(task), parameters(plain))
+    assert len(task.seen) == len(saved.seen) > 2
+    for ours, theirs in zip(task.seen[1:], saved.seen[1:], strict=True):  # at update 3 there is no average
+        for name in STATISTICS:
+            assert torch.equal(ours[name], theirs[name])
+    assert not [name for name in load_file(tmp_path / "weights.safetensors") if "running" in name]
+
+
+class Replacing(TinyTask):
+    """Puts other tensors in the place of its buffers at every forward of an evaluation."""
+
+    level: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.level, self.calls = self.level + 1, self.calls + 1
+        return super().forward(x)
+
+
+def test_buffers_that_an_evaluation_replaces_are_put_back(tmp_path: Path) -> None:
+    task, plain, plugin = Replacing(), Replacing(), SWA(7, every="1 updates")
+    fit_tiny([plugin], task=task, validate_every="2 updates", run_dir=tmp_path)
+    fit_tiny([], task=plain, validate_every="2 updates")
+    assert_same_weights(parameters(task), parameters(plain))
+    assert torch.equal(task.calls, plain.calls)
+    assert plugin._estimated
+
+
 def test_a_training_step_that_asks_for_gradients_is_estimated_too() -> None:
     class Penalty(Watched):
         def training_step(self, batch: Any) -> Any:
@@ -507,7 +563,43 @@ def test_a_stream_that_keeps_its_place_is_read_again_only_at_the_end(
     assert_same_weights({n: estimated[n] for n in parameters(other)}, parameters(other))
 
 
-def test_a_loader_without_a_length_needs_a_number_of_batches() -> None:
+class OwnShuffle:
+    """A loader with a generator of its own: another order each time it is read."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = tiny_batches()
+        return iter([batches[i] for i in torch.randperm(len(batches), generator=self.generator).tolist()])
+
+    def __len__(self) -> int:
+        return len(tiny_batches())
+
+
+@pytest.mark.parametrize("every", ["2 updates", "1 epoch"])
+@pytest.mark.parametrize("allow_inexact", [True, False])
+def test_a_loader_that_draws_its_order_is_read_again_only_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: str, allow_inexact: bool
+) -> None:
+    def fit(plugins: list[Any], **options: Any) -> forge.TaskModule:
+        options |= {"validate_every": every, "allow_inexact": allow_inexact}
+        return fit_tiny(plugins, train=OwnShuffle(), max_epochs=3, **options)[0]
+
+    plugin = SWA(0, every="2 updates")
+    assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
+    assert caplog.text.count("this loader may give another order each time it is read") == 1
+    assert plugin._estimated
+
+
+def test_a_list_of_batches_is_estimated_between(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = SWA(0, every="2 updates")
+    fit_tiny([plugin], validate_every="2 updates")
+    assert plugin._estimated
+    assert "not estimated anew" not in caplog.text
+
+
+def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> None:
     class Stream:
         def __iter__(self) -> Iterator[Any]:
             return iter(tiny_batches())
@@ -515,7 +607,7 @@ def test_a_loader_without_a_length_needs_a_number_of_batches() -> None:
     with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads the training data.*swa\.update_bn=200"):
         fit_tiny([SWA(0)], train=Stream())
     plugin = SWA(0, update_bn=3)
-    fit_tiny([plugin], train=Stream())
+    fit_tiny([plugin], train=Stream(), run_dir=tmp_path)
     assert plugin._estimated
 
 

@@ -77,23 +77,25 @@ class Average:
         if not self.count:
             yield
             return
+        buffers = self._live_buffers()
         held = [tensor.detach().clone() for tensor in self._live()]
         try:
             self._put(list(self.tensors.values()))
             yield
         finally:
+            for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
+                owner[name] = buffer  # a forward may have put another one there
             self._put(held)
 
     def copy_to(self, task: nn.Module) -> None:
-        """Give another task, or this one, the averaged weights for good."""
-        there: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
-        odd = [name for name, tensor in self.tensors.items() if getattr(there.get(name), "shape", None) != tensor.shape]
+        """Give this task the averaged weights for good, or another one these and all else that is saved with this."""
+        given = self.tensors if task is self.task else {**self.tensors, **self._not_averaged()}
+        there = _tensors(task)
+        odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
         if odd:
-            raise TaskError(
-                f"{type(task).__name__} has no {odd[0]} of the shape that was averaged: it is another task."
-            )
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
+            raise TaskError(f"{type(task).__name__} has no {odd[0]} of the shape that was fitted: it is another task.")
+        with torch.inference_mode():  # as in _put
+            for name, tensor in given.items():
                 there[name].copy_(tensor)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -140,13 +142,18 @@ class Average:
             (n, b) for n, b in self.task.named_buffers() if n in saved and (b.is_floating_point() or b.is_complex())
         )
 
+    def _not_averaged(self) -> dict[str, Tensor]:
+        """The frozen parameters and the saved buffers that stay as training has them."""
+        saved = {name for name, _ in self.task.named_parameters()} | self.task.state_dict().keys()
+        return {n: tensor for n, tensor in _tensors(self.task).items() if n in saved and n not in self.tensors}
+
     def _live_buffers(self) -> list[Any]:
         return [owner[name] for owner, name in self._buffers]
 
     def _live(self) -> list[Tensor]:
         return [*self._parameters, *self._live_buffers()]
 
-    @torch.no_grad()
+    @torch.inference_mode()  # only so can a buffer be written that a forward replaced in an evaluation
     def _put(self, values: list[Tensor]) -> None:
         torch._foreach_copy_(self._live(), values)
 
@@ -170,7 +177,10 @@ class Averaging(forge.Plugin):
         self._start, self._told = 0, False
 
     def apply_to(self, task: nn.Module) -> None:
-        """Give a task the averaged weights of the last fit, for good; the fit itself leaves it the trained ones."""
+        """Give a task the averaged weights of the last fit, for good; the fit itself leaves it the trained ones.
+
+        Another task than the fitted one also gets what is not averaged: frozen parameters, and buffers.
+        """
         if not self._average.count:
             raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
         self._average.copy_to(task)
@@ -261,6 +271,10 @@ def _copied(tensor: Tensor) -> Tensor:
     """A copy in the same layout, wide enough to average in."""
     low = tensor.is_floating_point() and tensor.itemsize < 4
     return tensor.detach().to(torch.float32 if low else tensor.dtype, copy=True)
+
+
+def _tensors(task: nn.Module) -> dict[str, Tensor]:
+    return {**dict(task.named_parameters()), **dict(task.named_buffers())}
 
 
 def _owner(task: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
-from forge.data.adopt import shares_badly
+from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import set_epoch
 from forge.data.seeds import seeded
 
@@ -31,14 +31,19 @@ def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
 def unreadable(trainer: forge.Trainer, over: bool) -> str | None:
     """Why the training data cannot be read a second time now, or None; once training is over, nothing is in the way."""
     loader, step = trainer.loaders["train"][None], trainer.step
-    if over or step is None:
+    if over:
         return None
     if shares_badly(loader):
         return f"{type(loader).__name__} keeps its place, which a second pass would move."
+    if resumable_reason(loader) is not None:
+        return (
+            "this loader may give another order each time it is read. Use forge.data.Loader, forge.data.TensorLoader "
+            "or a torch DataLoader."
+        )
     inner = loader
     while hasattr(inner, "loader"):
         inner = inner.loader
-    if getattr(inner, "persistent_workers", False) and not step.ends_epoch:
+    if getattr(inner, "persistent_workers", False) and step is not None and not step.ends_epoch:
         return (
             "persistent workers serve one pass at a time. Validate at ends of epochs, or set persistent_workers=False."
         )
@@ -82,7 +87,7 @@ def kept_buffers(task: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
+        with torch.inference_mode():  # a buffer that a forward replaced in an evaluation can be written only so
             for (owner, name, buffer), value in zip(places, held, strict=True):
                 owner[name] = buffer.copy_(value)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -21,7 +21,7 @@ from forge.data.feed import length_of
 from forge.data.seeds import mix
 from forge.errors import ForgeError, RecipeError, StackError
 from forge_plugins._average import Averaging, check_length, updates_of
-from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
+from forge_plugins._batch_statistics import batch_norms, estimate, kept_buffers, unreadable
 
 logger = logging.getLogger("forge")
 
@@ -36,8 +36,9 @@ class SWA(Averaging):
     BatchNorm's statistics belong to the weights they were made with, so before an average is evaluated or exported they
     are estimated anew: `training_step` runs once over the training data, without a backward. Random numbers, metrics,
     modes, buffers and the training loader's place are put back after. Where the loader cannot be read a second time
-    just then (persistent workers in the middle of an epoch, a stream that keeps its place) the mean of the statistics
-    serves, and a warning says so; at the run's end it can be. Without BatchNorm there is nothing to do.
+    just then (persistent workers in the middle of an epoch, a stream that keeps its place, a loader of your own whose
+    order may be another each time) the mean of the statistics serves, and a warning says so; at the run's end it can
+    be. Without BatchNorm there is nothing to do.
 
     Training is not touched but for `lr`, bit for bit. The average is copied into the memory of the weights for
     validation inside a fit and for RUN/weights.safetensors; they are put back after, even after an error. The task
@@ -144,8 +145,8 @@ class SWA(Averaging):
 
     @contextmanager
     def in_place(self, trainer: forge.Trainer, over: bool = False) -> Iterator[None]:
-        with self._average.in_place():
-            modules = batch_norms(trainer.task)
+        modules = batch_norms(trainer.task)
+        with self._average.in_place(), kept_buffers(nn.ModuleList(modules)):
             if self.config.update_bn and modules and not self._estimated:
                 reason = unreadable(trainer, over) or self._estimate(trainer, modules)
                 if reason is not None:
@@ -166,8 +167,10 @@ class SWA(Averaging):
         with torch.no_grad():
             for buffer, value in found:
                 buffer.copy_(value)
-                self._average.tensors[names[id(buffer)]].copy_(value)
-        self._estimated = True
+                average = self._average.tensors.get(names[id(buffer)])
+                if average is not None:
+                    average.copy_(value)
+        self._estimated = all(names[id(buffer)] in self._average.tensors for buffer, _ in found)
         took = time.perf_counter() - began
         level = logging.INFO if took > 1 else logging.DEBUG
         logger.log(level, "%s: BatchNorm's statistics estimated from %d batches in %.1f s", self.name, seen, took)

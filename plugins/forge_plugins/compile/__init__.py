@@ -52,7 +52,7 @@ class Compile(forge.Plugin):
     operation is decomposed on the way. `compare` runs the first batch both ways before training, in training mode, with
     the same random numbers, and reports the largest difference of loss and gradients; where it is too large, the first
     module that differs by itself is named. Too large is more than 0.001 of a tensor's largest entry where all is
-    float32, 0.01 with float16 or TF32, 0.05 with bfloat16. It leaves no trace in the run, and costs another compilation.
+    float32, 0.01 with float16 or TF32, 0.05 with bfloat16. It leaves no trace in the run, and costs a compilation more.
 
     Hooks on a module that is compiled run outside of its graph; those on modules inside of it become part of the graph,
     and torch may not see one that comes later.
@@ -128,10 +128,10 @@ class Compile(forge.Plugin):
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
         self._flags.enter_context(looking_at_parameters())
-        self._regions.install(self._options)
+        self._watch = Watch()
+        self._regions.install(self._options, after=self._watch.look)  # torch keeps its accounts for a while only
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
-        self._watch = Watch()
         if patterns:
             logger.info("compile: each for itself: %s.", listed(modules))
 

@@ -41,6 +41,8 @@ class Functions:
     """
 
     options: Mapping[str, Any]
+    after: Callable[[], None] | None = None
+    "Called when one may have been compiled."
     made: dict[tuple[Any, ...], Function] = field(default_factory=dict)
 
     def make(self, key: tuple[Any, ...], name: str, forward: Callable[..., Any]) -> Function:
@@ -96,6 +98,8 @@ class Region:
             raise
         after = graphs_so_far()
         function.graphs = after - before if after is not None and before is not None else None
+        if self.functions.after is not None:
+            self.functions.after()
         return output
 
     def _with_hooks(self, args: Any, kwargs: Any) -> Any:
@@ -200,9 +204,9 @@ class Regions:
         self._modules, self.whole = modules, whole
         self.all: list[Region] = []
 
-    def install(self, options: Mapping[str, Any]) -> None:
-        """Compile, lazily: torch compiles at the first call."""
-        functions, signatures = Functions(options), {}
+    def install(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> None:
+        """Compile, lazily: torch compiles at the first call, and `after` is called then."""
+        functions, signatures = Functions(options, after), {}
         self.all = []
         for name, module in self._modules.items():
             alike = signatures.setdefault(_signature(module), len(signatures))
