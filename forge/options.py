@@ -23,6 +23,8 @@ from typing import Any, Literal
 from forge.errors import RecipeError, did_you_mean
 
 REQUIRED: Any = inspect.Parameter.empty
+INTERVALS = (".every", ".thaw", ".after", ".start")
+"""How options end that are intervals, where they take text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
     result = _try_convert(value, kind)
     if result is _NO:
         raise RecipeError(
-            f"{where} is {value!r} ({type(value).__name__}), but it takes {type_name(kind)}.{_hint(value, kind)}"
+            f"{where} is {value!r} ({type(value).__name__}), but it takes {type_name(kind)}.{_hint(value, kind, where)}"
         )
     return result
 
@@ -196,11 +198,15 @@ def _convert_items(values: Sequence[Any], base: Any, args: tuple[Any, ...]) -> A
     return tuple(items) if base is tuple else items
 
 
-def _hint(value: Any, kind: Any) -> str:
+def _hint(value: Any, kind: Any, where: str) -> str:
     """A near miss deserves its own sentence."""
     choices = [a for a in typing.get_args(kind) if isinstance(a, str)] if typing.get_origin(kind) is Literal else []
     if isinstance(value, str) and choices:
         return did_you_mean(value, choices)
     if isinstance(value, str) and kind in (int, float):
         return " Write it without quotes." if value.replace(".", "", 1).isdigit() else ""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    option = where.partition(" (")[0]  # without where it was written
+    if type(value) is int and str in kinds and option.endswith(INTERVALS):
+        return " An interval has a unit: '2 updates', '1 epoch'."
     return ""

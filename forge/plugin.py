@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,6 +48,11 @@ class Plugin:
     Subclasses may define a nested dataclass `Config`, the declarations below, and methods named after hooks (see
     :mod:`forge.hooks`) marked with `@forge.hookimpl`. One instance drops a hook of its class by `self.<hook> = None`
     in `__init__`; ownership and `provides` are per instance.
+
+    Where "remove one of them" is not the best there is to say about a conflict, `conflicts` is a mapping of each thing
+    to a sentence that names the fix, which the refusal then ends with::
+
+        conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
     """
 
     Config: ClassVar[type[Any]] = NoOptions
@@ -57,8 +62,8 @@ class Plugin:
     """What this plugin does to a run; two plugins that provide the same thing are refused."""
     requires: tuple[str, ...] = ()
     """Names, or things provided, that must be in the stack too."""
-    conflicts: tuple[str, ...] = ()
-    """Names, or things provided, that cannot be in the same stack."""
+    conflicts: tuple[str, ...] | Mapping[str, str] = ()
+    """Names, or things provided, that cannot be in the same stack; a mapping says of each what to do instead."""
     before: tuple[str, ...] = ()
     """Stand before (outside of) these in the stack, when they are there."""
     after: tuple[str, ...] = ()

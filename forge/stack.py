@@ -180,10 +180,10 @@ class Stack:
             for other in plugin.conflicts:
                 if other in there and there[other] != plugin.name:
                     brings = "" if there[other] == other else f", which brings {other!r}"
-                    raise StackError(
-                        f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. Remove one of them"
-                        f"{', or set it so that it does without' if brings else ''}."
-                    )
+                    instead = f"Remove one of them{', or set it so that it does without' if brings else ''}."
+                    if isinstance(plugin.conflicts, Mapping):
+                        instead = plugin.conflicts[other]
+                    raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. {instead}")
 
 
 def make_plugins(given: Any) -> list[Plugin]:

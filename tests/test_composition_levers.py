@@ -1,6 +1,7 @@
 """The composition law for every lever: a stack is refused by name, or equals the hand-written loop and resumes exactly.
 
-Bits are compared wherever the arithmetic is the same, which is everywhere but under torch.compile.
+Bits are compared wherever the arithmetic is the same: everywhere but under autocast inside a compiled graph, where
+torch rounds in other places; there a run must come nearer to the reference than to one without autocast.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 import forge
 from forge import registry
 from forge.errors import StackError
+from forge.state import Checkpoint
 from tests import reference
 from tests.conftest import PROFILE
 from tests.test_composition import Net, batches, loss_of, same_state, warmup_cosine
@@ -50,6 +53,8 @@ OBSERVERS: dict[str, dict[str, Any]] = {
 }
 """What only looks, guard among them: with finite numbers it changes nothing."""
 EPOCHS, SEED, MOST_UPDATES = 3, 7, 30
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 Stack = list[tuple[str, dict[str, Any]]]
 
@@ -83,13 +88,12 @@ def trained(stack: Stack, data: Any, folder: Path, task: Net, **options: Any) ->
 def by_hand(stack: Stack, net: Net, data: Any) -> reference.Outcome:
     there = dict(stack)
     window = there.get("accumulate", {}).get("window", 1)
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     total = EPOCHS * math.ceil(len(data) / window)
     schedule: Callable[[Any], Any] = lambda optimizer: warmup_cosine(optimizer, 2, total)  # noqa: E731
     levers = reference.Levers(
         window=window,
         clip_norm=0.5 if "clip" in there else None,
-        dtype=dtypes[there.get("amp", {}).get("dtype")],
+        dtype=DTYPES[there.get("amp", {}).get("dtype")],
         growth_interval=3,
         rho=0.1 if "sam" in there else None,
         decay=0.9 if "ema" in there else None,
@@ -100,6 +104,16 @@ def by_hand(stack: Stack, net: Net, data: Any) -> reference.Outcome:
     )
     epochs = 2 if "early_stop" in there else EPOCHS
     return reference.train_with_levers(net, loss_of, net.configure_optimizers(), data, epochs, levers, SEED)
+
+
+def validated(weights: dict[str, torch.Tensor], stack: Stack, optimizer: str) -> float:
+    """The loss over the validation data, of the weights that were exported, under the same autocast."""
+    net, dtype = new(optimizer), DTYPES[dict(stack).get("amp", {}).get("dtype")]
+    net.load_state_dict(weights)
+    net.eval()
+    with torch.inference_mode(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        losses = [(float(loss_of(net, batch)), len(batch[0])) for batch in batches([4, 3], seed=1)]
+    return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)
 
 
 def new(optimizer: str) -> Net:
@@ -135,11 +149,14 @@ def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_
     else:
         names = [name for name, _ in ours.named_parameters()]
         assert all(torch.equal(exported[n], a) for n, a in zip(names, expected.average, strict=True))
+    assert result.metrics["val/loss"] == pytest.approx(validated(exported, stack, optimizer), rel=1e-6)
     if dict(stack).get("amp", {}).get("dtype") == "fp16":
         assert result.metrics["amp/skipped"] == expected.skipped
 
     at = 1 + cut % result.updates
     saved = folder / "straight" / "checkpoints" / f"update-{at:08d}"
+    last = Checkpoint(folder / "straight" / "checkpoints" / f"update-{result.updates:08d}").weights()
+    assert all(torch.equal(last[name], value) for name, value in ours.state_dict().items())
     again = new(optimizer)
     trained(stack, data, folder / "resumed", again, resume=saved)
     assert same_state(again, ours)
@@ -153,10 +170,9 @@ def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_
 def test_the_order_of_a_stack_makes_no_difference(
     optimizer: str, stack: Stack, order: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if clashes(stack):
-        return
     other = list(stack)
     order.shuffle(other)
+    assume(not clashes(stack) and other != stack)
     data, folder = batches([4, 3, 4, 2]), tmp_path_factory.mktemp("runs")
     one, two = new(optimizer), new(optimizer)
     first = trained(stack, data, folder / "one", one)
@@ -168,26 +184,38 @@ def test_the_order_of_a_stack_makes_no_difference(
 
 
 @pytest.mark.parametrize("blocks", [None, ["net"]], ids=["whole", "blocks"])
-@given(stack=stacks())
-@settings(max_examples=25 if PROFILE == "full" else 3)
-def test_a_compiled_stack_equals_the_hand_written_loop(
-    blocks: Any, stack: Stack, tmp_path_factory: pytest.TempPathFactory
+@given(stack=stacks(), place=st.integers(0, 9), optimizer=st.sampled_from(["sgd", "adam"]), cut=st.integers(1, 99))
+@settings(max_examples=25 if PROFILE == "full" else 4)
+def test_a_compiled_stack_equals_the_hand_written_loop_and_resumes_exactly(
+    blocks: Any, stack: Stack, place: int, optimizer: str, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if clashes(stack):
-        return
+    assume(not clashes(stack))
     torch._dynamo.reset()
     data, folder = batches([4] * 4), tmp_path_factory.mktemp("runs")
-    ours, theirs = new("sgd"), new("sgd")
-    keys = list(ours.state_dict())
-    compiled = ("compile", {"backend": "aot_eager", **({"blocks": blocks} if blocks else {})})
-    result = trained([compiled, *stack], data, folder / "run", ours)
+    ours, theirs = new(optimizer), new(optimizer)
+    keys, flags = list(ours.state_dict()), [p.requires_grad for p in ours.parameters()]
+    compiled = list(stack)
+    compiled.insert(place, ("compile", {"backend": "aot_eager", **({"blocks": blocks} if blocks else {})}))
+    result = trained(compiled, data, folder / "run", ours)
     by_hand(stack, theirs, data)
     assert list(ours.state_dict()) == keys
+    assert [p.requires_grad for p in ours.parameters()] == flags
     assert result.metrics["compile/graphs"] > 0
-    for name, value in theirs.state_dict().items():
-        low = dict(stack).get("amp") is not None
-        tolerance = {"rtol": 5e-2, "atol": 5e-2} if low else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(ours.state_dict()[name], value, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+    if "amp" in dict(stack):
+        without = new(optimizer)
+        by_hand([entry for entry in stack if entry[0] != "amp"], without, data)
+        assert distance(ours, theirs) < distance(ours, without)
+    else:
+        assert same_state(ours, theirs)
+
+    again, at = new(optimizer), 1 + cut % result.updates
+    trained(compiled, data, folder / "resumed", again, resume=folder / "run" / "checkpoints" / f"update-{at:08d}")
+    assert same_state(again, ours)
+
+
+def distance(first: nn.Module, second: nn.Module) -> float:
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    return math.sqrt(sum(float((a - b).detach().square().sum()) for a, b in pairs))
 
 
 def test_every_built_in_plugin_is_in_these_laws() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import runpy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from forge_plugins import Accumulate, Clip, Compile, Remat
 from forge_plugins.compile import watch
 from forge_plugins.compile.difference import furthest
 from forge_plugins.compile.generations import Generations
+from forge_plugins.compile.quiet import SOURCE
 from forge_plugins.compile.watch import Recompile
 from tests import reference
 
@@ -321,6 +325,34 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
     assert "became part of the graph: keep it in a tensor" in caplog.text
 
 
+def test_a_task_in_a_folder_named_training_has_its_recompiles_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
+    file = tmp_path / "training" / "steps.py"
+    file.parent.mkdir()
+    file.write_text("def scaled(task, loss):\n    return loss * task.scale  # in training\n")
+    scaled = runpy.run_path(str(file))["scaled"]
+
+    class Scaled(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1
+
+        def training_step(self, batch: Any) -> Any:
+            return scaled(self, F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    @forge.on("step_end", mutates=True)
+    def grow(step: forge.Step) -> None:
+        task: Any = step.trainer.task
+        task.scale = step.index + 2
+
+    result = fit(Compile(backend="eager"), Scaled(), grow, validate_every=None)[1]
+    assert counts(result) == (2, 0, 1)
+    assert "training/steps.py:2: return loss * task.scale # in training\n" in caplog.text
+    assert "HINT" not in caplog.text
+
+
 def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
     def frozen() -> Chain:
         task: Any = Chain(4)
@@ -379,6 +411,82 @@ def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.
             result = fit(Compile(backend="eager"), Breaks(), validate_every=None, max_updates=1)[1]
             assert counts(result) == (2, 1, 0)
     assert "gave up" not in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch prints of it
+
+NOISE = "Graph break from `Tensor.item()`, consider setting:"
+
+
+class Tells(Plain):
+    """Has torch's logger say something in the first step, outside of the graph."""
+
+    error: Exception | None = None
+
+    @torch.compiler.disable
+    def tell(self) -> None:
+        for text in (f"{NOISE} a\n", "something else"):
+            logging.getLogger(SOURCE).warning(text)
+        if self.error is not None:
+            raise self.error
+
+    def training_step(self, batch: Any) -> Any:
+        self.tell()  # pyright: ignore[reportCallIssue]
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first lines of what torch's logger lets through."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger(SOURCE), "handle", _handle_to(lines))
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    return lines
+
+
+def _handle_to(lines: list[str]) -> Callable[[logging.LogRecord], None]:
+    source = logging.getLogger(SOURCE)
+
+    def handle(record: logging.LogRecord) -> None:
+        if source.filter(record):
+            lines.append(record.getMessage().splitlines()[0])
+
+    return handle
+
+
+def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """torch says it once for each line of code, and this one is nobody else's."""
+
+    class Reads(Plain):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            return F.cross_entropy(logits * logits.sum().item(), batch[1])
+
+    fit(Compile(backend="eager"), Reads(), max_updates=1)
+    assert not printed
+    assert f"  break at {__file__}:{line_of(Reads.training_step, '.item()')}: " in caplog.text
+
+
+def test_anything_else_that_torch_says_is_heard(printed: list[str]) -> None:
+    fit(Compile(backend="eager"), Tells(), max_updates=1)
+    assert printed == ["something else"]
+
+
+def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
+    fit(Compile(backend="eager"), Tells(), max_updates=1)
+    assert printed == [f"{NOISE} a", "something else"]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
+def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
+    before, task = list(logging.getLogger(SOURCE).filters), Tells()
+    task.error = error
+    with pytest.raises(ZeroDivisionError) if error else nullcontext():
+        fit(Compile(backend="eager"), task, max_updates=1)
+    assert printed == ["something else"]
+    assert logging.getLogger(SOURCE).filters == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -623,12 +731,19 @@ def test_results_and_gradients_are_copied_out_of_memory_that_is_written_again(mo
         ("tensor 'batch[0]' size mismatch at index 1. expected 8, actual 5", False, None),
         ("tensor 'args[0]' requires_grad mismatch. expected requires_grad=0", True, None),
         ("GLOBAL_STATE changed: grad_mode", True, None),
-        ("no longer self._modules['net'].training, at a.py:3: if self.training", True, None),
-        ("no longer ___stack0 == 3.4, at a.py:30: if z.sum().item() > 0", False, None),
+        ("self._modules['net'].training  # if self.training:  # a.py:3 in forward", True, None),
+        ("not self.training  # _dynamo/guards.py:3 in build", True, None),
+        ("self.__dict__['training'] == True", True, None),
+        ("___stack0 == 3.4  # if z.sum().item() > 0  # a.py:30 in forward", False, None),
+        ("self.scale == 1  # if self.training:  # a.py:3 in forward", False, None),
+        ("self.scale == 1  # x = x * self.scale  # training/a.py:3 in forward", False, None),
+        ("self.scale == 1  # x = x * self.scale  # my training/a.py:3 in forward", False, None),
+        ("self.training_scale == 1", False, None),
+        ("batch['training'] == 1", False, None),
     ],
 )
 def test_reasons_are_told_apart(reason: str, expected: bool, short: Any) -> None:
-    again = Recompile("training_step", reason)
+    again = Recompile.read("training_step", f"0/0: {reason}")
     assert (again.expected, again.short_batch) == (expected, short)
 
 
@@ -643,10 +758,15 @@ def test_reasons_are_told_apart(reason: str, expected: bool, short: Any) -> None
             "4/1: ___stack0 == 3.8      # if z.item() > 0:  # cr/a.py:30 in resume\nUser stack trace:\n ...",
             "no longer ___stack0 == 3.8, at cr/a.py:30: if z.item() > 0:",
         ),
+        (
+            "0/1: self.k == 1    # x * self.k  # cr/a.py:7 in forward (HINT: integers are static.\nOr not.)\n ...",
+            "no longer self.k == 1, at cr/a.py:7: x * self.k",
+        ),
+        ("0/1: self.k == 1 (HINT: make it a tensor.)", "self.k == 1"),
     ],
 )
 def test_torchs_reasons_are_told_in_one_line(reason: str, told: str) -> None:
-    assert watch._tidied(reason) == told
+    assert Recompile.read("training_step", reason).reason == told
 
 
 # ---------------------------------------------------------------------------------------------------------------------

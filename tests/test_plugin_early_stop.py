@@ -234,7 +234,7 @@ def test_a_metric_that_there_is_not_is_refused_with_those_that_there_are() -> No
         "val/loss, val/other."
     )
     with pytest.raises(RecipeError, match=r"does not give\. It gives val/loss, val/other\."):
-        fit([EarlyStop("perplexity", after="9 epochs")])
+        fit([EarlyStop("val/perplexity", after="9 epochs")])
 
 
 def test_a_fit_without_validation_data_is_refused() -> None:
@@ -245,6 +245,34 @@ def test_a_fit_without_validation_data_is_refused() -> None:
 def test_a_fit_that_never_validates_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     fit([EarlyStop()], validate_every=None, max_epochs=1)
     assert "early_stop: validate_every is null" in caplog.text
+
+
+COMPARED_NOTHING = "early_stop compared nothing: this run ended before its first validation."
+
+
+def test_a_fit_that_ends_before_its_first_validation_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    early = EarlyStop()
+    fit([early], max_updates=1, validate_every="1 epoch")
+    assert COMPARED_NOTHING in caplog.text
+    caplog.clear()
+    fit([early], max_epochs=1)
+    assert "compared nothing" not in caplog.text
+
+
+def test_a_fit_whose_validations_all_came_before_after_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    fit([EarlyStop(after="9 epochs")], max_epochs=2)
+    assert "early_stop compared nothing: early_stop.after is '9 epochs', and every validation" in caplog.text
+
+
+def test_a_fit_that_was_compared_in_another_life_or_that_fails_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit([EarlyStop(), saving()], max_updates=2, run_dir=tmp_path)
+    fit([EarlyStop(), saving()], max_updates=3, run_dir=tmp_path, resume="auto")
+    with pytest.raises(PowerCut):
+        fit([EarlyStop(), cut_at(1)])
+    forge.Trainer(plugins=[EarlyStop()], device="cpu").validate(TinyTask(), tiny_batches([4]))
+    assert "compared nothing" not in caplog.text
 
 
 @pytest.mark.parametrize("monitor", ["val/accuracy", "val/hard/F1", "val/top-5 acc", "val/mAP@50"])
@@ -269,7 +297,9 @@ def test_any_other_metric_is_to_fall(monitor: str) -> None:
         ({"target": math.inf}, r"early_stop\.target is inf; it must be a finite number"),
         ({"after": "10 min"}, r"early_stop\.after is '10 min': write it in updates, epochs or samples"),
         ({"after": "soon"}, r"early_stop\.after: 'soon' is not an interval"),
-        ({"monitor": "train/loss"}, r"Write early_stop\.monitor=val/loss"),
+        ({"monitor": "train/loss"}, r"early_stop\.monitor is 'train/loss', .*: write val/loss\."),
+        ({"monitor": "loss"}, r"early_stop\.monitor is 'loss', .*: write val/loss\."),
+        ({"monitor": "hard/loss"}, r"write val/hard/loss\."),
         ({"mode": "smallest"}, "mode"),
     ],
 )

@@ -478,7 +478,11 @@ def test_a_run_that_averaged_nothing_exports_the_trained_weights_and_says_so(
 ) -> None:
     task, _ = fit_tiny([EMA(start=100), Checkpoint()], run_dir=tmp_path)
     assert_same_weights(TinyTask.from_checkpoint(tmp_path), task)
-    assert "ema averaged nothing in this run: weights.safetensors holds the trained weights" in caplog.text
+    assert "ema.start is 100 updates, but the run has only 10: nothing will be averaged." in caplog.text
+    assert (
+        "ema averaged nothing in this run: weights.safetensors holds the trained weights. ema.start is 100 updates: "
+        "set it earlier, or train longer." in caplog.text
+    )
     with pytest.raises(forge.CheckpointError, match="the plugin 'ema' had averaged nothing by then"):
         TinyTask.from_checkpoint(tmp_path, weights="ema")
     assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
@@ -702,6 +706,14 @@ def test_an_average_that_the_run_is_too_short_for_is_told(
 ) -> None:
     fit_tiny([EMA(**options)])
     assert ("set ema.warmup=true, or a smaller decay" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(("start", "warned"), [(9, False), (10, True), ("2 epochs", True), (0.9, False)])
+def test_a_start_that_the_run_never_reaches_is_told_at_once(
+    start: Any, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit_tiny([EMA(start=start, warmup=True)])
+    assert ("nothing will be averaged" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("options", [{}, {"decay": 0.9, "start": 2, "warmup": True, "every": 2, "buffers": "average"}])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ import forge
 from forge.data import Loader
 from forge.errors import RecipeError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import JSONL, Accumulate, Checkpoint, Profiler, Tensorboard
-from forge_plugins.profiler import timeline, unrecorded
+from forge_plugins import AMP, JSONL, Accumulate, Checkpoint, Compile, Prefetch, Profiler, Remat, Tensorboard
+from forge_plugins.profiler import memory, results, timeline, unrecorded
 from forge_plugins.profiler.intervals import covers, length, minus, union
 from forge_plugins.profiler.memory import largest, readable
 from forge_plugins.profiler.trace import analyse
-from forge_plugins.profiler.verdict import BUSY, Measured, Setup, duration, judge, measured
+from forge_plugins.profiler.verdict import BUSY, Measured, Setup, duration, judge, measured, provided
 from tests.conftest import Run
 from tests.reference import train
 from tests.tasks import Classifier, fit, make_batches
@@ -455,8 +456,8 @@ def test_a_stop_that_comes_after_the_boundary_is_reported_at_the_end(tmp_path: P
 def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
     fit_tiny([Profiler()], max_updates=6)
     assert (
-        "nothing was recorded: there were 6 updates, and profiler.wait=5 with profiler.warmup=2 let the first 7 pass"
-        in caplog.text
+        "nothing was recorded: there were 6 updates, and profiler.wait=5 with profiler.warmup=2 let the first 7 pass: "
+        "set profiler.wait=1 profiler.warmup=0, or train longer." in caplog.text
     )
 
 
@@ -535,6 +536,36 @@ def test_out_of_memory_says_what_memory_was_taken_up_by(tmp_path: Path) -> None:
     file = tmp_path / "profile" / "rank0.out-of-memory.txt"
     assert str(file) in note
     assert "Tried to allocate 20.00 GiB" in file.read_text()
+
+
+def test_out_of_memory_does_not_recommend_what_another_plugin_does_already() -> None:
+    class Halves(forge.Plugin):
+        provides = ("autocast", "activation_checkpointing")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit_tiny([Profiler(), Halves()], task=Breaks(1, torch.OutOfMemoryError("CUDA out of memory.")))
+    note = "\n".join(caught.value.__notes__)
+    assert "What helps:" in note
+    assert "-p amp" not in note
+    assert "-p remat" not in note
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no more"), MemoryError(), OSError("disk full")])
+def test_a_snapshot_that_fails_loses_nothing_else(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Path) -> None:
+        raise failure
+
+    monkeypatch.setattr(memory, "told", lambda trainer: "What memory was taken up by")
+    monkeypatch.setattr(memory, "dump", fail)
+    trainer: Any = SimpleNamespace(run_dir=tmp_path, env=SimpleNamespace(rank=0, device=torch.device("cuda")))
+    error = RuntimeError("CUDA out of memory.")
+    results.explain(trainer, error)
+    first, written, failed = error.__notes__
+    assert first == "What memory was taken up by"
+    assert "out-of-memory.txt" in written
+    assert type(failure).__name__ in failed
 
 
 def test_out_of_memory_without_a_run_folder_is_a_note_only(empty_folder: Path) -> None:
@@ -819,6 +850,23 @@ def advice(found: Measured, **setup: Any) -> str:
     return "\n".join(judge(found, Setup(**setup)).advice)
 
 
+def test_a_plugin_counts_by_what_it_provides_and_by_its_name_where_it_does_not_say() -> None:
+    class Halves(forge.Plugin):
+        provides = ("autocast",)
+
+    class Silent(forge.Plugin): ...
+
+    second = Silent()
+    second.name = "compile@second"
+    assert provided([Halves(), second]) == {"autocast", "compile"}
+    assert provided([AMP(dtype="bf16"), Remat(), Prefetch(), Compile()]) == {
+        "autocast",
+        "activation_checkpointing",
+        "prefetch",
+        "compile",
+    }
+
+
 def test_nobody_is_told_to_do_what_is_done() -> None:
     waiting, copying = on_cuda(busy=0.1, data=0.8), on_cuda(busy=0.1, copying=0.8, pageable=1.0)
     hosting, computing = on_cuda(busy=0.1), on_cuda(busy=1.0)
@@ -828,16 +876,16 @@ def test_nobody_is_told_to_do_what_is_done() -> None:
     assert "TensorLoader" in advice(waiting)
     assert "-p prefetch" in advice(copying)
     assert "pin_memory=True" in advice(copying)
-    assert "-p prefetch" not in advice(copying, plugins=frozenset({"prefetch"}))
+    assert "-p prefetch" not in advice(copying, provided=frozenset({"prefetch"}))
     assert "compile.mode=reduce-overhead" in advice(hosting)
-    assert "-p compile" not in advice(hosting, plugins=frozenset({"compile"}))
+    assert "-p compile" not in advice(hosting, provided=frozenset({"compile"}))
     assert "fused=True" in advice(hosting)
     assert "fused=True" not in advice(hosting, fused=True)
     assert "-p amp" in advice(computing)
-    assert "-p amp" not in advice(computing, plugins=frozenset({"amp"}))
+    assert "-p amp" not in advice(computing, provided=frozenset({"autocast"}))
     assert "channels_last" in advice(computing, convolutions=True)
     assert "set_float32_matmul_precision" in advice(computing, full_float32=True)
-    assert "-p throughput" in advice(computing, plugins=frozenset({"amp", "compile"}))
+    assert "-p throughput" in advice(computing, provided=frozenset({"autocast", "compile"}))
 
 
 def test_advice_depends_on_what_was_seen() -> None:

@@ -224,6 +224,21 @@ def test_a_wrong_type_names_the_command_line_and_what_is_taken():
     assert "float" in message
 
 
+UNIT = "An interval has a unit: '2 updates', '1 epoch'."
+
+
+@pytest.mark.parametrize("override", ["monitor.every=2", "checkpoint.every=2", "freeze.thaw=3", "early_stop.after=3"])
+def test_an_interval_without_a_unit_is_refused_with_how_to_write_it(override):
+    plugin = override.partition(".")[0]
+    others = ["freeze.modules=net"] if plugin == "freeze" else []  # which has no default
+    assert refused("quickstart", [*others, override], add=[plugin]).endswith(UNIT)
+
+
+@pytest.mark.parametrize("override", ["early_stop.monitor=2", "monitor.every=true", "ema.every=x"])
+def test_what_is_no_interval_or_no_number_hears_nothing_of_units(override):
+    assert UNIT not in refused("quickstart", [override], add=[override.partition(".")[0]])
+
+
 @pytest.mark.parametrize(
     ("override", "key", "near"),
     [

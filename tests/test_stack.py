@@ -161,6 +161,16 @@ def test_a_conflict_names_both() -> None:
     )
 
 
+def test_a_conflict_can_say_what_to_do_instead() -> None:
+    picky = plugin(conflicts={"y": "Set other.y=false."})
+    assert_refused(
+        "^'sample' cannot run together with 'other', which brings 'y'. Set other.y=false.$",
+        picky,
+        plugin("Other", provides=("y",)),
+    )
+    assert resolved(picky, plugin("Other")) == ["sample", "other"]
+
+
 def test_before_and_after_move_a_plugin_and_nothing_else() -> None:
     a, b, c = plugin("A"), plugin("B", before=("a",)), plugin("C")
     assert resolved(a, b, c) == ["b", "a", "c"]

@@ -195,6 +195,10 @@ class Averaging(forge.Plugin):
             self._average = Average(trainer.task, self.averages_buffers())
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._told = False
+            planned = trainer.planned_updates
+            if planned and self._start >= planned:
+                text = "%s.start is %d updates, but the run has only %d: nothing will be averaged."
+                logger.warning(text, self.name, self._start, planned)
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:
@@ -214,7 +218,9 @@ class Averaging(forge.Plugin):
     @forge.hookimpl(wrapper=True)
     def forge_export(self, trainer: forge.Trainer, path: Path) -> Generator[None, Any, Any]:
         if not self._average.count:
-            logger.warning("%s averaged nothing in this run: %s holds the trained weights.", self.name, path.name)
+            text = "%s averaged nothing in this run: %s holds the trained weights. %s.start is %d updates"
+            text += ": set it earlier, or train longer."
+            logger.warning(text, self.name, path.name, self.name, self._start)
             return (yield)
         logger.info("%s: %s holds the averaged weights.", self.name, path.name)
         with self.in_place(trainer, over=True), noted_as_average(self.name):

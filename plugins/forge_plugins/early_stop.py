@@ -49,7 +49,7 @@ class EarlyStop(forge.Plugin):
         monitor: str = "val/loss"
         "The validation metric to watch, as it is logged."
         mode: Literal["min", "max"] | None = None
-        "Whether a smaller (min) or a larger (max) value is better; null: min, unless the metric's name says otherwise."
+        "Whether smaller (min) or larger (max) is better. null: min; where more seems to be better it has to be said."
         patience: int = 3
         "So many validations in a row may pass without an improvement; the last of them stops the run."
         min_delta: float = 0.0
@@ -72,6 +72,7 @@ class EarlyStop(forge.Plugin):
         if config.target is not None and not math.isfinite(config.target):
             raise RecipeError(f"early_stop.target is {config.target:g}; it must be a finite number.")
         self._after = moment(config.after, "early_stop.after") if config.after is not None else None
+        check_monitor(config.monitor)
         self._sign = sign(config.monitor, config.mode)
         self._begin()
 
@@ -83,7 +84,9 @@ class EarlyStop(forge.Plugin):
         self._waited = 0
         "Validations since then."
         self._last: float | None = None
-        "The value of the last validation."
+        "The value of the last validation that was compared."
+        self._early, self._failed = False, False
+        "Whether a validation came before `after`; whether the run has failed."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -112,6 +115,7 @@ class EarlyStop(forge.Plugin):
         config, progress, value = self.config, trainer.progress, self._value(metrics)
         done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
         if self._after is not None and not reached(self._after, **done):
+            self._early = True
             return
         self._last = value
         if self._improves(value):
@@ -154,6 +158,22 @@ class EarlyStop(forge.Plugin):
             return f"{self.config.monitor} has not been a finite number for {span}"
         return f"{self.config.monitor} has not improved on {self._best:.5g} (update {self._best_at}) for {span}"
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if trainer.verb != "fit" or self._failed or self._last is not None:
+            return
+        if self._early:
+            why = f"early_stop.after is {self.config.after!r}, and every validation of this run came before it."
+        else:
+            why = "this run ended before its first validation."
+        logger.warning("early_stop compared nothing: %s", why)
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
@@ -170,13 +190,18 @@ class EarlyStop(forge.Plugin):
             self._stop_if_it_is_time(trainer)
 
 
+def check_monitor(monitor: str) -> None:
+    """Refuse what no validation gives."""
+    if not monitor.startswith("val/"):
+        name = monitor.removeprefix("train/").removeprefix("test/")
+        raise RecipeError(
+            f"early_stop.monitor is {monitor!r}, but it is the metrics of a validation that are compared: "
+            f"write val/{name}."
+        )
+
+
 def sign(monitor: str, mode: str | None) -> float:
     """1.0 where a larger value is better, -1.0 where a smaller one is; what is in doubt has to be said."""
-    if monitor.startswith("train/"):
-        raise RecipeError(
-            f"early_stop.monitor is {monitor!r}, but it is the metrics of a validation that are compared. Write "
-            f"early_stop.monitor={monitor.replace('train/', 'val/', 1)}."
-        )
     words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
     if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
         raise RecipeError(

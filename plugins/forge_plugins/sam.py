@@ -56,7 +56,7 @@ class SAM(forge.Plugin):
         "Keep the second pass out of buffers that a forward moves, such as BatchNorm's statistics."
 
     config: Config
-    conflicts = ("grad_scaler",)
+    conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
     replays = True
 
     def __init__(self, *first: float, **values: Any):

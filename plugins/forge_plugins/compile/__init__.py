@@ -18,6 +18,7 @@ from forge_plugins._modules import as_list, chosen, listed
 from forge_plugins.compile import report
 from forge_plugins.compile.comparison import compare
 from forge_plugins.compile.generations import Generations
+from forge_plugins.compile.quiet import without_torchs_account
 from forge_plugins.compile.regions import Regions, looking_at_parameters
 from forge_plugins.compile.toolchain import check_backend
 from forge_plugins.compile.watch import Watch
@@ -128,6 +129,7 @@ class Compile(forge.Plugin):
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
         self._flags.enter_context(looking_at_parameters())
+        self._flags.enter_context(without_torchs_account())
         self._watch = Watch()
         self._regions.install(self._options, after=self._watch.look)  # torch keeps its accounts for a while only
         if self.config.mode in CUDA_GRAPHS:

@@ -81,7 +81,7 @@ def _advice(last: Recompile, dynamic: bool | None) -> str:
         return "Pad batches to one shape, drop the last short one (drop_last=True), or set compile.dynamic=true."
     if last.about_shapes:
         return "Pad batches to one shape, or to a few."
-    if "==" in last.reason:
+    if "==" in last.condition:
         return (
             "A Python number that changes from step to step became part of the graph: keep it in a tensor, and do not "
             "read one with .item() in a step."

@@ -20,12 +20,15 @@ LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(library.__file__))) + os.s
 LIBRARIES = (*LIBRARIES, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 """Where code is not the user's: torch, forge, forge_plugins."""
 EXPECTED = re.compile(
-    r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|\btraining\b|___check_global_state"
+    r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|___check_global_state"
+    r"|\.training\b|\.__dict__\[['\"]training['\"]\]"
 )
-"""Why there is one more graph without anything being wrong: evaluation, a frozen or thawed parameter, a first block."""
+"""Conditions that fail without anything being wrong: evaluation, a frozen or thawed parameter, a first block."""
 LIMIT = re.compile(r"recompile.?limit", re.IGNORECASE)
 GUARD = re.compile(r"(?P<what>.+?) # (?P<code>.+) # (?P<place>\S+:\d+) in \S+")
 """A condition that a graph was compiled under, the code that it comes from, and where that is."""
+HINT = re.compile(r"\s*\(HINT:.*", re.DOTALL)
+"""What torch adds to some guards; forge has its own advice."""
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
 SIZE = re.compile(
     r"tensor '(?P<what>.+?)' size mismatch at index (?P<axis>\d+)\. expected (?P<first>\d+), actual (?P<now>\d+)"
@@ -37,23 +40,36 @@ class Recompile:
     """A function that was compiled once more, because its inputs were not what it was compiled for."""
 
     function: str
+    condition: str
+    "What did not hold any more, or what was found instead."
     reason: str
+    "The condition in words, with the place and the line of code that it comes from where torch says them."
+
+    @classmethod
+    def read(cls, function: str, told: str) -> Recompile:
+        """From what torch tells, without the number of the graph that it was compared with."""
+        told = HINT.sub("", re.sub(r"^\d+/\d+: ", "", told.strip()))
+        text = " ".join(told.split("\n")[0].split())
+        guard = GUARD.fullmatch(text)
+        if guard is None:
+            return cls(function, text.partition(" # ")[0], _cut(text))
+        return cls(function, guard["what"], _cut(f"no longer {guard['what']}, at {guard['place']}: {guard['code']}"))
 
     @property
     def expected(self) -> bool:
-        return EXPECTED.search(self.reason) is not None
+        return EXPECTED.search(self.condition) is not None
 
     @property
     def short_batch(self) -> tuple[int, int] | None:
         """(samples, instead of) where it was for a smaller batch, as the last one of an epoch is."""
-        size = SIZE.search(self.reason)
+        size = SIZE.search(self.condition)
         if size is None or size["axis"] != "0" or int(size["now"]) >= int(size["first"]):
             return None
         return int(size["now"]), int(size["first"])
 
     @property
     def about_shapes(self) -> bool:
-        return "size mismatch" in self.reason or "stride mismatch" in self.reason
+        return "size mismatch" in self.condition or "stride mismatch" in self.condition
 
 
 @dataclass(slots=True)
@@ -125,7 +141,7 @@ class Watch:
 
     def _read(self, frame: Any) -> None:
         reason, failure = getattr(frame, "recompile_reason", None), getattr(frame, "fail_reason", None)
-        again = Recompile(self._name(frame), _tidied(reason)) if reason else None
+        again = Recompile.read(self._name(frame), reason) if reason else None
         if failure and again is not None and LIMIT.search(f"{getattr(frame, 'fail_type', '')} {failure}"):
             self.limits.append(again)
         elif failure:
@@ -218,13 +234,6 @@ def because(reason: str) -> str:
     lines = [line.strip() for line in reason.strip().splitlines()]
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
     return _cut(explained or (lines[0] if lines else "of an unknown reason"))
-
-
-def _tidied(reason: str) -> str:
-    """On one line, without the number of the graph that it was compared with."""
-    text = " ".join(re.sub(r"^\d+/\d+: ", "", reason.strip()).split("\n")[0].split())
-    guard = GUARD.fullmatch(text)
-    return _cut(f"no longer {guard['what']}, at {guard['place']}: {guard['code']}" if guard else text)
 
 
 def _cut(text: str, length: int = 240) -> str:

@@ -280,7 +280,7 @@ class Profiler(forge.Plugin):
             if self._cycles == self.config.repeat and not self._failed:
                 logger.warning(
                     "profiler: nothing was recorded: there were %d updates, and profiler.wait=%d with "
-                    "profiler.warmup=%d let the first %d pass.",
+                    "profiler.warmup=%d let the first %d pass: set profiler.wait=1 profiler.warmup=0, or train longer.",
                     self._passed,
                     self.config.wait,
                     self.config.warmup,

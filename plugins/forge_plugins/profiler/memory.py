@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import forge
+from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000
 """How many allocations are remembered: for the case that memory runs out, and of a recorded window."""
@@ -130,7 +131,7 @@ def told(trainer: forge.Trainer) -> str:
             f"  {readable(allocated)} in use, {readable(reserved)} held by torch; "
             f"{readable(free)} free of {readable(total)}."
         )
-        holders = largest(torch.cuda.memory_snapshot(), 6)
+        holders = _holders()
         lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
         lines += [f"  {readable(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
         wasted = (reserved - allocated) / max(reserved, 1)
@@ -138,9 +139,16 @@ def told(trainer: forge.Trainer) -> str:
     return "\n".join([*lines, *levers(found, trainer)])
 
 
+def _holders() -> list[Held]:
+    try:
+        return largest(torch.cuda.memory_snapshot(), 6)
+    except Exception:  # it takes memory itself, and the rest is worth saying without it
+        return []
+
+
 def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0) -> list[str]:
     """What takes less memory, the part that is largest first."""
-    names = {plugin.name for plugin in trainer.stack}
+    there = provided(trainer.stack)
     training = trainer.verb == "fit"
     lines = ["What helps:"]
     state = sum(size for name, size in found.items() if name != REST)
@@ -153,9 +161,9 @@ def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0
         )
     else:
         lines.append("  A smaller batch.")
-    if "amp" not in names:
+    if "autocast" not in there:
         lines.append("  -p amp keeps activations in half precision.")
-    if training and "remat" not in names:
+    if training and "activation_checkpointing" not in there:
         lines.append("  -p remat computes activations again in backward rather than keeping them.")
     if wasted > 0.2:
         lines.append(f"  {wasted:.0%} of what torch holds is in pieces that fit nothing:")

@@ -19,7 +19,7 @@ from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
 from forge_plugins.profiler.report import Report
 from forge_plugins.profiler.trace import Trace, analyse
-from forge_plugins.profiler.verdict import Setup, judge, measured
+from forge_plugins.profiler.verdict import Setup, judge, measured, provided
 
 logger = logging.getLogger("forge")
 
@@ -95,26 +95,27 @@ def say(text: str) -> None:
 def explain(trainer: forge.Trainer, error: BaseException) -> None:
     """Out of memory: what it was taken up by, as a note on the error and in the run folder."""
     text = memory.told(trainer)
-    if trainer.run_dir is not None:
-        folder = trainer.run_dir / "profile"
-        file = folder / f"rank{trainer.env.rank}.out-of-memory.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{text}\n\n{error}\n")
-            text += f"\nThis, and torch's own words: {_near(file)}"
-            if trainer.env.device.type == "cuda":
-                memory.dump(file.with_suffix(".pickle"))
-                text += f"\n{KINDS['.pickle'].capitalize()}: {_near(file.with_suffix('.pickle'))}"
-        except OSError as failed:
-            text += f"\nIt could not be written to {_near(folder)}: {failed}"
-    error.add_note(text)
+    error.add_note(text)  # before anything that may fail
+    if trainer.run_dir is None:
+        return
+    folder = trainer.run_dir / "profile"
+    file = folder / f"rank{trainer.env.rank}.out-of-memory.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n\n{error}\n")
+        error.add_note(f"This, and torch's own words: {_near(file)}")
+        if trainer.env.device.type == "cuda":
+            memory.dump(file.with_suffix(".pickle"))
+            error.add_note(f"{KINDS['.pickle'].capitalize()}: {_near(file.with_suffix('.pickle'))}")
+    except Exception as failed:  # a snapshot takes memory, of which there is none
+        error.add_note(f"Not all of it could be written to {_near(folder)}: {type(failed).__name__}: {failed}")
 
 
 def setup_of(trainer: forge.Trainer, trace: Trace) -> Setup:
     """What the run uses already."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     return Setup(
-        plugins=frozenset(plugin.name for plugin in trainer.stack),
+        provided=provided(trainer.stack),
         workers=_workers(trainer.feed.loader),
         fused=all(group.get("fused") for group in groups),
         convolutions=any(operator.name == "aten::convolution" for operator in trace.operators),

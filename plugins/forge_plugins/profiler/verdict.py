@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import forge
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
 
 Kind = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
@@ -78,7 +79,8 @@ class Measured:
 class Setup:
     """What the run uses already, so that nobody is told to do what is done."""
 
-    plugins: frozenset[str] = frozenset()
+    provided: frozenset[str] = frozenset()
+    "What the plugins provide."
     workers: int | None = None
     "Worker processes of the loader; None where it knows of none."
     fused: bool = False
@@ -88,6 +90,11 @@ class Setup:
     "cuda: whether float32 matrix products use full precision."
     threads: int = 1
     cores: int = 1
+
+
+def provided(plugins: Iterable[forge.Plugin]) -> frozenset[str]:
+    """What these plugins do to a run; one that does not say is taken by its name."""
+    return frozenset(thing for plugin in plugins for thing in plugin.provides or (plugin.name.partition("@")[0],))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +232,11 @@ def _for_data(measured: Measured, setup: Setup) -> list[str]:
 
 def _for_transfer(measured: Measured, setup: Setup) -> list[str]:
     advice: list[str] = []
-    if "prefetch" not in setup.plugins:
+    if "prefetch" not in setup.provided:
         advice.append("-p prefetch copies the next batches from pinned memory while the device computes.")
     elif measured.pageable > 0.5:
         advice.append("Something else is copied than batches: make tensors on the device (device=) in the first place.")
-    if measured.pageable > 0.5 and "prefetch" not in setup.plugins:
+    if measured.pageable > 0.5 and "prefetch" not in setup.provided:
         advice.append("Or pin_memory=True on the loader: copies from pageable memory keep the host waiting.")
     advice.append("Send less: bytes rather than floats (uint8, made float on the device), no padding.")
     advice.append('Data that fit onto the device are copied once: forge.data.TensorLoader(..., device="cuda").')
@@ -243,7 +250,7 @@ def _for_host(measured: Measured, setup: Setup) -> list[str]:
     if measured.between > 0.2 * measured.wall:
         spent = measured.between / measured.wall
         advice.append(f"{spent:.0%} of the time is between updates: -p ledger says what each plugin costs there.")
-    if "compile" not in setup.plugins:
+    if "compile" not in setup.provided:
         how = " compile.mode=reduce-overhead (CUDA graphs)" if measured.device == "cuda" else ""
         advice.append(f"-p compile{how} makes few calls of many.")
     advice.append("A larger batch gives every call more to do, at hardly more cost.")
@@ -256,12 +263,12 @@ def _for_compute(measured: Measured, setup: Setup) -> list[str]:
     advice: list[str] = []
     if measured.device == "cpu" and setup.threads < setup.cores:
         advice.append(f"torch computes with {setup.threads} of {setup.cores} cores: torch.set_num_threads(n).")
-    if "amp" not in setup.plugins:
+    if "autocast" not in setup.provided:
         where = ", on tensor cores" if measured.device == "cuda" else ", where the processor is made for it"
         advice.append(f"-p amp: matrix products in bfloat16{where}.")
-    if setup.full_float32 and "amp" not in setup.plugins:
+    if setup.full_float32 and "autocast" not in setup.provided:
         advice.append('torch.set_float32_matmul_precision("high"): float32 matrix products in TF32.')
-    if "compile" not in setup.plugins:
+    if "compile" not in setup.provided:
         advice.append("-p compile fuses what lies between matrix products and convolutions.")
     if not setup.fused and measured.step > 0.15 * measured.wall:
         advice.append(FUSED)
