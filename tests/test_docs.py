@@ -29,6 +29,7 @@ PAGES = [
     "README.md",
     "docs/data.md",
     "docs/index.md",
+    "docs/levers.md",
     "docs/recipes-and-cli.md",
     "docs/surviving.md",
     "docs/writing-plugins.md",
