@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import forge
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
@@ -66,6 +68,18 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.mktemp("cwd")
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def syncs_are_errors() -> Iterator[forge.Plugin]:
+    """A callback that makes every host sync an error from the second update on (the first batch is looked at)."""
+
+    @forge.on("step_end")
+    def strict(step: forge.Step) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    yield strict
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

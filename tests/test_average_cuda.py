@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +79,6 @@ def by_hand(model: Any, average: AveragedModel | None, epochs: int = 1) -> None:
         optimizer.step()
         if average is not None:
             average.update_parameters(model)
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[forge.Plugin]:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    yield strict
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

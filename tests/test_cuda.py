@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,18 +28,6 @@ class Dropping(Classifier):
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return model.training_step(batch)["loss"]
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[forge.Plugin]:
-    """A callback that makes every host sync an error from the second update on (the first batch is looked at)."""
-
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    yield strict
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_weights_equal_the_hand_written_loop_bit_for_bit() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,6 @@ def parameters(task: torch.nn.Module) -> list[torch.Tensor]:
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[forge.Plugin]:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    yield strict
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("policy", ["stop", "rewind"])

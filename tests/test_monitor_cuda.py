@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,16 +55,6 @@ def made(**options: Any) -> Net:
 
 def pinned(count: int) -> list[Any]:
     return [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(count)]
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[forge.Plugin]:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    yield strict
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("every", ["1 updates", "3 updates", "1000 updates"])

@@ -653,9 +653,11 @@ def test_fp16_is_refused_beside_another_owner_and_who_cannot_bear_a_scaler_and_b
 def test_what_auto_took_in_one_run_is_not_held_against_it_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     amp = AMP()
     monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "fp16")
-    fit_tiny([amp], max_updates=1)
+    _, first = fit_tiny([amp], max_updates=1)
     monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "bf16")
-    fit_tiny([amp, Against()], max_updates=1)
+    _, second = fit_tiny([amp, Against()], max_updates=1)
+    assert "amp/scale" in first.metrics
+    assert "amp/scale" not in second.metrics
 
 
 def test_two_of_them_are_refused() -> None:

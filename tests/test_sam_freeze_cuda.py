@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,6 @@ class Fused(TinyTask):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, fused=True)
-
-
-@pytest.fixture
-def syncs_are_errors() -> Iterator[forge.Plugin]:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    yield strict
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def batches(count: int = 8, size: int = 8) -> list[Any]:
