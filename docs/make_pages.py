@@ -15,6 +15,7 @@ from forge.cli import page
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
     "Speed and memory": ["amp", "compile", "remat", "prefetch"],
+    "Many processes": ["ddp", "fsdp", "tensor_parallel"],
     "Training": ["accumulate", "clip", "schedule", "ema", "swa", "sam", "freeze", "early_stop"],
     "Safety": ["checkpoint", "guard", "anomaly"],
     "Looking": ["progress", "jsonl", "tensorboard", "monitor", "throughput", "profiler", "ledger"],

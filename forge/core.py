@@ -12,6 +12,7 @@ from torch import Tensor
 from forge import checks, evaluation
 from forge.data.adopt import adopt
 from forge.data.feed import check_loader
+from forge.data.share import SharedLoader
 from forge.env import Env
 from forge.hooks import hookimpl
 from forge.model import direct_call
@@ -66,7 +67,8 @@ class Core(Plugin):
         hand_on = getattr(loader, "set_default_seed", None)
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
-        return loader
+        env = trainer.env
+        return loader if env.shares == 1 else SharedLoader(loader, env.share, env.shares, stage)
 
     @default
     def forge_build_optimizers(self, trainer: Trainer) -> Optimizers:
@@ -192,5 +194,5 @@ class Core(Plugin):
 
     @default
     def forge_export(self, trainer: Trainer, path: Path) -> bool:
-        save_weights(trainer.task, path)
+        save_weights(trainer.task, path, main=trainer.env.is_main)
         return True

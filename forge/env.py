@@ -1,27 +1,49 @@
-"""Env: where a run happens. One device here; a strategy plugin provides one for many."""
+"""Env: where a run happens. One process on one device here; `forge.distributed` has the one for many."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from forge.errors import ForgeError
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
 
 class Env:
     """One process on one device: device, rank, world, reductions and agreement.
 
-    A strategy subclasses this and returns it from `forge_setup_env`. On one device reductions return their argument.
+    A strategy returns one of its own from `forge_setup_env`: a `forge.distributed.DistributedEnv`. With one process
+    reductions return their argument.
     """
 
-    def __init__(self, device: str | torch.device = "auto", rank: int = 0, world: int = 1):
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    "Which of the processes on this host."
+    share: int = 0
+    "Which share of every global batch is trained on here."
+    shares: int = 1
+    "How many shares there are: as many as ranks, unless several ranks hold one model between them."
+    mesh: DeviceMesh | None = None
+    "The processes as torch's device mesh."
+    store: Store | None = None
+    "What all processes can read and write without waiting for each other."
+    inference_mode: bool = True
+    "Whether evaluation may run under `torch.inference_mode`, which sharded parameters cannot bear."
+
+    def __init__(self, device: str | torch.device = "auto"):
         self.device = pick_device(device)
-        self.rank, self.world = rank, world
         self._on_cpu = self.device.type == "cpu"
 
     @property
@@ -44,12 +66,31 @@ class Env:
         return move(batch, self.device)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks."""
+        """The sum over all ranks, on the device."""
         return value
 
-    def agree(self, requests: frozenset[str]) -> frozenset[str]:
-        """What any rank asks for, known to all; called at agreement points only."""
-        return requests
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks; plain data, over the host."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value; plain data, over the host."""
+        return value
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 gets from calling `make`; the other ranks wait for it."""
+        return make()
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all ranks, over the host: small, and without a look at the device."""
+        return list(numbers)
+
+    def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
+        """Give every rank rank 0's buffers, and its parameters unless they are left out; in place."""
+
+    def patience(self) -> AbstractContextManager[None]:
+        """Around what may take long on one rank while the others wait: it is not taken for a stall."""
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Wait until the device has done everything asked of it."""

@@ -38,10 +38,16 @@ class NonFiniteError(ForgeError):
     """A loss or a gradient is NaN or infinite."""
 
 
+class DeterminismError(ForgeError):
+    """Only deterministic algorithms are allowed, and an operation has none."""
+
+
 class Interrupted(SystemExit):
     """A signal ended a fit and its state was saved. Left alone it ends the process with exit code 85: resume me."""
 
     EXIT_CODE = 85
+    agreed = False
+    "Whether all ranks leave in this way at the same update."
 
     def __init__(self, message: str):
         super().__init__(self.EXIT_CODE)
@@ -49,6 +55,17 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+class PeerFailed(SystemExit):
+    """Another rank failed first and has said why. Left alone it ends this process with the same exit code, silently."""
+
+    def __init__(self, rank: int, summary: str, code: int = 1):
+        super().__init__(code)
+        self.rank, self.summary = rank, summary
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed first: {self.summary}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

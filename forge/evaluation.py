@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge import checks
 from forge.data.feed import length_of, set_epoch
+from forge.data.share import Portion
 from forge.errors import DataError, TaskError
 from forge.metrics import Histogram, Image, Means, Text, check_scalars
 from forge.seeding import RNGState
@@ -25,19 +26,20 @@ GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad
 
 def run(trainer: Trainer, stage: str) -> Any:
     """Evaluate a stage: its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
-    means, outputs = Means(trainer.env.device), []
+    means, outputs = Means(trainer.env.device, trainer.env), []
+    trainer.env.copy_from_first(trainer.task, parameters=False)
     with evaluation_mode(trainer):
         for name, loader in trainer.loaders[stage].items():
             prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
             for step, raw, output in forward_batches(trainer, stage, name, loader):
                 if stage == "predict":
-                    outputs.append(_to_host(output))
+                    outputs.append(None if step.borrowed else _to_host(output))
                 else:
-                    count(means, prefix, output, trainer.task.num_items(raw), step)
+                    count(means, prefix, output, 0 if step.borrowed else trainer.task.num_items(raw), step)
         if stage == "predict":
-            return outputs
+            return _from_all_ranks(trainer, outputs)
         ending = trainer.task.evaluation_end(stage) if trainer.env.is_main else {}
-    return {**means.read().result(), **_named(stage, ending, trainer)}
+    return {**means.read().result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
 
 
 def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
@@ -47,6 +49,9 @@ def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any)
     for raw in loader:
         step = Step(trainer, stage)
         step.micro = given
+        trainer.evaluated += 1
+        if isinstance(raw, Portion):
+            raw, step.borrowed = raw.batch, raw.samples == 0
         batch = hooks.forge_prepare_batch(step, raw)
         output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
         given += 1
@@ -77,7 +82,8 @@ def evaluation_mode(trainer: Trainer) -> Iterator[None]:
     rng = RNGState.capture(device)
     task.eval()
     try:
-        with gradient_mode(task.evaluation):
+        inference = task.evaluation == "inference" and trainer.env.inference_mode
+        with gradient_mode(task.evaluation if inference or task.evaluation != "inference" else "no_grad"):
             yield
     finally:
         for module, training in modes:
@@ -101,6 +107,21 @@ def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
     scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text, Histogram))}
     check_scalars(scalars, where)
     return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
+
+
+def _from_all_ranks(trainer: Trainer, outputs: list[Any]) -> list[Any]:
+    """The outputs in the order of the data, on every rank: on several, a batch gives one output for each share."""
+    env = trainer.env
+    if env.shares == 1:
+        return outputs
+    by_rank = env.gather(outputs)[:: env.world // env.shares]
+    return [output for batch in zip(*by_rank, strict=True) for output in batch if output is not None]
+
+
+def _from_first_rank(trainer: Trainer, ending: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that rank 0 alone computed are known to all, because schedules and plugins may go by them."""
+    numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
+    return {**ending, **trainer.env.broadcast(numbers)}
 
 
 def _to_host(output: Any) -> Any:

@@ -1,12 +1,13 @@
-"""Failure: say where an error came from, in forge's own terms, without changing what it is."""
+"""Failure: say where an error came from, in forge's own terms."""
 
 from __future__ import annotations
 
+import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from forge import nondeterministic
-from forge.errors import ForgeError, TaskError
+from forge.errors import DeterminismError, ForgeError, TaskError
 from forge.stack import CORE, TASK
 from forge.task import STAGE_METHODS, TaskModule
 
@@ -25,7 +26,8 @@ HINTS = {
 
 
 def explain(trainer: Trainer, error: BaseException) -> BaseException:
-    """Add a note that names plugin, hook and update; turn a StopIteration out of user code into an error of its own."""
+    """Add a note that names plugin, hook and update; turn what says too little, a StopIteration out of user code or an
+    operation that is not deterministic, into an error of its own."""
     if getattr(error, "__forge_explained__", False):
         return error
     # one that leaves a generator is a RuntimeError by then
@@ -35,21 +37,28 @@ def explain(trainer: Trainer, error: BaseException) -> BaseException:
     if isinstance(stopped, StopIteration):
         # left alone it would end somebody's for loop in silence
         error = TaskError(f"{where or 'The run'} raised StopIteration, which is an error here and no end of an epoch.")
-    elif not isinstance(error, ForgeError) and where:
-        error.add_note(f"forge: raised in {where}.")
+    elif not isinstance(error, ForgeError):
+        told = nondeterministic.explanation(trainer, error)
+        error = DeterminismError(told) if told else error
+        if where:
+            error.add_note(f"forge: raised in {where}.")
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
-    told = nondeterministic.explanation(trainer, error)
-    if told:
-        error.add_note(f"forge: {told}")
+    error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
 
+def first_cause(trainer: Trainer, error: BaseException) -> BaseException:
+    """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
+    watch = getattr(getattr(trainer, "env", None), "watch", None)
+    return error if watch is None else watch.judge(error)
+
+
 def _where(trainer: Trainer, error: BaseException) -> str:
     culprit = trainer.stack.blame(error)
-    moment = f"at update {trainer.progress.update}"
+    moment = f"at update {trainer.progress.update}{_rank(trainer)}"
     if culprit is not None and culprit[0] not in (CORE, TASK):
         return f"plugin {culprit[0]!r}, hook {culprit[1]}, {moment}"
     method = _task_method(error)
@@ -58,6 +67,12 @@ def _where(trainer: Trainer, error: BaseException) -> str:
     if culprit is not None and culprit[0] == TASK:
         return f"the task's {culprit[1]}, {moment}"
     return ""
+
+
+def _rank(trainer: Trainer) -> str:
+    """Which of several processes, and where it ran."""
+    env = getattr(trainer, "env", None)
+    return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
 
 
 def _micro(trainer: Trainer, method: str) -> str:

@@ -7,15 +7,19 @@ device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from forge.errors import TaskError
+
+if TYPE_CHECKING:
+    from forge.env import Env
 
 FOLD_AFTER = 1024
 """Kept values per metric before they are folded into one, so that memory stays flat however rarely one reads."""
@@ -83,9 +87,10 @@ def is_diagnostic(name: str, plugins: Collection[str]) -> bool:
 class Means:
     """Weighted means of scalars by name."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, env: Env | None = None):
         self.device = device
         self.on_host = device.type == "cpu"
+        self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
 
@@ -100,6 +105,9 @@ class Means:
             return
         mass = weight if type(weight) is int else float(weight)  # a number of numpy's would not fit into a checkpoint
         if mass == 0:  # it drops its values, NaN or not
+            if self._env is not None:  # the names are those of the other ranks all the same
+                for name in metrics:
+                    self._sums.setdefault(prefix + name, [0.0, 0])
             return
         for name, value in metrics.items():
             if isinstance(value, Tensor):
@@ -152,7 +160,12 @@ class Means:
             self._kept = dict(mark)
 
     def read(self) -> PendingMeans:
-        """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet."""
+        """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet.
+
+        On several ranks they are the means over all of them, and all of them must ask.
+        """
+        if self._env is not None:
+            return self._read_together(self._env)
         if self.on_host:
             sums, self._sums = self._sums, {}
             return PendingMeans(list(sums), [number for pair in sums.values() for number in pair])
@@ -161,6 +174,18 @@ class Means:
             return PendingMeans([], [])
         return PendingMeans(list(kept), torch.stack([part for pair in kept.values() for part in self._reduce(*pair)]))
 
+    def _read_together(self, env: Env) -> PendingMeans:
+        sums, self._sums = self._sums, {}
+        kept, self._kept = self._kept, {}
+        names = sorted(sums.keys() | kept.keys())
+        check_same_names(env, names)
+        if not names:
+            return PendingMeans([], [])
+        if self.on_host:
+            own = torch.tensor([sums[name] for name in names], dtype=torch.float64).flatten()
+            return PendingMeans(names, env.sum(own).tolist())
+        return PendingMeans(names, env.sum(torch.stack([part for name in names for part in self._reduce(*kept[name])])))
+
     def state_dict(self) -> dict[str, Any]:
         """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
@@ -168,6 +193,9 @@ class Means:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a state; one from another kind of device is turned into this one's."""
+        if "by_rank" in state:
+            self._load_by_rank(state["by_rank"])
+            return
         self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
         self._kept = {}
         for name, (values, weights) in state["kept"].items():
@@ -180,6 +208,25 @@ class Means:
             for name, (total, mass) in state["sums"].items():
                 self._kept[name] = ([total / mass], [mass])
 
+    def _load_by_rank(self, states: list[Mapping[str, Any]]) -> None:
+        """Each rank its own; where there are more or fewer ranks now, rank 0 takes what all had counted."""
+        env = self._env
+        world, rank = (env.world, env.rank) if env is not None else (1, 0)
+        if len(states) == world:
+            self.load_state_dict(states[rank])
+            return
+        self._sums, self._kept = {}, {}
+        if rank == 0:
+            together = Means(torch.device("cpu"))
+            for state in states:
+                part = Means(torch.device("cpu"))
+                part.load_state_dict(state)
+                for name, (total, mass) in part._sums.items():
+                    held = together._sums.setdefault(name, [0.0, 0])
+                    together._sums[name] = [held[0] + total, held[1] + mass]
+            together._sums = {name: pair for name, pair in together._sums.items() if pair[1]}
+            self.load_state_dict(together.state_dict())
+
     def _reduce(self, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
         value, weight = self._vector(values), self._vector(weights)
         # a weight of 0 drops its value, NaN or not
@@ -190,6 +237,21 @@ class Means:
             return torch.tensor(items, dtype=torch.float32).to(self.device, non_blocking=True)
         scalars = [i if isinstance(i, Tensor) else torch.tensor(float(i)) for i in items]
         return torch.stack([s.to(self.device, torch.float32, non_blocking=True).reshape(()) for s in scalars])
+
+
+def check_same_names(env: Env, names: list[str]) -> None:
+    """Refuse, by name, that ranks log different things: their sums would not fit together."""
+    digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7])
+    largest, negated = env.agree([digest, -digest])
+    if largest == -negated:
+        return
+    by_rank = [set(each) for each in env.gather(names)]
+    odd = {rank: sorted(set.union(*by_rank) - each) for rank, each in enumerate(by_rank) if set.union(*by_rank) != each}
+    told = "; ".join(f"rank {rank} has no {', '.join(missing[:3])}" for rank, missing in list(odd.items())[:4])
+    raise TaskError(
+        f"The ranks log different metrics: {told}. Every rank must return and record the same names at every update; "
+        "give a metric that does not apply the weight 0, or return 0."
+    )
 
 
 class PendingMeans:

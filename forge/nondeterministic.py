@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge.seeding import RNGState
+from forge.keeping import untouched
+from forge.places import near
 
 if TYPE_CHECKING:
     from forge.step import Step
@@ -80,7 +81,7 @@ def _called_at(trainer: Trainer, error: BaseException) -> str:
         if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
             continue  # it stands between the caller and the operation, whoever wrote it
         if not file.startswith(LIBRARIES):
-            line = f"{_near(file)}:{number}"
+            line = f"{near(file)}:{number}"
         elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
             line = ""  # what came before it only called the Trainer, or began the backward pass
         if id(me) in names:
@@ -97,26 +98,23 @@ def _called_before_backward(trainer: Trainer, error: BaseException) -> str:
     if trainer.step is None or not trainer.step.window or not in_backward:
         return ""
     frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
-    own = [f"{_near(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    own = [f"{near(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
     return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
 
 
 def _run_again(trainer: Trainer, step: Step) -> str:
     """What anomaly mode says while a micro-batch fails again; buffers and random numbers are put back."""
-    hooks, device = trainer.hooks, trainer.env.device
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.task.buffers()]
-    rng = RNGState.capture(device)
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
+    hooks = trainer.hooks
+    with (
+        untouched(trainer),
+        warnings.catch_warnings(record=True) as caught,
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        suppress(Exception),  # it is expected to fail, and whatever else goes wrong must not hide the first error
+    ):
         warnings.simplefilter("always")
-        # it is expected to fail, and whatever else goes wrong must not hide the first error
-        with suppress(Exception):
-            output = hooks.forge_forward(step, hooks.forge_prepare_batch(step, step.window[step.micro]))
-            loss = output if isinstance(output, Tensor) else output["loss"]
-            loss.backward()
-    rng.restore(device)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        output = hooks.forge_forward(step, hooks.forge_prepare_batch(step, step.window[step.micro]))
+        loss = output if isinstance(output, Tensor) else output["loss"]
+        loss.backward()
     return "\n".join(str(warning.message) for warning in caught)
 
 
@@ -126,9 +124,3 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next
-
-
-def _near(file: str) -> str:
-    """The path as one would type it, where it is below the current folder."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

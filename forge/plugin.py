@@ -70,6 +70,8 @@ class Plugin:
     """Stand after (inside of) these in the stack, when they are there."""
     observer: bool = False
     """Promises never to change the run: weights stay bit-identical with and without it."""
+    init_device: str | None = None
+    "Where the command line makes the task: `meta` for a strategy that gives weights their memory itself."
     capturable: bool = False
     """Promises that its step hooks may run inside a CUDA graph."""
     replays: bool = False

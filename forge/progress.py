@@ -42,7 +42,7 @@ class Interval:
 
     Ask `due(step)` anywhere in a step: the answer is the same from its first hook to its boundary. Intervals in
     updates, epochs and samples are functions of the counters alone, so a resumed run keeps its beat; wall-clock ones
-    count from the first time asked.
+    count from the first time asked, and on several ranks go by the clock of rank 0, as last agreed on.
     """
 
     __slots__ = ("_answer", "_last", "_run", "count", "unit")
@@ -82,11 +82,11 @@ class Interval:
         if self._run is not progress:
             self._run, self._last, self._answer = progress, None, (-1, False)
         if self._answer[0] != step.index:
-            self._answer = (step.index, self._clock_due())
+            self._answer = (step.index, self._clock_due(step.trainer.agreed_time))
         return self._answer[1]
 
-    def _clock_due(self) -> bool:
-        now = time.monotonic()
+    def _clock_due(self, agreed: float | None) -> bool:
+        now = time.monotonic() if agreed is None else agreed
         if self._last is None:
             self._last = now
         if now - self._last < self.count:

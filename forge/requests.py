@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from forge.plugin import Callback, Plugin
 from forge.task import TaskModule
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from forge.trainer import Trainer
 
 logger = logging.getLogger("forge")
+
+KINDS = ("stop", "validation", "checkpoint", "rewind")
+"""What is granted at the end of an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Request:
     reason: str
     asker: str
     update: int
+    everywhere: bool = False
+    "Whether every rank asks for it at this very update, so that it needs no agreement."
 
     def __str__(self) -> str:
         return f"{self.asker}: {self.reason}" if self.reason else self.asker
@@ -40,13 +45,15 @@ class Requests:
         self.log: deque[Request] = deque(maxlen=1000)
         "The latest requests of the run, in the order asked."
 
-    def add(self, kind: str, reason: str = "") -> None:
-        """Ask; a second request of a kind changes nothing."""
-        self.open.setdefault(kind, self.note(kind, reason))
+    def add(self, kind: str, reason: str = "", everywhere: bool = False) -> None:
+        """Ask; a second request of a kind changes nothing, unless it alone is made by all ranks."""
+        request = self.note(kind, reason, everywhere)
+        if kind not in self.open or (everywhere and not self.open[kind].everywhere):
+            self.open[kind] = request
 
-    def note(self, kind: str, reason: str) -> Request:
+    def note(self, kind: str, reason: str, everywhere: bool = False) -> Request:
         """Write a request down with who asked."""
-        request = Request(kind, reason, self._asker(), self._trainer.progress.update)
+        request = Request(kind, reason, self._asker(), self._trainer.progress.update, everywhere)
         self.log.append(request)
         level = logging.DEBUG if kind == "checkpoint" else logging.INFO  # a routine, and not worth a line each time
         logger.log(level, "%s asked for by %s at update %d", kind, request, request.update)
@@ -55,6 +62,18 @@ class Requests:
     def grant(self, kind: str) -> Request | None:
         """Take a request off the list."""
         return self.open.pop(kind, None)
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """What is open here, for the other ranks."""
+        return [asdict(request) for request in self.open.values()]
+
+    def agree(self, by_rank: list[list[dict[str, Any]]]) -> None:
+        """Take up what any rank asks for; of one kind, the lowest rank's."""
+        agreed: dict[str, Request] = {}
+        for asked in by_rank:
+            for data in asked:
+                agreed.setdefault(data["kind"], Request(**{**data, "everywhere": True}))
+        self.open = agreed
 
     def _asker(self) -> str:
         """The plugin, callback or task whose code is asking, found on the call stack."""

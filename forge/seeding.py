@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge.mixing import mix
+
 
 def seed_all(seed: int) -> None:
     """Seed python, numpy and torch on every device."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_of(seed: int, share: int, update: int = 0) -> int:
+    """The seed of one rank's random numbers: rank 0 begins with the run's own, the others differ from it and from each
+    other, and one that joins a run on its way does not begin with numbers that were drawn before."""
+    return seed if share == 0 and update == 0 else mix(seed, share, update) % 2**63
 
 
 @dataclass(frozen=True, slots=True)

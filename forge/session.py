@@ -7,22 +7,25 @@ Entering configures, builds and starts; leaving ends, whatever happened between.
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from forge import checks, resumption
 from forge.core import Core
 from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import Feed, check_loader
 from forge.errors import DataError, ForgeError, Interrupted, TaskError
-from forge.failure import explain
+from forge.failure import explain, first_cause
 from forge.flags import deterministic_flags
 from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
 from forge.run import make_card, write_card
-from forge.seeding import seed_all
+from forge.seeding import seed_all, seed_of
 from forge.stack import TASK
 from forge.state import Checkpoint, RunLock, capture, check_savable, load_weights
 from forge.state.restore import resume
@@ -71,7 +74,7 @@ class Session:
     ) -> None:
         """Tell everybody of an error, end everybody, and let the first cause through."""
         trainer = self.trainer
-        told = explain(trainer, error) if error is not None else None
+        told = first_cause(trainer, explain(trainer, error)) if error is not None else None
         if told is not None:
             for name, observe in trainer.stack.implementations("forge_exception"):
                 _shielded(told, name, "forge_exception", lambda observe=observe: observe(trainer, told))
@@ -115,11 +118,15 @@ class Session:
     def _build(self) -> None:
         trainer = self.trainer
         trainer.env = trainer.hooks.forge_setup_env(trainer)
-        trainer.means = Means(trainer.env.device)
+        trainer.means = Means(trainer.env.device, trainer.env)
+        if trainer.env.world > 1:
+            self._meet()
         if self.weights is not None:
             load_weights(trainer.task, self.weights)
         self._build_model()
         self._build_loaders()
+        if trainer.env.world > 1:
+            self._compare_data()
         if trainer.verb == "fit":
             self._prepare_training()
         if trainer.verb == "fit":
@@ -130,6 +137,13 @@ class Session:
             trainer.hooks.forge_start(trainer)
         if trainer.verb == "fit":
             self._begin()
+
+    def _meet(self) -> None:
+        """Several ranks: the same model on all, and one clock."""
+        from forge.distributed.alike import refuse_different_models
+
+        refuse_different_models(self.trainer)
+        self.trainer.agreed_time = self.trainer.env.broadcast(time.monotonic())
 
     def _build_model(self) -> None:
         trainer = self.trainer
@@ -154,6 +168,13 @@ class Session:
             for name, loader in named.items():
                 check_loader(loader, stage if name is None else f"{stage}/{name}")
             trainer.loaders[stage] = named
+
+    def _compare_data(self) -> None:
+        from forge.distributed import alike
+
+        alike.refuse_different_lengths(self.trainer)
+        if self.trainer.verb == "fit":
+            alike.tell_shares(self.trainer)
 
     def _prepare_training(self) -> None:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
@@ -180,10 +201,8 @@ class Session:
         train = self.trainer.loaders["train"]
         if None not in train:
             raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
-        inner = train[None]
-        while hasattr(inner, "loader"):
-            inner = inner.loader
-        shared = any(loader is train[None] for loader in self.trainer.loaders.get("val", {}).values())
+        inner = _innermost(train[None])
+        shared = any(_innermost(loader) is inner for loader in self.trainer.loaders.get("val", {}).values())
         if shared and getattr(inner, "persistent_workers", False):
             raise DataError(
                 "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
@@ -228,17 +247,21 @@ class Session:
     def _open_run_dir(self) -> None:
         """Choose the folder, take it, and find what is continued there."""
         trainer = self.trainer
-        choice = resumption.choose(trainer)
+        env = trainer.env
+        choice = env.from_first(lambda: resumption.choose(trainer))
         trainer.run_dir = choice.run_dir
-        if trainer.run_dir is not None and trainer.env.is_main:
+        if trainer.run_dir is not None and env.is_main:
             self.cleanup.enter_context(RunLock(trainer.run_dir))
-        self.checkpoint = resumption.find(choice)
+        self.checkpoint = env.from_first(lambda: resumption.find(choice))
 
     def _begin(self) -> None:
         """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
         trainer = self.trainer
+        env = trainer.env
         if trainer.seed is not None:
-            seed_all(trainer.seed)
+            seed_all(seed_of(trainer.seed, env.share))
+        elif env.share:
+            seed_all(seed_of(torch.initial_seed(), env.share))  # dropout must not be the same on all ranks
         trainer.at_boundary = True
         if self.checkpoint is not None:
             resume(trainer, self.checkpoint)
@@ -258,6 +281,13 @@ class Session:
             note = "# Plugins were given in code too: the whole stack is in card.json.\n"
             text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
             (trainer.run_dir / "config.yaml").write_text(text)
+
+
+def _innermost(loader: Any) -> Any:
+    """What is read in the end, behind all that stands around it."""
+    while hasattr(loader, "loader"):
+        loader = loader.loader
+    return loader
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:

@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from forge.trainer import Trainer
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+ECHO = 2.0
+"""A scheduler signals all processes of a job, and a launcher passes it on: within so many seconds it is one signal."""
 
 
 class Signals:
@@ -30,6 +34,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._owner = os.getpid()
         self.received: signal.Signals | None = None
+        self._at: float | None = None
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -48,26 +53,39 @@ class Signals:
         self._before.clear()
 
     def interruption(self, saved: bool) -> SystemExit:
-        """What ends the fit: `Interrupted` (exit code 85) where it can be resumed, else what the shell expects."""
+        """What ends the fit, on all ranks: `Interrupted` (exit code 85) where it can be resumed, else what the shell
+        expects."""
         assert self.received is not None
         trainer = self._trainer
         if not saved or trainer.run_dir is None:
-            return SystemExit(128 + self.received)
-        return Interrupted(
-            f"{self.received.name}: the state after update {trainer.progress.update} is saved in {trainer.run_dir}; "
-            'continue with --resume, or Trainer(resume="auto").'
-        )
+            leaving = SystemExit(128 + self.received)
+        else:
+            leaving = Interrupted(
+                f"{self.received.name}: the state after update {trainer.progress.update} is saved in "
+                f'{trainer.run_dir}; continue with --resume, or Trainer(resume="auto").'
+            )
+        leaving.agreed = True  # pyright: ignore[reportAttributeAccessIssue]
+        return leaving
+
+    def heard(self, request: Request | None) -> None:
+        """A stop was agreed on: where another rank got the signal, this one leaves in the same way."""
+        if request is not None and request.asker == "signal" and self.received is None:
+            self.received = signal.Signals[request.reason]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a forked helper process: the main one decides
             return
-        if self.received is not None:
+        several = self._trainer.env.world > 1 if self._trainer.step is not None else False
+        if self._at is not None and not (several and time.monotonic() - self._at < ECHO):
             self._leave(number, frame)
-        self.received = signal.Signals(number)
+        self._at = self._at or time.monotonic()
+        self.received = self.received or signal.Signals(number)
         if self._trainer.step is None:
             self._leave_early(number)
         update = self._trainer.progress.update
         self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, "signal", update))
+        if several:  # all of them got it, or the launcher sends it because one has failed: nothing to say yet
+            return
         # no logging in a handler: it may have interrupted the logger
         with suppress(OSError):  # what reads stderr may be gone by the same signal
             os.write(2, f"{self.received.name}: stopping after this update; once more to stop at once.\n".encode())
@@ -84,3 +102,20 @@ class Signals:
             signal.default_int_handler(number, frame)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+@contextmanager
+def signals_act_at_once() -> Iterator[None]:
+    """Around a wait outside of Python, where no handler would be called: there is nothing to save yet, so a signal may
+    simply end the process."""
+    handled: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in NAMES:
+            number = getattr(signal, name, None)
+            if number is not None and callable(signal.getsignal(number)):
+                handled[number] = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)

@@ -38,6 +38,8 @@ class Step:
     "Why this update is skipped, if it is."
     loss: Tensor | None = None
     "The window's weighted loss; kept only for owners that replay."
+    borrowed: bool = False
+    "In evaluation: whether the batch belongs to another rank, and runs here for company only."
     _prepared: list[Any] | None = None
     _rng: list[RNGState] | None = None
     _record: bool = True
@@ -54,6 +56,7 @@ class Step:
         samples: int = 0,
         ends_epoch: bool = False,
         data_wait: float = 0.0,
+        total: int | Tensor | None = None,
     ):
         progress = trainer.progress
         self.trainer: Trainer = trainer
@@ -70,12 +73,14 @@ class Step:
         self.items: Sequence[int | Tensor] = items
         "The weight of each micro-batch: `num_items`."
         self.samples: int = samples
-        "Samples in the window."
+        "Samples in the window, over all ranks."
         self.ends_epoch: bool = ends_epoch
         "Whether this is the last step of its epoch."
         self.data_wait: float = data_wait
         "Seconds spent waiting for the loader."
-        if len(items) > 1 or (items and type(items[0]) is not int):
+        if total is not None:
+            self._divisor, self._factors = shared_weights(items, total, trainer.env.shares)
+        elif len(items) > 1 or (items and type(items[0]) is not int):
             self._divisor, self._factors = window_weights(items)
 
     # -- asked by plugins ---------------------------------------------------------------------------------------------
@@ -232,3 +237,16 @@ def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Ten
     if all(n == items[0] for n in items):
         return len(items), None
     return 1, [n / total for n in items]
+
+
+def shared_weights(
+    items: Sequence[int | Tensor], total: int | Tensor, shares: int
+) -> tuple[int, list[float | Tensor] | None]:
+    """`window_weights` on one of several ranks, whose strategy averages gradients: `total` counts the items of the
+    window over all of them."""
+    if isinstance(total, int):
+        if total == 0:
+            raise DataError("num_items gave 0 for every micro-batch of a window, on every rank: nothing to average.")
+        if all(n * shares * len(items) == total for n in items):
+            return len(items), None
+    return 1, [n * shares / total for n in items]

@@ -28,11 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from forge import resumption
 from forge.core import Core
 from forge.data.feed import Feed, batch_size, count_samples
+from forge.data.share import Portion
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
 from forge.errors import ForgeError, StackError, did_you_mean
@@ -40,12 +42,12 @@ from forge.metrics import Means, PendingMeans, publishable
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
 from forge.progress import Interval, Progress
-from forge.requests import Requests
+from forge.requests import KINDS, Requests
 from forge.session import Session
 from forge.signals import Signals
 from forge.stack import Stack, make_plugins
 from forge.state import capture, check_savable, settle
-from forge.state.restore import restore
+from forge.state.restore import load_for, restore
 from forge.step import Step
 from forge.task import TaskModule
 
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
     from forge.recipe import Recipe
 
 logger = logging.getLogger("forge")
+
+AGREE_WITHIN = 2.0
+"""Seconds between two agreements of several ranks, about: so long may a signal wait, beside the update under way."""
 
 Plugins = Iterable[Plugin | type[Plugin] | str] | Mapping[str, Mapping[str, Any] | None]
 
@@ -137,6 +142,10 @@ class Trainer:
     "Updates whose window is passed over without training, after a rewind."
     at_boundary: bool
     "Whether the run is between two updates, where its state can be captured."
+    agreed_time: float | None
+    "On several ranks the clock of rank 0 at the last agreement; None on one, where every clock is right."
+    evaluated: int
+    "Batches evaluated so far: with the counters of progress it tells that a run is alive."
     window: int
     "Micro-batches that the first window asks for."
     # set by the session: what the loop needs to know of the task
@@ -197,6 +206,11 @@ class Trainer:
         self.metrics, self.given_loaders, self.loaders = {}, {}, {}
         self.resumed_from, self.restores, self.left_out = None, 0, set()
         self.at_boundary = False
+        self.mesh_axes: dict[str, int] = {}
+        "Inner dimensions of the device mesh, set in forge_configure by who needs them: {'tensor': 2}."
+        self.agreed_time, self.evaluated = None, 0
+        self._agree_at = 1
+        self._agreed_at: tuple[int, float] | None = None
         self._saved_at = -1
         self._savable = False
         self._leave_out_next: set[int] = set()
@@ -212,7 +226,11 @@ class Trainer:
         """
         if self.max_epochs is None and self.max_updates is None:
             raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
-        with Signals(self) as signals, Session(self, "fit", task, {"train": train, "val": val}, weights):
+        with (
+            Signals(self) as signals,
+            Session(self, "fit", task, {"train": train, "val": val}, weights),
+        ):
+            self._signals = signals
             self._validates = "val" in self.loaders
             stop_reason = self._train()
             if signals.received is None or self._end is not None:
@@ -239,7 +257,7 @@ class Trainer:
         trained = self.progress.update != self.resumed_from
         self._log(self.optimizers.rates_used, tell=trained)
         self._deliver_log()
-        if self.run_dir is not None and self.env.is_main:
+        if self.run_dir is not None:
             self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
 
     def _is_saved(self) -> bool:
@@ -265,29 +283,38 @@ class Trainer:
         """
         self._publish(self.progress.update, {name: publishable(name, value) for name, value in metrics.items()})
 
+    def replace_model(self, model: nn.Module) -> None:
+        """Run this from the next update on: for a strategy whose wrapper must be made anew."""
+        self.model = model
+        self.core.direct = None
+
     # -- requests, for plugins and tasks ------------------------------------------------------------------------------
 
-    def request_stop(self, reason: str) -> None:
+    # On several ranks a request of one of them is granted to all at the next agreement point. `everywhere=True` says
+    # that every rank asks at this very update, since it follows from counters or from metrics: it is granted at once.
+
+    def request_stop(self, reason: str, everywhere: bool = False) -> None:
         """End the run after this update; asked while a run is restored, before its first."""
-        self.requests.add("stop", reason)
+        self.requests.add("stop", reason, everywhere)
 
-    def request_validation(self, reason: str = "") -> None:
+    def request_validation(self, reason: str = "", everywhere: bool = False) -> None:
         """Validate after this update, or the next when asked at a boundary."""
-        self.requests.add("validation", reason)
+        self.requests.add("validation", reason, everywhere)
 
-    def request_checkpoint(self, reason: str) -> None:
+    def request_checkpoint(self, reason: str, everywhere: bool = False) -> None:
         """Capture the run's state at the end of this update and hand it to `forge_save`."""
-        self.requests.add("checkpoint", reason)
+        self.requests.add("checkpoint", reason, everywhere)
 
-    def request_rewind(self, reason: str, leave_out: Iterable[int] = ()) -> None:
+    def request_rewind(self, reason: str, leave_out: Iterable[int] = (), everywhere: bool = False) -> None:
         """Go back to the newest valid checkpoint after this update, and pass over these updates' windows then."""
-        self.requests.add("rewind", reason)
+        self.requests.add("rewind", reason, everywhere)
         self._leave_out_next |= set(leave_out)
 
     # -- the rhythm ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
         hooks, progress, optimizers, requests = self.hooks, self.progress, self.optimizers, self.requests
+        several = self.env.world > 1
         if "stop" in requests.open:  # asked for by what was restored: the run had been stopped before this life
             self._stop_reason = str(requests.grant("stop"))
         for step in self._steps():
@@ -324,7 +351,7 @@ class Trainer:
             if not self._savable and step.updated and hooks.forge_save is not None:
                 check_savable(capture(self))  # optimizers have their state now: better refused here than in an hour
                 self._savable = True
-            if requests.open:
+            if requests.open or several:
                 self._grant_requests(step)
         return self._stop_reason or self._end or ""
 
@@ -334,19 +361,24 @@ class Trainer:
         owned = self.hooks.forge_plan_step != self.core.forge_plan_step
         plan = functools.partial(self.hooks.forge_plan_step, self) if owned else itertools.repeat(1).__next__
         num_items = self.task.num_items if self.weighs_by_itself else batch_size
+        divided = self.env.shares > 1
         while self._stop_reason is None and self._end is None:
             asked, restores = clock(), self.restores
             for window, ends_epoch in feed.epoch(progress.epoch, plan):
                 waited = clock() - asked
                 items: list[Any] = []
-                for batch in window:
-                    items.append(num_items(batch))
-                    if items[-1] is None:
-                        items[-1] = self.task.num_items(batch)  # refuses, and says what to define
-                samples = count_samples(window, items) if self.weighs_by_itself else sum(items)
+                total = None
+                if divided:
+                    window, items, samples, total = self._own_window(window, ends_epoch)
+                else:
+                    for batch in window:
+                        items.append(num_items(batch))
+                        if items[-1] is None:
+                            items[-1] = self.task.num_items(batch)  # refuses, and says what to define
+                    samples = count_samples(window, items) if self.weighs_by_itself else sum(items)
                 if not ends_epoch:
                     feed.samples += samples
-                self.step = Step(self, "train", window, items, samples, ends_epoch, waited)
+                self.step = Step(self, "train", window, items, samples, ends_epoch, waited, total)
                 yield self.step
                 if self._stop_reason is not None or progress.update == self.max_updates or self.restores != restores:
                     break
@@ -354,6 +386,28 @@ class Trainer:
             ended = self._stop_reason is not None or self._end is not None
             if ended and self.hooks.forge_save is not None and self._saved_at != progress.update:
                 self._save()  # which may find that it must go back instead
+
+    def _own_window(self, portions: list[Portion], ends_epoch: bool) -> tuple[list[Any], list[Any], int, Any]:
+        """A window on one of several ranks: its batches, their weights, and samples and weights over all ranks.
+
+        Sample counts are known by arithmetic; only a task's own `num_items` must be asked of the other ranks.
+        """
+        if self.feed.length is None:
+            from forge.distributed.alike import refuse_different_windows
+
+            refuse_different_windows(self.env, len(portions), ends_epoch)
+        batches, samples = [portion.batch for portion in portions], sum(portion.total for portion in portions)
+        if not self.weighs_by_itself:
+            return batches, [portion.samples for portion in portions], samples, samples
+        env = self.env
+        items = [self.task.num_items(portion.batch) if portion.samples else 0 for portion in portions]
+        own = torch.stack([torch.as_tensor(n, dtype=torch.float32).reshape(()) for n in items]).to(
+            env.device, non_blocking=True
+        )
+        total = env.sum(own.sum()) * env.shares / env.world
+        if env.device.type == "cpu":
+            return batches, own.tolist(), samples, float(total)
+        return batches, list(own), samples, total
 
     @property
     def _end(self) -> str | None:
@@ -380,7 +434,8 @@ class Trainer:
 
     def _validation_due(self, step: Step) -> bool:
         due = self.validate_every is not None and self.validate_every.due(step)
-        return due or "validation" in self.requests.open
+        asked = self.requests.open.get("validation")
+        return due or (asked is not None and (asked.everywhere or self.env.world == 1))
 
     def _validate(self) -> None:
         self.requests.grant("validation")
@@ -391,7 +446,7 @@ class Trainer:
 
     def _log(self, rates: dict[str, float] | None = None, tell: bool = True) -> None:
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
-        if self.means.empty:
+        if self.means.empty and self.env.world == 1:
             return
         pending = self.means.read()
         if not tell:
@@ -413,10 +468,9 @@ class Trainer:
 
     def _grant_requests(self, step: Step) -> None:
         """Across ranks requests are agreed at agreement points only; on one rank every update is one."""
-        at_agreement = step.ends_epoch or self.progress.update % self.log_every == 0
-        if self.env.world > 1 and not at_agreement:
-            return
-        agreed = self.env.agree(frozenset(self.requests.open))
+        if self.env.world > 1 and self._agreement_due(step):
+            self._agree()
+        agreed = {kind for kind, asked in self.requests.open.items() if asked.everywhere or self.env.world == 1}
         if "rewind" in agreed:
             self._rewind()
             return
@@ -428,7 +482,27 @@ class Trainer:
                 logger.warning("A checkpoint was asked for, but nothing in this stack saves one.")
         if "stop" in agreed:
             request = self.requests.grant("stop")
-            self._stop_reason = str(request) if request else "another rank asked for a stop"
+            self._stop_reason = str(request)
+            self._signals.heard(request)
+
+    def _agreement_due(self, step: Step) -> bool:
+        """Every log, every end of an epoch, and often enough in between that a signal is heard in time."""
+        update = self.progress.update
+        return step.ends_epoch or update % self.log_every == 0 or update >= self._agree_at
+
+    def _agree(self) -> None:
+        """Make what any rank asks for the wish of all, and take over the clock of rank 0."""
+        env, requests, now = self.env, self.requests, time.monotonic()
+        spent = now - (self._agreed_at[1] if self._agreed_at else now)
+        done = self.progress.update - (self._agreed_at[0] if self._agreed_at else 0)
+        gap = max(1, min(self.log_every, 2 * done, int(AGREE_WITHIN * done / spent) if spent else 1))
+        self._agreed_at = (self.progress.update, now)
+        asked = [int(kind in requests.open) for kind in KINDS]
+        *wanted, clock, gap = env.agree([*asked, *((int(now * 1000), gap) if env.is_main else (0, 0))])
+        self.agreed_time, self._agree_at = clock / 1000, self.progress.update + gap
+        if any(wanted):
+            requests.agree(env.gather(requests.as_data()))
+            self._leave_out_next = set().union(*env.gather(sorted(self._leave_out_next)))
 
     def _save(self) -> None:
         self._deliver_log()
@@ -451,7 +525,7 @@ class Trainer:
         checkpoint = resumption.newest(self)
         self.left_out |= self._leave_out_next
         self._leave_out_next = set()
-        restore(self, checkpoint.load(), str(checkpoint.path))
+        restore(self, load_for(self, checkpoint), str(checkpoint.path))
         logger.warning("Back at update %d: %s", self.progress.update, request)
 
 

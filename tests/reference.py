@@ -138,6 +138,7 @@ def train_with_levers(
     scaler = torch.amp.GradScaler("cpu", levers.scale, growth_interval=levers.growth_interval, enabled=half)
     average: list[torch.Tensor] | None = None
     taken = update = skipped = 0
+    moved = False  # whether the weights have changed since they were last taken
 
     def run_window(micros: Sequence[Any]) -> None:
         sizes = [len(x) for x, _ in micros]
@@ -170,14 +171,15 @@ def train_with_levers(
             updated = scaler.get_scale() >= before
             update += 1
             skipped += not updated
+            moved = moved or updated
             if schedule is not None and updated:
                 schedule.step()
             weights = [p.detach() for p in model.parameters()]
             if levers.decay is not None and updated:
                 average = step_average(average, weights, 1 - levers.decay)
-            if levers.swa_every is not None and update % levers.swa_every == 0 and update > skipped:
+            if levers.swa_every is not None and update % levers.swa_every == 0 and moved:
                 average = step_average(average, weights, 1 / (taken + 1))
-                taken += 1
+                taken, moved = taken + 1, False
             if update == levers.thaw_at:
                 for module in levers.frozen:
                     module.requires_grad_(True)

@@ -232,6 +232,16 @@ def test_every_kind_of_difference_has_its_causes() -> None:
     assert determinism.CAUSES.keys() == KINDS.keys()
 
 
+def test_an_operation_that_cannot_repeat_itself_is_a_mistake_that_the_message_explains(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(TASK.replace("return x\n", "return x.clone().put_(torch.tensor([0]), torch.zeros(1))\n"))
+    assert main(["fit", f"{file}:Sound", "trainer.deterministic=true", "-p", "no:progress"]) == 2
+    said = capsys.readouterr().err
+    assert "\nerror: deterministic=True, but put_ has no deterministic implementation. It was called at " in f"\n{said}"
+    assert "Traceback" not in said
+
+
 # -- in processes of their own ----------------------------------------------------------------------------------------
 
 
@@ -251,5 +261,6 @@ def test_a_run_that_fails_is_quoted(run_forge: Run, file: Path) -> None:
     file.write_text(TASK.replace("return x\n", "return x.clone().put_(torch.tensor([0]), torch.zeros(1))\n"))
     done = run_forge("determinism", f"{file}:Sound", "--deterministic")
     assert done.returncode == 2
-    assert "This run ended with exit code 1" in done.stderr
-    assert "forge: deterministic=True, but put_ has no deterministic implementation." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "This run ended with exit code 2" in done.stderr
+    assert "deterministic=True, but put_ has no deterministic implementation." in done.stderr

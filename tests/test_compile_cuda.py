@@ -221,16 +221,21 @@ def test_compiled_and_computed_again_needs_less_memory_than_eager() -> None:
 
 
 def test_nothing_waits_for_the_device_once_it_is_compiled() -> None:
+    modes: list[int] = []
+
     @forge.on("step_end")
     def strict(step: forge.Step) -> None:
+        modes.append(torch.cuda.get_sync_debug_mode())
         if step.index == 2:
             torch.cuda.set_sync_debug_mode("error")
 
     pinned = [(x.pin_memory(), y.pin_memory()) for x, y in tiny_batches([8] * 10)]
     try:
-        fit(TinyTask(), pinned, device="cuda", max_updates=8, log_every=1000, plugins=[Compile(), strict])
+        result = fit(TinyTask(), pinned, device="cuda", max_updates=8, log_every=1000, plugins=[Compile(), strict])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert modes == 3 * [0] + 5 * [2]  # torch's numbers for "default" and "error"
+    assert result.metrics["compile/graphs"] > 0
 
 
 def test_a_parameter_that_is_thawed_is_trained() -> None:

@@ -190,6 +190,8 @@ def test_a_compiled_stack_equals_the_hand_written_loop_and_resumes_exactly(
     blocks: Any, stack: Stack, place: int, optimizer: str, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assume(not clashes(stack))
+    if "amp" in dict(stack):
+        optimizer = "sgd"  # Adam's steps are as long whatever the gradient: there a last bit can turn one round
     torch._dynamo.reset()
     data, folder = batches([4] * 4), tmp_path_factory.mktemp("runs")
     ours, theirs = new(optimizer), new(optimizer)
@@ -220,4 +222,5 @@ def distance(first: nn.Module, second: nn.Module) -> float:
 
 def test_every_built_in_plugin_is_in_these_laws() -> None:
     ours = {n for n, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins.")}
-    assert ours == {*OPTIONS, *OBSERVERS, "checkpoint", "compile"}
+    strategies = {"ddp", "fsdp", "tensor_parallel"}  # tests/test_plugin_ddp.py and its neighbours compare these
+    assert ours == {*OPTIONS, *OBSERVERS, "checkpoint", "compile"} | strategies

@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 import forge
 from forge.data import Loader, Weighted
 from forge.data.seeded import is_pure
-from forge.data.seeds import mix
+from forge.mixing import mix
 
 
 class Augmented(Dataset):

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.data.seeds import mix
 from forge.data.tensor import TensorLoader
+from forge.mixing import mix
 
 sizes = {"samples": st.integers(1, 40), "size": st.integers(1, 12), "shuffle": st.booleans()}
 

@@ -28,6 +28,7 @@ from tests.conftest import REPO
 PAGES = [
     "README.md",
     "docs/data.md",
+    "docs/distributed.md",
     "docs/index.md",
     "docs/levers.md",
     "docs/recipes-and-cli.md",

@@ -16,6 +16,7 @@ from torch._inductor import config as inductor
 
 import forge
 from forge import flags, nondeterministic
+from forge.errors import DeterminismError
 from forge.flags import CUBLAS, deterministic_flags
 from tests.tasks import Classifier, fit, make_batches
 
@@ -207,10 +208,10 @@ class Backward(Classifier):
         return F.cross_entropy(self(larger), y)
 
 
-def notes(task: Any, **options: Any) -> list[str]:
-    with pytest.raises(RuntimeError) as caught:
-        fit(task, deterministic=True, **options)
-    return caught.value.__notes__
+def refused(task: Any, **options: Any) -> Any:
+    with pytest.raises(DeterminismError) as caught:
+        fit(task, **{"deterministic": True, **options})
+    return caught.value
 
 
 def line_of(code: Any, text: str) -> int:
@@ -219,12 +220,31 @@ def line_of(code: Any, text: str) -> int:
 
 
 def test_it_is_named_with_its_line_its_module_and_what_to_write_instead() -> None:
-    where, told = notes(Forward())
+    error = refused(Forward())
+    told, (where,) = str(error), error.__notes__
     assert where.startswith("forge: raised in Forward.training_step, at update 0")
-    assert told.startswith("forge: deterministic=True, but put_ has no deterministic implementation.")
+    assert told.startswith("deterministic=True, but put_ has no deterministic implementation.")
     assert f"{Path(__file__)}:{line_of(Puts.forward, 'put_')}, in the module net.1 (Puts)." in told
     assert "x.index_put_((index,), values)" in told
     assert "trainer.deterministic=false" in told
+
+
+def test_torchs_own_error_is_behind_it() -> None:
+    error = refused(Forward())
+    assert type(error.__cause__) is RuntimeError
+    assert str(error.__cause__).startswith("put_ does not have a deterministic implementation")
+
+
+def test_plugins_are_told_of_the_error_that_the_user_sees() -> None:
+    told: list[BaseException] = []
+
+    class Listens(forge.Plugin):
+        @forge.hookimpl
+        def forge_exception(self, error: BaseException) -> None:
+            told.append(error)
+
+    error = refused(Forward(), plugins=[Listens()])
+    assert told == [error]
 
 
 def test_in_a_validation_too() -> None:
@@ -232,12 +252,12 @@ def test_in_a_validation_too() -> None:
         def validation_step(self, batch: Any) -> Any:
             return F.cross_entropy(Puts()(self(batch[0])), batch[1])
 
-    _, told = notes(OnlyThere(), val=[(torch.randn(4, 8), torch.zeros(4).long())])
+    told = str(refused(OnlyThere(), val=[(torch.randn(4, 8), torch.zeros(4).long())]))
     assert f"{Path(__file__)}:{line_of(Puts.forward, 'put_')}." in told
 
 
 def test_in_backward_the_line_of_the_forward_pass_is_named() -> None:
-    (told,) = notes(Backward())
+    told = str(refused(Backward()))
     line = line_of(Backward.training_step, "the line to be named")
     assert "but upsample_bicubic2d_backward_out_cuda has" in told
     assert f"It is in the backward of what was called at {Path(__file__)}:{line}." in told
@@ -257,13 +277,13 @@ def test_a_plugin_that_runs_the_step_is_not_taken_for_the_line() -> None:
             loss.backward()
             return True
 
-    told = notes(Backward(), plugins=[Owns()])[-1]
+    told = str(refused(Backward(), plugins=[Owns()]))
     assert f"{Path(__file__)}:{line_of(Backward.training_step, 'the line to be named')}." in told
 
 
 def test_looking_for_that_line_changes_neither_buffers_nor_random_numbers() -> None:
     task, plain = Backward(), Backward()
-    notes(task, seed=3)
+    refused(task, seed=3)
     after = torch.get_rng_state()
     torch.manual_seed(3)
     plain.drop(plain.norm(make_batches()[0][0]))  # the one forward pass of the run itself
@@ -274,9 +294,8 @@ def test_looking_for_that_line_changes_neither_buffers_nor_random_numbers() -> N
 
 def test_a_switch_that_the_user_has_set_is_called_by_its_name() -> None:
     torch.use_deterministic_algorithms(True)
-    with pytest.raises(RuntimeError) as caught:
-        fit(Forward())
-    assert "torch.use_deterministic_algorithms is on, but put_ has no" in caught.value.__notes__[-1]
+    told = str(refused(Forward(), deterministic=False))
+    assert told.startswith("torch.use_deterministic_algorithms is on, but put_ has no")
 
 
 def test_other_errors_are_left_alone() -> None:
@@ -284,7 +303,9 @@ def test_other_errors_are_left_alone() -> None:
         def training_step(self, batch: Any) -> Any:
             raise RuntimeError("something does not have an implementation")
 
-    (where,) = notes(Other())
+    with pytest.raises(RuntimeError, match="something does not have") as caught:
+        fit(Other(), deterministic=True)
+    (where,) = caught.value.__notes__
     assert "raised in Other.training_step" in where
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.env import Env
 from forge.recipe import load_recipe
 from forge.state import Checkpoint as SavedState
 from forge.state import Checkpoints, publish
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
+from tests.ranks import in_threads
 from tests.tasks import Classifier, fit, make_batches
 
 
@@ -135,14 +137,47 @@ def test_without_a_run_folder_a_warning_says_so_once_and_only_in_fit(
     assert list(empty_folder.iterdir()) == []
 
 
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    class SecondRank(forge.Plugin):
-        @forge.hookimpl
-        def forge_setup_env(self) -> Env:
-            return Env("cpu", rank=1, world=2)
+def test_several_ranks_without_a_store_are_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(forge.StackError, match="2 ranks save their state together"):
+        Play(Checkpoint(), tmp_path, rank=1, world=2)
 
-    fit(plugins=[Checkpoint("1 updates"), SecondRank()], run_dir=tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
+
+@pytest.mark.parametrize("background", [True, False])
+def test_all_ranks_decide_alike_and_only_rank_0_looks_into_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    store, looked = torch.distributed.HashStore(), []
+    from_rank_0: queue.Queue[Any] = queue.Queue()
+    everything = Checkpoints.all
+    monkeypatch.setattr(Checkpoints, "all", lambda self: looked.append(threading.get_ident()) or everything(self))
+    scores = [0.5, 0.9, 0.1, 0.7]
+
+    def live(rank: int) -> tuple[list[bool], dict[str, Any]]:
+        def broadcast(value: Any) -> Any:
+            if rank == 0:
+                from_rank_0.put(value)
+                return value
+            return from_rank_0.get(timeout=60)
+
+        best = {"monitor": "val/score", "mode": "max"}
+        plugin = Checkpoint(every=None, keep=1, best=best, background=background)
+        play = Play(plugin, tmp_path, rank=rank, world=2, store=store, broadcast=broadcast)
+        plugin.forge_load_state_dict({**best, "best": [{"update": 1, "value": 9.0}]})  # of another folder
+        asked = []
+        for update, score in enumerate(scores, start=2):
+            play.go_to(update)
+            asked.append(play.validate(score))
+            play.save()
+        plugin.forge_end()
+        if rank == 1:
+            assert threading.get_ident() not in looked
+        return asked, plugin.forge_state_dict()
+
+    first, second = in_threads(2, live)
+    assert first == second
+    assert first[0] == [True, True, False, False]
+    assert kept(tmp_path) == [3, 5]
+    assert (target(tmp_path, "best"), target(tmp_path, "latest")) == (3, 5)
 
 
 def test_the_time_a_save_took_is_logged_but_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,20 +268,30 @@ def test_best_values_whose_checkpoint_is_gone_are_forgotten(tmp_path: Path) -> N
 class Play:
     """Drives a plugin through saves and validations as a Trainer would, without training anything."""
 
-    def __init__(self, plugin: Checkpoint, run: Path, resumed_from: int | None = None):
+    def __init__(
+        self,
+        plugin: Checkpoint,
+        run: Path,
+        resumed_from: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        store: Any = None,
+        broadcast: Any = None,
+    ):
         self.plugin, self.asked = plugin, False
         self.trainer: Any = SimpleNamespace(
             verb="fit",
             run_dir=run,
             loaders={"val": {}},
-            env=SimpleNamespace(is_main=True),
+            env=SimpleNamespace(is_main=rank == 0, rank=rank, world=world, store=store, broadcast=broadcast),
             progress=SimpleNamespace(update=0),
             resumed_from=resumed_from,
             request_checkpoint=self._ask,
         )
         plugin.forge_start(self.trainer)
 
-    def _ask(self, reason: str) -> None:
+    def _ask(self, reason: str, everywhere: bool) -> None:
+        assert everywhere  # every rank comes to the same decision by itself
         self.asked = True
 
     def go_to(self, update: int) -> None:
@@ -334,7 +379,7 @@ class Broken:
 
     def __init__(self, patch: pytest.MonkeyPatch, *updates: int):
         self.now = False
-        write = publish._write_file
+        write = publish.write_file
 
         def fail(path: Path, pieces: Any) -> Any:
             update = int(path.parent.name.split("-")[1].split(".")[0])
@@ -342,7 +387,7 @@ class Broken:
                 raise OSError(28, "No space left on device")
             return write(path, pieces)
 
-        patch.setattr(publish, "_write_file", fail)
+        patch.setattr(publish, "write_file", fail)
 
 
 def watch_removals(patch: pytest.MonkeyPatch, published_before: Callable[[], list[int]]) -> None:

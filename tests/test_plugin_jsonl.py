@@ -15,7 +15,7 @@ import forge
 from forge.env import Env
 from forge.metrics import PendingMeans
 from forge_plugins import JSONL, Accumulate, Tensorboard
-from tests.tasks import Classifier, fit, make_batches
+from tests.tasks import Classifier, fit, make_batches, second_rank
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ class SecondRank(forge.Plugin):
 
     @forge.hookimpl
     def forge_setup_env(self) -> Env:
-        return Env("cpu", rank=1, world=2)
+        return second_rank()
 
 
 class FullDisk:

@@ -312,7 +312,7 @@ def test_the_table_is_logged_and_written_to_the_run_folder(
     report = measured(Spender(clock, step_end=500), run_dir=tmp_path)
     assert json.loads((tmp_path / "ledger.json").read_text()) == report
     table = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("ledger: "))
-    assert "4 updates of 500 µs; plugins take 500.0 µs of each" in table
+    assert "4 updates of 500 µs on average, logs and saves included; plugins take 500.0 µs of each" in table
     assert "spender  step_end      1      500.0" in table
 
 

@@ -25,9 +25,10 @@ from forge.testing import TinyGAN, TinyTask, check_plugin, fit_tiny, tiny_batche
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Monitor, Progress
 from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.gradients import Readings
+from forge_plugins.monitor.look import Look
 from forge_plugins.monitor.parcel import Parcel
 from forge_plugins.monitor.shapes import Row, folded
-from tests.tasks import Classifier, fit, make_batches
+from tests.tasks import Classifier, fit, make_batches, second_rank
 
 
 class Keep(forge.Plugin):
@@ -480,12 +481,18 @@ def test_an_update_that_fails_leaves_no_hook_behind() -> None:
 
 
 def test_between_intervals_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*words: Any) -> None:
-        raise AssertionError("nothing is due")
+    taken: list[int] = []
 
-    monkeypatch.setattr("forge_plugins.monitor.Look", refuse)
-    monkeypatch.setattr("forge_plugins.monitor.watchable", refuse)
+    class Counted(Look):
+        def __init__(self, step: forge.Step, *rest: Any, **options: Any):
+            taken.append(step.index)
+            super().__init__(step, *rest, **options)
+
+    monkeypatch.setattr("forge_plugins.monitor.Look", Counted)
     fit(made(), make_batches(6), plugins=[quiet("7 updates")])
+    assert taken == []
+    fit(made(), make_batches(6), plugins=[quiet("3 updates")])
+    assert taken == [2, 5]
 
 
 def test_it_says_when_it_is_due() -> None:
@@ -1135,7 +1142,7 @@ def test_another_process_looks_but_does_not_talk(caplog: pytest.LogCaptureFixtur
     class SecondRank(forge.Plugin):
         @forge.hookimpl
         def forge_setup_env(self) -> Env:
-            return Env("cpu", rank=1, world=2)
+            return second_rank()
 
     caplog.set_level(logging.INFO)
     fit(

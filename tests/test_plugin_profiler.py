@@ -28,7 +28,7 @@ from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny
 from forge_plugins import AMP, JSONL, Accumulate, Checkpoint, Compile, Prefetch, Profiler, Remat, Tensorboard
 from forge_plugins.profiler import memory, results, timeline, unrecorded
 from forge_plugins.profiler.intervals import covers, length, minus, union
-from forge_plugins.profiler.memory import largest, readable
+from forge_plugins.profiler.memory import largest
 from forge_plugins.profiler.trace import analyse
 from forge_plugins.profiler.verdict import BUSY, Measured, Setup, duration, judge, measured, provided
 from tests.conftest import Run
@@ -602,13 +602,6 @@ def test_the_lines_that_hold_the_most_memory_are_the_users_own() -> None:
         (f"{torchs}:7 in f", 120, 1),
         ("a block of 5 B", 5, 1),
     ]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (200 << 20, "200 MiB")]
-)
-def test_sizes_are_readable(size: int, text: str) -> None:
-    assert readable(size) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from forge.errors import ForgeError
 from forge.metrics import PendingMeans
 from forge_plugins import Progress
 from forge_plugins.progress import Status, clock, grouped, ordered, short, speed_of
-from tests.tasks import Classifier, fit, make_batches
+from tests.tasks import Classifier, fit, make_batches, second_rank
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -364,7 +364,7 @@ class SecondRank(forge.Plugin):
 
     @forge.hookimpl
     def forge_setup_env(self) -> Env:
-        return Env("cpu", rank=1, world=2)
+        return second_rank()
 
 
 def _lines(capsys: Any) -> list[str]:

@@ -268,7 +268,7 @@ class TestRefused:
             rates_of(Schedule("constant", warmup=0.1), train=iter(make_batches(4)))
 
     def test_a_warm_up_in_epochs_of_unknown_length_is_refused(self) -> None:
-        with pytest.raises(ForgeError, match=r"the train loader has no length.*Give warmup in updates"):
+        with pytest.raises(ForgeError, match=r"the train loader has no length.*Give schedule\.warmup in updates"):
             rates_of(Schedule("constant", warmup="1 epoch"), train=iter(make_batches(4)))
 
     @pytest.mark.parametrize("kind", ["constant", "step"])

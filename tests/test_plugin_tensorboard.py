@@ -30,7 +30,7 @@ from forge.testing import TinyTask, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Clip, Guard, Progress, Schedule, Tensorboard
 from forge_plugins.tensorboard import new_file
 from tests.conftest import REPO, Run
-from tests.tasks import Classifier, fit, make_batches
+from tests.tasks import Classifier, fit, make_batches, second_rank
 
 hparams_api: Any = api_pb2  # whose classes are made as it is imported
 Status = hparams_api.Status
@@ -270,7 +270,7 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     class SecondRank(forge.Plugin):
         @forge.hookimpl
         def forge_setup_env(self) -> Env:
-            return Env("cpu", rank=1, world=2)
+            return second_rank()
 
     fit(plugins=[Tensorboard(), SecondRank()], run_dir=tmp_path)
     assert not (tmp_path / "tensorboard").exists()

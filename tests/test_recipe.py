@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,14 @@ def test_a_forgotten_section_is_supplied_by_the_message():
 
 def test_a_word_without_an_equals_sign_is_no_override():
     assert "key=value" in refused("quickstart", ["max_epochs"])
+
+
+@pytest.mark.parametrize("text", ["*", "*.bias", "@here", "{open", "a: b: c", "it's: *", '"half', "`$HOME`: !x"])
+def test_what_yaml_cannot_read_is_answered_with_how_to_quote_it(text):
+    message = refused("quickstart", [f"freeze.modules={text}"], add=["freeze"])
+    assert message.startswith(f"freeze.modules={text} (command line): the value cannot be read as YAML (")
+    (advised,) = shlex.split(message.partition("for the shell: ")[2].removesuffix("."))
+    assert load_recipe("quickstart", [advised], add=["freeze"]).plugins["freeze"] == {"modules": text}
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

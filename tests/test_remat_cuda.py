@@ -144,13 +144,17 @@ def test_batch_norm_counts_a_batch_once() -> None:
     assert_same_weights(again, plain)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    @forge.on("step_end")
-    def strict(step: forge.Step) -> None:
-        torch.cuda.set_sync_debug_mode("error")
+def test_nothing_waits_for_the_device(syncs_are_errors: forge.Plugin) -> None:
+    modes: list[int] = []
+    forwards: list[int] = []
 
+    @forge.on("step_end")
+    def note(step: forge.Step) -> None:
+        modes.append(torch.cuda.get_sync_debug_mode())
+
+    task: Any = TinyTask()
+    task.net[0].register_forward_hook(lambda *_: forwards.append(len(modes)))
     pinned = [(x.pin_memory(), y.pin_memory()) for x, y in tiny_batches([8] * 6)]
-    try:
-        fit(TinyTask(), pinned, device="cuda", max_updates=5, log_every=1000, plugins=[Remat("net"), strict])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    fit(task, pinned, device="cuda", max_updates=5, log_every=1000, plugins=[Remat("net"), note, syncs_are_errors])
+    assert modes == [0] + 4 * [2]  # torch's numbers for "default" and "error"
+    assert forwards == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]  # every update ran the block twice

@@ -18,6 +18,19 @@ from tests.test_resume import PowerCut, cut_at
 
 pytestmark = pytest.mark.gpu
 
+DEFAULT, ERROR = 0, 2
+"""What torch.cuda.get_sync_debug_mode() says."""
+
+
+def noting(modes: list[int]) -> Any:
+    """A callback that writes down, after each update, how host syncs were treated in it."""
+
+    @forge.on("step_end")
+    def note(step: forge.Step) -> None:
+        modes.append(torch.cuda.get_sync_debug_mode())
+
+    return note
+
 
 class Fused(TinyTask):
     """Dropout drawn on the device, batch normalisation, a fused optimizer."""
@@ -86,8 +99,10 @@ def climb(parameters: list[nn.Parameter], rho: float, adaptive: bool) -> None:
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("window", [1, 2])
 def test_sam_waits_for_nothing(adaptive: bool, window: int, syncs_are_errors: forge.Plugin) -> None:
-    plugins = [SAM(0.5, adaptive=adaptive), Guard(), Clip(0.1), Accumulate(window), syncs_are_errors]
+    modes: list[int] = []
+    plugins = [SAM(0.5, adaptive=adaptive), Guard(), Clip(0.1), Accumulate(window), noting(modes), syncs_are_errors]
     fit(plugins, train=batches(30), max_epochs=None, max_updates=8)
+    assert modes == [DEFAULT] + 7 * [ERROR]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -114,8 +129,13 @@ def test_a_bad_window_leaves_the_weights_as_they_were_before_it() -> None:
 
 def test_freezing_and_thawing_wait_for_nothing(syncs_are_errors: forge.Plugin) -> None:
     thaw = {"net.0": "3 updates", "net.1": "5 updates"}
-    plugins = [Freeze("net.[01]", thaw=thaw), Clip(0.1), syncs_are_errors]
-    fit(plugins, train=batches(30), max_epochs=None, max_updates=8)
+    modes: list[int] = []
+    plugins = [Freeze("net.[01]", thaw=thaw), Clip(0.1), noting(modes), syncs_are_errors]
+    task = fit(plugins, train=batches(30), max_epochs=None, max_updates=8)
+    assert modes == [DEFAULT] + 7 * [ERROR]
+    assert all(
+        not torch.equal(p.cpu(), start) for p, start in zip(task.parameters(), Fused().parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("rho", [None, 0.5])

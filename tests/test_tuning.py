@@ -506,28 +506,6 @@ def test_sizes_that_do_not_fit_or_are_odd_are_not_recommended() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "full"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory"), True),
-        (RuntimeError("shape mismatch"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_an_error_says_whether_memory_is_full(error: Exception, full: bool) -> None:
-    assert memory.is_full(error) is full
-
-
-def test_the_cpus_own_error_is_known() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60, dtype=torch.uint8)
-    assert memory.is_full(caught.value)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be reset on Linux only")
 def test_the_peak_of_this_process_is_measured_from_the_start_asked_for() -> None:
     device = torch.device("cpu")

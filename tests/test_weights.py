@@ -428,7 +428,7 @@ def test_the_optimizers_state_is_not_loaded_for_the_weights(run: Path, monkeypat
     monkeypatch.setattr(tensors, "read_tensors", watched)
     task = TinyTask(seed=7)
     load_weights(task, run / "checkpoints" / "update-00000010")
-    assert read == ["model.safetensors"]
+    assert set(read) == {"model.safetensors"}
     assert_same_weights(task, TinyTask.from_checkpoint(run))
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from forge import __version__
-from forge.cli import show
+from forge.cli import ranks, show
 from forge.errors import ForgeError, Interrupted, did_you_mean
+from forge.outcome import exit_code, is_first_to_fail
 
 VERBS = {
     "fit": "Train a recipe, or a task from your own file.",
@@ -49,22 +50,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except Interrupted as leaving:
-        show.message(str(leaving), style="yellow")
-        return leaving.EXIT_CODE
+        if ranks.rank() == 0 and not getattr(leaving, "__forge_told__", False):
+            show.message(str(leaving), style="yellow")
+        return exit_code(leaving.EXIT_CODE, str(leaving))
     except SystemExit as leaving:  # argparse: --help, or a usage error it has printed
-        return leaving.code if isinstance(leaving.code, int) else 0
-    except KeyboardInterrupt:
-        show.message("interrupted", style="yellow")
-        return 130
+        return exit_code(leaving.code) if isinstance(leaving.code, int) else 0
+    except KeyboardInterrupt as leaving:
+        if not _is_told(leaving):
+            show.message("interrupted", style="yellow")
+        return exit_code(130)
     except BrokenPipeError:  # `forge plugins | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ForgeError as error:
-        show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        if not _is_told(error):
+            show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return 2
-    except Exception:
-        traceback.print_exc()  # prints the notes too: plugin, hook, update
+    except Exception as error:
+        if not _is_told(error):
+            traceback.print_exc()  # prints the notes too: plugin, hook, update
         return 1
+
+
+def _is_told(error: BaseException) -> bool:
+    """Whether the screen has it already: as the first cause of several ranks, or from another that met the same."""
+    return getattr(error, "__forge_told__", False) or not is_first_to_fail()
 
 
 def _run(words: list[str]) -> int:
@@ -80,5 +90,5 @@ def _run(words: list[str]) -> int:
     module = import_module(f"forge.cli.{verb.replace('-', '_')}")
     # intermixed: overrides may stand before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
-    with show.plain_messages():
+    with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
         return module.run(args)

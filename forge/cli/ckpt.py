@@ -258,18 +258,26 @@ def file_states(path: Path) -> list[tuple[str, int | None, str]]:
         Checkpoint(path).verify()
     except CheckpointError as error:
         problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
-    names = (manifest.NAME, *manifest.FILES)
-    sizes = [_length(path / name) for name in names]
-    if not problem:
-        return [(name, length, "") for name, length in zip(names, sizes, strict=True)]
     records = _records(path / manifest.NAME)
-    if records is None:
-        said = [_irregular(path / manifest.NAME) or problem, *["unknown without its manifest"] * len(manifest.FILES)]
+    names = _names(path) if records is None else list(records)
+    sizes = [_length(path / name) for name in (manifest.NAME, *names)]
+    if not problem:
+        said = [""] * len(sizes)
+    elif records is None:
+        said = [_irregular(path / manifest.NAME) or problem, *["unknown without its manifest"] * len(names)]
     else:
-        said = ["", *(_file_problem(path / name, records[name]) for name in manifest.FILES)]
+        said = ["", *(_file_problem(path / name, records[name]) for name in names)]
         if not any(said):
             said[1] = problem  # every file is as it was written, but what they say together makes no checkpoint
-    return list(zip(names, sizes, said, strict=True))
+    return list(zip((manifest.NAME, *names), sizes, said, strict=True))
+
+
+def _names(path: Path) -> list[str]:
+    """The files that a checkpoint without a manifest has, or should have."""
+    from forge.state import manifest
+
+    there = sorted(file.name for file in path.glob("*-of-*.safetensors"))
+    return [manifest.DOCUMENT, *there] if there else list(manifest.FILES)
 
 
 def _records(file: Path) -> Mapping[str, Any] | None:

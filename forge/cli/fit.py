@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import show, target
+from forge.cli import ranks, show, target
 from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ examples:
   forge fit quickstart trainer.max_epochs=3 clip.max_norm=0.5 -p no:tensorboard
   forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
   forge fit my_recipe.yaml --run-dir runs/first --resume
+  forge fit quickstart --nproc 2 -p ddp --max-restarts 1
 """
 
 
@@ -36,20 +37,26 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
+    ranks.add_arguments(parser)
     return parser
 
 
 def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
+    if args.nproc is not None:
+        return ranks.launch(args, recipe)
+    talks = ranks.rank() == 0
     trainer, task, data = target.build(recipe, args.run_dir)
     if args.resume:
         trainer.resume = "auto"
+    ranks.continue_own_run(trainer)
     if args.trace:
         trainer.trace = sys.stderr.write
-    if "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
+    if talks and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
     result = trainer.fit(task, data.train, data.val, weights=args.weights)
-    _report(result, trainer.stack.names, data, args)
+    if talks:
+        _report(result, trainer.stack.names, data, args)
     return 0
 
 

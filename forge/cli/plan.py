@@ -1,6 +1,7 @@
 """`forge plan`: what a recipe would run, hook by hook and value by value.
 
-Nothing is trained and no data are loaded, unless `--measure` asks what each plugin costs.
+Nothing is trained and no data are loaded, unless `--measure` asks what each plugin costs. With `--devices` or
+`--memory` it says instead what fits on such devices: one batch is loaded then, for its shapes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from forge.cli import costs, show, target
+from forge.cli import costs, fits, show, target
 from forge.errors import ForgeError
 from forge.recipe import Recipe
 from forge.recipe.merge import leaves
@@ -23,6 +24,7 @@ examples:
   forge plan quickstart -p accumulate accumulate.window=4
   forge plan my_task.py:MyTask --recipe fast --json
   forge plan quickstart --measure --updates 100
+  forge plan quickstart --devices 8 --memory 80
 """
 STYLES = {"own": "bold yellow", "wrap": "cyan", "event": "green", "default": "dim"}
 VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
@@ -30,7 +32,9 @@ VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
 
 def parser() -> ArgumentParser:
     parser = target.new_parser(
-        "plan", "Show what a recipe would run. Without --measure nothing is trained, and no data are loaded.", EXAMPLES
+        "plan",
+        "Show what a recipe would run, or what fits where. Nothing is trained, unless --measure asks for it.",
+        EXAMPLES,
     )
     target.add_arguments(parser)
     parser.add_argument(
@@ -38,6 +42,12 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--updates", type=int, metavar="N", help=f"with --measure: how many updates (default: {costs.UPDATES})"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="say what fits on N devices, and which strategy to take; needs no GPU"
+    )
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="the memory of each device (default: that of the GPU that is here)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
@@ -47,6 +57,8 @@ def run(args: Namespace) -> int:
     if args.updates is not None and not args.measure:
         raise ForgeError("--updates says how long to measure: add --measure.")
     recipe = target.load(args, to_train=True)
+    if args.devices is not None or args.memory is not None:
+        return _say_what_fits(args, recipe)
     stack = Stack(make_plugins(recipe.plugins))
     calls = _calls(recipe, stack)
     values = {key: {"value": value, "from": recipe.origin[key]} for key, value in leaves(recipe.resolved)}
@@ -63,6 +75,17 @@ def run(args: Namespace) -> int:
     if args.measure:
         report = costs.measure(recipe, args.updates)
         costs.show_costs(report, [hook for hook, who in calls.items() if any(call.plugin != CORE for call in who)])
+    return 0
+
+
+def _say_what_fits(args: Namespace, recipe: Recipe) -> int:
+    if args.measure:
+        raise ForgeError("--measure trains here, --devices and --memory plan for elsewhere: ask for one at a time.")
+    found = fits.plan(args, recipe)
+    if args.json:
+        print(json.dumps({"recipe": recipe.name, **fits.as_json(found, args, recipe)}, indent=2))
+    else:
+        fits.show_plan(found, args, recipe)
     return 0
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forge import places
+
 
 def console(stderr: bool = False) -> Console:
     """A console on the present stdout or stderr; into a pipe or file it is wide enough not to fold what matters."""
@@ -53,9 +55,8 @@ def _tell(text: Text) -> None:
 
 
 def near(path: Path) -> Path:
-    """A path as one would type it: relative where it is below the current folder."""
-    relative = Path(os.path.relpath(path))
-    return path if relative.parts[:1] == ("..",) else relative
+    """A path as one would type it, to go on from."""
+    return Path(places.near(path))
 
 
 def command(name: str) -> str:
@@ -64,7 +65,7 @@ def command(name: str) -> str:
     found = shutil.which(name)
     if not here.exists() or (found and Path(found).resolve() == here.resolve()):
         return name
-    return str(near(here))
+    return places.near(here)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,8 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
 
 def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, TaskModule, Splits]:
     """Trainer, task and data; the seed is set before the task draws its first weights."""
+    import torch
+
     from forge.seeding import seed_all
     from forge.trainer import Trainer
 
@@ -80,7 +83,10 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
     trainer = Trainer(recipe=recipe, **given)
     if trainer.seed is not None:
         seed_all(trainer.seed)
-    return trainer, recipe.make_task(), recipe.make_data()
+    devices = [plugin.init_device for plugin in trainer.stack if plugin.init_device]
+    with torch.device(devices[0]) if devices else nullcontext():
+        task = recipe.make_task()
+    return trainer, task, recipe.make_data()
 
 
 def _is_python(target: str) -> bool:

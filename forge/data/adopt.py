@@ -28,6 +28,7 @@ from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.sampled import SampledLoader
+from forge.data.share import SharedLoader
 from forge.data.workers import DATA_TIMEOUT
 from forge.errors import DataError
 
@@ -56,6 +57,8 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
 def resumable_reason(loader: Any) -> str | None:
     """Why a run over this loader cannot be continued exactly, and what to use instead; None where it can."""
     name = type(loader).__name__
+    if isinstance(loader, SharedLoader):
+        return resumable_reason(loader.loader)
     if isinstance(loader, Reread):
         return loader.reason
     if hasattr(loader, "seek") or is_stateful(loader):
@@ -77,7 +80,7 @@ def resumable_reason(loader: Any) -> str | None:
 
 def shares_badly(loader: Any) -> bool:
     """Whether one object cannot serve two stages: it keeps a single position, so a validation would move training's."""
-    if isinstance(loader, (DevicePrefetch, Reread)):
+    if isinstance(loader, (DevicePrefetch, Reread, SharedLoader)):
         return shares_badly(loader.loader)
     if isinstance(loader, (StreamLoader, Iterator)):
         return True

@@ -16,8 +16,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
-from forge.data.seeds import kept_generators, mix, seed_generators
+from forge.data.seeds import kept_generators, seed_generators
 from forge.errors import DataError
+from forge.mixing import mix
 
 
 def length_of(loader: Any) -> int | None:

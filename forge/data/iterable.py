@@ -21,9 +21,10 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, default_
 
 from forge.data.feed import is_stateful
 from forge.data.seeded import failed, is_pure, is_pure_collate, what, where
-from forge.data.seeds import OwnSeed, fold, kept_generators, mix, seed_generators
+from forge.data.seeds import OwnSeed, kept_generators, seed_generators
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
+from forge.mixing import fold, mix
 
 _BEGIN = 0xBE61
 """Sets the seed under which a stream begins apart from its samples' seeds."""

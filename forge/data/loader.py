@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from forge.data.iterable import open_stream
 from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
 from forge.data.seeded import Draw, Seeded
 from forge.data.seeds import OwnSeed
+from forge.data.share import Portion, cut, portions
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
@@ -107,10 +109,24 @@ class Loader(OwnSeed):
         return self.order.batches(self._step, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
+        plan, ranges = self._begin()
+        return self._fetch(plan, ranges)
+
+    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+        """One share of every batch from here on; the samples of other shares are not read."""
+        plan, ranges = self._begin()
+        ahead, ranges = itertools.tee(ranges)
+        batches = self._fetch(plan, (cut(begin, end, share, shares)[:2] for begin, end in ahead))
+        return portions(batches, ranges, share, shares)
+
+    def _begin(self) -> tuple[Plan, Iterator[tuple[int, int]]]:
+        """The epoch, and where its batches are from the position on."""
         start, self._position = self._position, 0
+        plan = self.order.plan(self.seed, self._epoch, self._step)
+        return plan, batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
+
+    def _fetch(self, plan: Plan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
         seed, epoch = self.seed, self._epoch
-        plan = self.order.plan(seed, epoch, self._step)
-        ranges = batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
         repeats = occurrences(plan.indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
         return self._pool.run(_draws(plan, ranges, repeats, seed, epoch), seed + epoch)
 

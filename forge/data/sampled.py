@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader
 
 from forge.data.feed import is_stateful
 from forge.data.seeded import Draw, Seeded, number_of
-from forge.data.seeds import fold, kept_generators, mix, seed_generators
+from forge.data.seeds import kept_generators, seed_generators
+from forge.data.share import Portion, cut
 from forge.data.workers import Pool
 from forge.errors import DataError
+from forge.mixing import fold, mix
 
 
 class SampledLoader:
@@ -66,6 +68,24 @@ class SampledLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        return self._fetch(self._begin())
+
+    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+        """One share of every batch from here on; the samples of other shares are not read."""
+        indices = self._begin()
+        if not self._batched:
+            raise DataError(
+                f"A DataLoader with batch_size=None gives batches that only its dataset {type(self.dataset).__name__} "
+                "understands, so forge cannot divide them among ranks. Give a batch_size."
+            )
+        places = [cut(0, len(batch), share, shares) for batch in indices]
+        counts = [(place.samples, len(batch)) for place, batch in zip(places, indices, strict=True)]
+        own = [batch[place.begin : place.end] for place, batch in zip(places, indices, strict=True)]
+        batches = zip(self._fetch(own), counts[self._given :], strict=True)
+        return (Portion(batch, *count) for batch, count in batches)
+
+    def _begin(self) -> list[list[Any]]:
+        """The batches of the epoch as indices; `_given` of them are behind."""
         resume, self._resume = self._resume, None
         indices, self._given = None, 0
         if resume is not None and resume["order"] is not None:
@@ -76,6 +96,9 @@ class SampledLoader:
                 indices = None  # its epoch was over; that it was drawn again has moved the sampler on
         if indices is None:
             indices = self._draw(self._epoch or 0)
+        return indices
+
+    def _fetch(self, indices: list[list[Any]]) -> Iterator[Any]:
         epoch = self._drawn["epoch"]
         return self._counted(self._pool.run(_draws(indices, self._given, self.seed, epoch), self.seed + epoch))
 

@@ -25,8 +25,9 @@ from torch.utils.data import (
 )
 
 from forge.data.collate import pad_collate
-from forge.data.seeds import fold, kept_generators, mix, seed_generators
+from forge.data.seeds import kept_generators, seed_generators
 from forge.errors import DataError
+from forge.mixing import fold, mix
 
 _COLLATE = 0xC011A7E
 """Sets a batch's seed apart from that of its first sample."""

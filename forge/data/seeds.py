@@ -1,4 +1,4 @@
-"""Seeds out of numbers: mixing them, and seeding and keeping the generators that user code may draw from."""
+"""Seeding and keeping the generators that user code may draw from, for loaders."""
 
 from __future__ import annotations
 
@@ -10,24 +10,6 @@ import numpy as np
 import torch
 
 from forge.seeding import RNGState
-
-_MASK = 2**64 - 1
-
-
-def fold(word: int, value: int) -> int:
-    """Fold a value into a 64-bit word so that every bit of both matters (splitmix64)."""
-    word = (word + value + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
-
-
-def mix(*parts: int) -> int:
-    """One 64-bit number out of several integers, each bit of which depends on all of them."""
-    word = 0
-    for part in parts:
-        word = fold(word, part)
-    return word
 
 
 def seed_generators(word: int) -> None:

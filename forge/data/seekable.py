@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from forge.data.seeds import OwnSeed
+from forge.data.share import Portion, Ranges, portions
 from forge.errors import DataError
 
 
 class SeekableLoader(OwnSeed):
     """Seed, epoch, the place to begin, and the count of batches.
 
-    A subclass sets `order` and gives `_batches(epoch, start)` and `sample_indices(epoch, start, stop)`.
+    A subclass sets `order` and gives `_batches(epoch, ranges)` and `sample_indices(epoch, start, stop)`.
     """
 
     order: str
@@ -63,15 +64,21 @@ class SeekableLoader(OwnSeed):
         return whole if self.drop_last or not rest else whole + 1
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._start = self._start, 0  # taken here and not at the first batch: seek may be called in between
-        return self._batches(self._epoch, start)
+        return self._batches(self._epoch, self._ranges())
 
-    def _starts(self, start: int) -> range:
-        """The position of the first sample of each batch from `start` on."""
+    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+        """One share of every batch from here on; the samples of other shares are not read."""
+        ranges = self._ranges()
+        return portions(self._batches(self._epoch, ranges.of(share, shares)), ranges, share, shares)
+
+    def _ranges(self) -> Ranges:
+        """Where the batches are from the position on; taken when a pass begins, because `seek` may be called before
+        its first batch."""
+        start, self._start = self._start, 0
         stop = self.samples
         if self.drop_last:
             stop = start + (stop - start) // self.batch_size * self.batch_size
-        return range(start, stop, self.batch_size)
+        return Ranges(start, stop, self.batch_size)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def _batches(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Iterator[Any]:
         raise NotImplementedError

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
-from forge.data.seeds import mix
 from forge.errors import DataError
+from forge.mixing import mix
 
 Sample = dict[str, Any]
 

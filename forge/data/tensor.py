@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from forge.data.order import epoch_order
-from forge.data.seeds import mix, seeded
+from forge.data.seeds import seeded
 from forge.data.seekable import SeekableLoader
 from forge.env import pick_device
 from forge.errors import DataError
+from forge.mixing import mix
 
 
 class TensorLoader(SeekableLoader):
@@ -58,28 +60,30 @@ class TensorLoader(SeekableLoader):
             return list(range(self.samples)[start:stop])
         return epoch_order(self.samples, self.seed, epoch)[start:stop].tolist()
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        raw = self._gathered(epoch, start) if self.shuffle else self._sliced(start)
-        return raw if self.transform is None else self._transformed(raw, self.transform, epoch, start)
+    def _batches(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Iterator[Any]:
+        if self.transform is not None:
+            return self._transformed(self.transform, epoch, ranges)
+        return self._gathered(epoch, ranges) if self.shuffle else self._sliced(ranges)
 
-    def _gathered(self, epoch: int, start: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        tensors, size = self.tensors, self.batch_size
+    def _gathered(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, ...]]:
+        tensors = self.tensors
         order = epoch_order(self.samples, self.seed, epoch).to(self.device)
-        for first in self._starts(start):
-            index = order[first : first + size]
+        for first, last in ranges:
+            index = order[first:last]
             yield tuple([tensor.index_select(0, index) for tensor in tensors])
 
-    def _sliced(self, start: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        tensors, size = self.tensors, self.batch_size
-        for first in self._starts(start):
+    def _sliced(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, ...]]:
+        tensors = self.tensors
+        for first, last in ranges:
             # copied, as by index_select: a task that changes its batch in place must not change the data
-            yield tuple([tensor[first : first + size].clone() for tensor in tensors])
+            yield tuple([tensor[first:last].clone() for tensor in tensors])
 
     def _transformed(
-        self, raw: Iterator[tuple[torch.Tensor, ...]], transform: Callable[..., Any], epoch: int, start: int
+        self, transform: Callable[..., Any], epoch: int, ranges: Iterable[tuple[int, int]]
     ) -> Iterator[Any]:
-        seed = self.seed
-        for first, batch in zip(self._starts(start), raw, strict=True):
+        seed, (ranges, places) = self.seed, itertools.tee(ranges)
+        raw = self._gathered(epoch, ranges) if self.shuffle else self._sliced(ranges)
+        for (first, _), batch in zip(places, raw, strict=True):
             with seeded(mix(seed, epoch, first), self.device):
                 changed = transform(*batch)
             yield changed

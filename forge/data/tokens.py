@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from forge.data.order import epoch_order
-from forge.data.seeds import mix
 from forge.data.seekable import SeekableLoader
 from forge.errors import DataError, did_you_mean
+from forge.mixing import mix
 
 Source = str | os.PathLike[str] | np.ndarray | torch.Tensor
 Array = np.ndarray[Any, Any]
@@ -81,10 +81,9 @@ class TokenStream(SeekableLoader):
         files, starts = self._located(chosen)
         return (self._token_bases[files] + starts).tolist()
 
-    def _batches(self, epoch: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         permutation = self._permutation(epoch)
-        for first in self._starts(start):
-            stop = min(first + self.batch_size, self.samples)
+        for first, stop in ranges:
             rows = self._read(self._chosen(epoch, permutation, first, stop))
             # two copies: views of one buffer would not be contiguous, and would share what is changed in place
             yield torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))

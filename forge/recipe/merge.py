@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -146,4 +147,10 @@ def _parse(key: str, text: str) -> Any:
     try:
         return lib.OmegaConf.to_container(lib.OmegaConf.from_dotlist([f"value={text}"]))["value"]
     except (yaml.YAMLError, lib.errors.OmegaConfBaseException) as error:
-        raise RecipeError(f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML: {error}") from error
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        meant = "{}='{}'".format(key, text.replace("'", "''"))
+        meant = shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"'
+        raise RecipeError(
+            f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "
+            f"YAML, and all of it for the shell: {meant}."
+        ) from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from forge.env import move
 from forge.plugin import Plugin
 from forge.run import plugin_options
 from forge.seeding import RNGState
@@ -23,10 +25,15 @@ if TYPE_CHECKING:
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
 
-    Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own.
+    Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own. On
+    several ranks all of them capture, at the same update; what is each rank's own is gathered.
     """
     if not trainer.at_boundary:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
+    env = trainer.env
+    env.copy_from_first(trainer.task, parameters=False)
+    own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
+    by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
     return {
         "model": trainer.task.state_dict(),
         "optimizers": trainer.optimizers.state_dict(trainer.task),
@@ -35,7 +42,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "progress": dataclasses.asdict(trainer.progress),
         "planned_updates": trainer.planned_updates,
         "data": trainer.feed.state_dict(),
-        "means": trainer.means.state_dict(),
+        "means": own["means"] if env.world == 1 else {"by_rank": [rank["means"] for rank in by_rank]},
         "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
         "left_out": sorted(trainer.left_out),
         "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
@@ -45,7 +52,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "task": describe_task(trainer.task),
         "recipe": trainer.recipe.config if trainer.recipe is not None else None,
         "versions": surroundings(trainer),
-        "rng": [RNGState.capture(trainer.env.device).as_tree()],  # by rank
+        "rng": [rank["rng"] for rank in by_rank],
     }
 
 

@@ -5,6 +5,10 @@
     model.safetensors    the task's weights under their own names            (forge.state.tensors)
     state.safetensors    all other tensors
 
+Several ranks write format version 2, each its own files, `model-00001-of-00004.safetensors` and so on: whole tensors,
+which were dealt out, and pieces of those that are spread over ranks, by names that say where they begin
+(forge.state.sharding). The reader puts pieces together once it is sure that they make up the tensor, exactly.
+
 Files are opened by their fixed names, relative to the directory, never through a link, and only if they are regular
 files of the size that the manifest gives. What an attacker puts there can give a CheckpointError or plain data; it
 cannot run code.
@@ -12,13 +16,10 @@ cannot run code.
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
-import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,10 @@ from typing import Any
 from torch import Tensor
 
 from forge.errors import CheckpointError, did_you_mean
-from forge.state import manifest, tensors, tree
+from forge.state import boxes, manifest, tensors, tree
+from forge.state.boxes import Box
+from forge.state.directory import Directory
+from forge.state.stored import Index, Stored
 
 NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
 """The name of a checkpoint in a run: the number of updates that it comes after."""
@@ -44,6 +48,16 @@ class TensorInfo:
     bytes: int
     place: str
     "Where it is stored: tied tensors share one place."
+
+
+Keys = tuple[str | int, ...]
+"""Where a value is in the tree: the keys that lead to it."""
+
+Read = Callable[..., Tensor]
+"""`read()` is the whole tensor, on the CPU; `read(box)` only that part of it, out of the files that hold it."""
+
+Place = Callable[[Keys, TensorInfo, Read], Any]
+"""Gives back what shall stand in the tree in place of a tensor."""
 
 
 class Checkpoint:
@@ -73,20 +87,21 @@ class Checkpoint:
     def verify(self) -> None:
         """Read every byte; raise a CheckpointError unless `load` would give back what was saved."""
         with self._verified() as files:
-            files.tree(lambda file, name, note: None)
+            files.outline()
 
-    def load(self, only: str | None = None) -> dict[str, Any]:
+    def load(self, only: str | None = None, place: Place | None = None) -> dict[str, Any]:
         """Verify, then return the tree as it was saved, with tensors on the CPU; tied tensors are tied again.
 
         `only="model"` loads the model's tensors and leaves None in place of all others, `only="state"` the reverse.
+        `place` decides what to make of each tensor, and so what is read of it: see `forge.state.placing`.
         """
         with self._verified() as files:
-            return files.tree(_Tensors(files, only))
+            return files.load(only, place or (lambda path, info, read: read()))
 
     def outline(self) -> dict[str, Any]:
         """Verify, then return the tree with a TensorInfo in place of every tensor."""
         with self._verified() as files:
-            return files.tree(files.describe)
+            return files.outline()
 
     def weights(self) -> dict[str, Tensor]:
         """Verify, then return the model's tensors by name, tied ones under each of their names."""
@@ -100,12 +115,12 @@ class Checkpoint:
         if average is None:
             return self.load(only="model")
         with self._verified() as files:
-            outline = files.tree(files.describe)
+            outline = files.outline()
             kept = averages(outline)
             if average not in kept:
                 raise CheckpointError(self._no_average(average, outline, kept))
-            tree = files.tree(_Tensors(files, "model"))
-            read = {name: files.tensor(info) for name, info in kept[average].items()}
+            tree = files.load("model", lambda path, info, read: read())
+            read = {name: files.read(info) for name, info in kept[average].items()}
         return {**tree, "model": _replaced(tree["model"], read)}
 
     def _no_average(self, asked: str, outline: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
@@ -158,127 +173,118 @@ class _Files:
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path = path
-        directory = _open_directory(path)
-        stack.callback(os.close, directory)
-        with _open(directory, manifest.NAME, path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > manifest.MAX_SIZE:
-                raise CheckpointError(f"{path / manifest.NAME} is no manifest: it has {size:,} bytes.")
-            self.records = manifest.decode(_read(stream, size), str(path / manifest.NAME))
-        self.streams = {name: stack.enter_context(_open(directory, name, path)) for name in manifest.FILES}
-        for name in manifest.FILES:
+        self.directory = Directory(path, stack)
+        size = self.directory.size(manifest.NAME)
+        if size > manifest.MAX_SIZE:
+            raise CheckpointError(f"{path / manifest.NAME} is no manifest: it has {size:,} bytes.")
+        self.records = manifest.decode(self.directory.read(manifest.NAME, size), str(path / manifest.NAME))
+        for name in self.records:
             self._check_size(name)
-        self.tensor_bytes = sum(self.records[name].size for name in ("model.safetensors", "state.safetensors"))
-        tree.check_size(self.records["state.json"].size, str(path / "state.json"), self.tensor_bytes)
-        for name in manifest.FILES:
+        files = [name for name in self.records if name != manifest.DOCUMENT]
+        self.tensor_bytes = sum(self.records[name].size for name in files)
+        tree.check_size(self.records[manifest.DOCUMENT].size, str(path / manifest.DOCUMENT), self.tensor_bytes)
+        for name in self.records:
             self._check_hash(name)
-        self.headers = {file: self._header(f"{file}.safetensors") for file in ("model", "state")}
+        headers = {name: self._header(name) for name in files}
+        self.index = Index(headers, in_pieces=len(files) > 2, what=str(path))
+        self.stored: dict[str, Stored] = {}
 
-    def tree(self, find: tree.Find) -> dict[str, Any]:
-        """The tree, with `find` asked for each tensor once it is sure that there is one."""
-        unused = {(file, name) for file, header in self.headers.items() for name in header.entries}
+    def outline(self) -> dict[str, Any]:
+        """The tree, with a TensorInfo in place of every tensor, once it is sure that there is one."""
+        unused = self.index.whole.keys() | self.index.parts.keys()
 
-        def checked(file: str, name: str, note: str | None) -> Any:
-            entry = self.headers[file].entries.get(name)
-            if entry is None or (note is not None and not tensors.fits_note(entry, note)):
-                raise CheckpointError(f"{file}.safetensors holds no such tensor as {name[:80]!r}.")
+        def describe(file: str, name: str, note: str | None, shape: tuple[int, ...] | None) -> TensorInfo:
+            stored = self.index.find(file, name, note, shape)
             unused.discard((file, name))
-            return find(file, name, note)
+            dtype = note or str(stored.dtype).removeprefix("torch.")
+            shape = stored.shape[:-1] if dtype.startswith("complex") else stored.shape
+            self.stored[f"{file}:{name}"] = stored
+            return TensorInfo(shape, dtype, stored.bytes, f"{file}:{name}")
 
-        stream = self.streams["state.json"]
-        stream.seek(0)
-        document = _read(stream, self.records["state.json"].size)
-        found = tree.join(document, str(self.path / "state.json"), self.tensor_bytes, checked)
+        document = self.directory.read(manifest.DOCUMENT, self.records[manifest.DOCUMENT].size)
+        found = tree.join(document, str(self.path / manifest.DOCUMENT), self.tensor_bytes, describe)
         if unused:
-            raise CheckpointError(f"{self.path / 'state.json'} does not mention the tensor {min(unused)[1][:80]!r}.")
+            missed = min(unused)[1][:80]
+            raise CheckpointError(f"{self.path / manifest.DOCUMENT} does not mention the tensor {missed!r}.")
         return found
 
-    def describe(self, file: str, name: str, note: str | None) -> TensorInfo:
-        entry = self.headers[file].entries[name]
-        dtype = note or str(entry.dtype).removeprefix("torch.")
-        shape = entry.shape[:-1] if dtype.startswith("complex") else entry.shape
-        return TensorInfo(shape, dtype, entry.end - entry.begin, f"{file}:{name}")
+    def load(self, only: str | None, place: Place) -> dict[str, Any]:
+        """The tree, with tensors as `place` wants them."""
+        outline = self.outline()
+        uses = Counter(info.place for info in _infos(outline))
+        kept: dict[tuple[str, str, Box | None], Tensor] = {}
 
-    def tensors(self, file: str) -> dict[str, Tensor]:
-        name = f"{file}.safetensors"
-        return tensors.read_tensors(self.streams[name], self.headers[file], str(self.path / name))
+        def fill(path: Keys, info: TensorInfo) -> Any:
+            if only not in (None, info.place.partition(":")[0]):
+                return None
 
-    def tensor(self, info: TensorInfo) -> Tensor:
-        """One tensor that `describe` has described."""
-        file, _, name = info.place.partition(":")
-        entry, start = self.headers[file].entries[name], self.headers[file].start
-        alone = tensors.Header({name: entry}, start + entry.begin)
-        found = tensors.read_tensors(self.streams[f"{file}.safetensors"], alone, str(self.path / f"{file}.safetensors"))
-        return tensors.noted(found[name], info.dtype) if info.dtype in tensors.NOTED else found[name]
+            def read(box: Box | None = None) -> Tensor:
+                if uses[info.place] == 1:
+                    return self.read(info, box)
+                key = (info.place, info.dtype, box)
+                if key not in kept:  # what is tied stays one tensor
+                    kept[key] = self.read(info, box)
+                return kept[key]
+
+            return place(path, info, read)
+
+        return _filled(outline, (), fill)
+
+    def read(self, info: TensorInfo, box: Box | None = None) -> Tensor:
+        """One tensor that the outline has described, or a part of it."""
+        stored, box = self.stored[info.place], box or boxes.whole(info.shape)
+        if info.dtype.startswith("complex"):
+            box = Box((*box.begin, 0), (*box.size, 2))
+        found = stored.read(box, self._load)
+        return tensors.noted(found, info.dtype) if info.dtype in tensors.NOTED else found
+
+    def _load(self, name: str, header: tensors.Header) -> dict[str, Tensor]:
+        return tensors.read_tensors(self.directory.open(name), header, str(self.path / name))
 
     def _header(self, name: str) -> tensors.Header:
-        return tensors.read_header(self.streams[name], self.records[name].size, str(self.path / name))
+        return tensors.read_header(self.directory.open(name), self.records[name].size, str(self.path / name))
 
     def _check_size(self, name: str) -> None:
-        size = os.fstat(self.streams[name].fileno()).st_size
+        size = self.directory.size(name)
         if size != self.records[name].size:
             raise CheckpointError(
                 f"{self.path / name} is damaged: it has {size:,} bytes; the manifest says {self.records[name].size:,}."
             )
 
     def _check_hash(self, name: str) -> None:
+        stream = self.directory.open(name)
         digest, buffer, left = hashlib.sha256(), memoryview(bytearray(_CHUNK)), self.records[name].size
-        while left and (got := self.streams[name].readinto(buffer[: min(left, _CHUNK)])):
+        stream.seek(0)
+        while left and (got := stream.readinto(buffer[: min(left, _CHUNK)])):
             digest.update(buffer[:got])
             left -= got
         if left or digest.hexdigest() != self.records[name].sha256:
             raise CheckpointError(f"{self.path / name} is damaged: its sha256 is not the one in the manifest.")
 
 
-class _Tensors:
-    """Finds tensors by reading a file when it is first asked for; what is tied stays one tensor."""
-
-    def __init__(self, files: _Files, only: str | None):
-        self.files, self.only = files, only
-        self.read: dict[str, dict[str, Tensor]] = {}
-        self.made: dict[tuple[str, str, str], Tensor] = {}
-
-    def __call__(self, file: str, name: str, note: str | None) -> Tensor | None:
-        if self.only not in (None, file):
-            return None
-        if file not in self.read:
-            self.read[file] = self.files.tensors(file)
-        tensor = self.read[file][name]
-        if note is None:
-            return tensor
-        return self.made.setdefault((file, name, note), tensors.noted(tensor, note))
+def _infos(value: Any) -> Iterator[TensorInfo]:
+    """Every TensorInfo of an outline, as often as it is there."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, TensorInfo):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
 
 
-def _open_directory(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"There is no checkpoint at {path}.") from error
-    except OSError as error:
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, not a checkpoint. Checkpoint.find follows it.") from error
-        if error.errno == errno.ENOTDIR:
-            raise CheckpointError(f"{path} is not a directory, so it is no checkpoint.") from error
-        raise
-
-
-def _open(directory: int, name: str, path: Path) -> io.FileIO:
-    try:
-        # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is incomplete: it has no {name}.") from error
-    except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be opened as a plain file: {error.strerror}.") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path / name} is not a regular file.")
-    return io.FileIO(descriptor, "rb")
-
-
-def _read(stream: io.FileIO, size: int) -> bytes:
-    pieces = []
-    while size and (piece := stream.read(size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+def _filled(value: Any, path: Keys, fill: Callable[[Keys, TensorInfo], Any]) -> Any:
+    """An outline with every TensorInfo replaced, in place where that can be."""
+    if isinstance(value, TensorInfo):
+        return fill(path, value)
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            value[key] = _filled(item, (*path, key), fill)
+    elif isinstance(value, tuple):
+        items = list(value)
+        for key, item in enumerate(items):
+            items[key] = _filled(item, (*path, key), fill)
+        return tuple(items)
+    return value

@@ -41,6 +41,7 @@ def surroundings(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": trainer.env.device.type,
         "threads": torch.get_num_threads(),
+        "ranks": trainer.env.world,
         "deterministic": trainer.deterministic,
     }
 

@@ -34,7 +34,7 @@ def publish(target: Path, content: Split) -> None:
         try:
             make_folder(target.parent)
             _write_directory(partial, content)
-            _move_into_place(partial, target, aside)
+            move_into_place(partial, target, aside)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
@@ -63,20 +63,25 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_directory(folder: Path, content: Split) -> None:
+def make_directory(folder: Path) -> None:
+    """Make the directory of a checkpoint."""
     os.mkdir(folder, DIRECTORY_MODE)
     os.chmod(folder, DIRECTORY_MODE)  # whatever the umask took away
+
+
+def _write_directory(folder: Path, content: Split) -> None:
+    make_directory(folder)
     pieces = {
         "state.json": [memoryview(content.document)],
         "model.safetensors": tensors.encode(content.model, "model.safetensors"),
         "state.safetensors": tensors.encode(content.state, "state.safetensors"),
     }
-    records = {name: _write_file(folder / name, pieces[name]) for name in manifest.FILES}
-    _write_file(folder / manifest.NAME, [memoryview(manifest.encode(records))])
+    records = {name: write_file(folder / name, pieces[name]) for name in manifest.FILES}
+    write_file(folder / manifest.NAME, [memoryview(manifest.encode(records))])
     sync_directory(folder)
 
 
-def _write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
+def write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
     """Write, hash and sync in one pass."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
@@ -93,8 +98,11 @@ def _write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord
     return manifest.FileRecord(size, digest.hexdigest())
 
 
-def _move_into_place(partial: Path, target: Path, aside: Path) -> None:
-    """Two renames where something is there already: between them a kill leaves both, which a sweep puts right."""
+def move_into_place(partial: Path, target: Path, aside: Path) -> None:
+    """Give a directory its name.
+
+    Two renames where something is there already: between them a kill leaves both, which a sweep puts right.
+    """
     try:
         if os.path.lexists(target):
             os.rename(target, aside)
@@ -111,12 +119,17 @@ def _move_into_place(partial: Path, target: Path, aside: Path) -> None:
 
 
 def _explained(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {target} could not be written: {cause_of(target, error)}. Nothing of it was left "
+        "behind; earlier checkpoints are untouched."
+    )
+
+
+def cause_of(target: Path, error: OSError) -> str:
+    """What an error of the file system comes from, with what there is left of the disk."""
     try:
         existing = next(folder for folder in target.absolute().parents if folder.is_dir())
         free = f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free there"
     except OSError:
         free = "how much is free there cannot be told"
-    return CheckpointError(
-        f"The checkpoint {target} could not be written: {error.strerror or error}; {free}. Nothing of it was left "
-        "behind; earlier checkpoints are untouched."
-    )
+    return f"{error.strerror or error}; {free}"

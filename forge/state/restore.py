@@ -10,7 +10,7 @@ from torch import nn
 
 from forge.errors import CheckpointError
 from forge.requests import Request
-from forge.seeding import RNGState
+from forge.seeding import RNGState, seed_all, seed_of
 from forge.state.capture import describe_plugin
 from forge.state.checkpoint import Checkpoint
 from forge.state.fingerprint import (
@@ -20,6 +20,7 @@ from forge.state.fingerprint import (
     refuse_another_run,
     surroundings,
 )
+from forge.state.placing import placed_like
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
@@ -29,8 +30,13 @@ logger = logging.getLogger("forge")
 
 def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Continue from a checkpoint, and say so."""
-    restore(trainer, checkpoint.load(), str(checkpoint.path))
+    restore(trainer, load_for(trainer, checkpoint), str(checkpoint.path))
     logger.info("Continuing from %s.", checkpoint.path)
+
+
+def load_for(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as this run needs it: of what is sharded here, each rank reads its own part."""
+    return checkpoint.load(place=placed_like(dict(trainer.task.named_parameters())))
 
 
 def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
@@ -84,8 +90,13 @@ def restore_flags(task: nn.Module, saved: Mapping[str, list[str]]) -> None:
 
 
 def restore_rng(trainer: Trainer, tree: Mapping[str, Any]) -> None:
-    """The last act: whatever the other parts drew while they were put back is forgotten."""
-    RNGState.from_tree(tree["rng"][trainer.env.rank]).restore(trainer.env.device)
+    """The last act: whatever the other parts drew while they were put back is forgotten. A rank that was not there
+    before gets numbers of its own."""
+    env, kept = trainer.env, tree["rng"]
+    if env.rank < len(kept):
+        RNGState.from_tree(kept[env.rank]).restore(env.device)
+    else:
+        seed_all(seed_of(trainer.seed or 0, env.share, trainer.progress.update))
 
 
 def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:

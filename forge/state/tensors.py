@@ -186,14 +186,14 @@ def noted(tensor: Tensor, note: str) -> Tensor:
     return torch.view_as_complex(tensor) if NOTED[note].is_complex else tensor.view(NOTED[note])
 
 
-def fits_note(entry: Entry, note: str) -> bool:
+def fits_note(stored: torch.dtype, shape: tuple[int, ...], note: str) -> bool:
     """Whether what is stored can be the dtype that was noted."""
     dtype = NOTED.get(note)
     if dtype is None:
         return False
     if dtype.is_complex:
-        return entry.dtype is dtype.to_real() and entry.shape[-1:] == (2,)
-    return entry.dtype is torch.uint8
+        return stored is dtype.to_real() and shape[-1:] == (2,)
+    return stored is torch.uint8
 
 
 def _make_object(pairs: strict_json.Pairs) -> Any:
@@ -214,9 +214,9 @@ def _make_entry(code: Any, shape: Any, offsets: Any) -> Entry:
     dtype = DTYPES.get(code) if type(code) is str else None
     if dtype is None:
         raise CheckpointError(f"{str(code)[:20]!r} is no dtype of a checkpoint.")
-    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 2**62:
+    if not are_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 2**62:
         raise CheckpointError("a shape is not a list of sane sizes.")
-    if not _are_sizes(offsets) or len(offsets) != 2:
+    if not are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError("data_offsets are not two positions.")
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
@@ -224,7 +224,8 @@ def _make_entry(code: Any, shape: Any, offsets: Any) -> Entry:
     return Entry(dtype, tuple(shape), begin, end)
 
 
-def _are_sizes(values: Any) -> bool:
+def are_sizes(values: Any) -> bool:
+    """Whether something parsed is a list of numbers that can be sizes."""
     return type(values) is list and set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 

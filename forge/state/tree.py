@@ -5,6 +5,7 @@ JSON has no tuples, no int keys, no NaN and no tensors. An object with a key tha
     {"$state": "optimizers.state.w.exp_avg"}    a tensor of state.safetensors, by name
     {"$model": "encoder.weight"}                a tensor of model.safetensors
     {"$state": ["plugins.fft", "complex64"]}    a tensor whose dtype the file cannot name
+    {"$model": ["w", null, [8, 3]]}             a tensor of this shape in pieces, in the files of several ranks
     {"$tuple": [...]}                           a tuple
     {"$dict": [[key, value], ...]}              a dict with int keys, or with keys that begin with `$`
     {"$int": "0x..."}  {"$float": "7ff8..."}    an int beyond 64 bits; the bits of a NaN or an infinity
@@ -28,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from forge.errors import CheckpointError
-from forge.state import strict_json
-from forge.state.tensors import RESERVED, can_store, dtype_note
+from forge.state import sharding, strict_json
+from forge.state.boxes import parse_piece_name
+from forge.state.team import Team
+from forge.state.tensors import MAX_DIMENSIONS, RESERVED, are_sizes, can_store, dtype_note
 
 MAX_DEPTH = 100
 """Levels of a tree. Far more than state needs; a tree that contains itself is found so."""
@@ -39,13 +42,13 @@ BYTES_PER_VALUE = 32
 
 _OUTLINE = strict_json.no_deeper_than(3 * MAX_DEPTH + 10)  # a level that is a `$dict` takes three brackets
 
-Find = Callable[[str, str, str | None], Any]
-"""(file, name, dtype note) -> the tensor; file is "model" or "state"."""
+Find = Callable[[str, str, str | None, tuple[int, ...] | None], Any]
+"""(file, name, dtype note, shape if it is in pieces) -> the tensor; file is "model" or "state"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the files of a checkpoint will hold."""
+    """What the files of a checkpoint will hold, or one rank's files of it."""
 
     document: bytes
     "The tree as JSON, with markers in place of tensors."
@@ -53,25 +56,44 @@ class Split:
     "Tensors under the tree's key `model`, by the names they have there."
     state: dict[str, Tensor]
     "All other tensors, by their path in the tree."
+    layout: str = ""
+    "A digest of all tensors of all ranks, where several write."
 
 
-def split(tree: dict[str, Any]) -> Split:
-    """Take a tree apart. Tensors stay references; everything else is in the document. Refuses by path what cannot."""
+def split(tree: dict[str, Any], team: Team | None = None) -> Split:
+    """Take a tree apart. Tensors stay references; everything else is in the document. Refuses by path what cannot.
+
+    On one rank of a team: what this rank writes of the tensors, pieces of DTensors among them.
+    """
+    document, tensors = _take_apart(tree, in_pieces=team is not None)
+    if team is not None:
+        mine = sharding.share(tensors, team.rank, team.world)
+        return Split(document, mine["model"], mine["state"], sharding.layout(tensors))
+    for file, named in tensors.items():
+        for name, tensor in named.items():
+            if sharding.is_cut(tensor):
+                raise CheckpointError(f"{file}: {name} is spread over several ranks, and one alone cannot save it.")
+            named[name] = sharding.on_one_rank(tensor)
+    return Split(document, tensors["model"], tensors["state"])
+
+
+def _take_apart(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, sharding.Named]:
+    """The document, and every tensor as it is in the tree."""
     if type(tree) not in (dict, OrderedDict):
         raise CheckpointError(f"A checkpoint is made of a dict, not of a {_name_of(type(tree))}.")
-    splitter = _Splitter()
+    splitter = _Splitter(in_pieces)
     # the model first: what it shares with other state is stored in its file
     first = {key: splitter.encode(tree[key], (key,)) for key in ("model",) if key in tree}
     encoded = splitter.encode_dict(tree, (), first)
     document = json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode("ascii")
-    model, state = splitter.tensors["model"], splitter.tensors["state"]
-    _refuse_too_large(document, sum(tensor.nbytes for tensor in (*model.values(), *state.values())))
-    return Split(document, model, state)
+    named = splitter.tensors.values()
+    _refuse_too_large(document, sum(tensor.nbytes for tensors in named for tensor in tensors.values()))
+    return document, splitter.tensors
 
 
 def check_savable(tree: dict[str, Any]) -> None:
     """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold."""
-    split(tree)
+    _take_apart(tree)
 
 
 def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:
@@ -110,8 +132,9 @@ def _refuse_too_large(document: bytes, tensor_bytes: int) -> None:
 
 
 class _Splitter:
-    def __init__(self) -> None:
-        self.tensors: dict[str, dict[str, Tensor]] = {"model": {}, "state": {}}
+    def __init__(self, in_pieces: bool) -> None:
+        self.in_pieces = in_pieces
+        self.tensors: sharding.Named = {"model": {}, "state": {}}
         self.places: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def encode(self, value: Any, path: tuple[str | int, ...]) -> Any:
@@ -154,28 +177,34 @@ class _Splitter:
     def refer(self, tensor: Tensor, path: tuple[str | int, ...]) -> dict[str, Any]:
         """The marker for a tensor, which is put into its file unless its memory is there already."""
         _check_tensor(tensor, path)
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        place += (tensor.is_conj(), tensor.is_neg())
+        place = sharding.place_of(tensor)
         if tensor.numel() and place in self.places:
             return self.places[place]
         file = "model" if path[0] == "model" else "state"
         name = self._free_name(file, _dotted(path[1:] if file == "model" and len(path) > 1 else path))
         self.tensors[file][name] = tensor
         note = dtype_note(tensor.dtype)
-        marker = {f"${file}": name if note is None else [name, note]}
+        if sharding.is_cut(tensor):
+            marker = {f"${file}": [name, note, list(tensor.shape)]}
+        else:
+            marker = {f"${file}": name if note is None else [name, note]}
         return self.places.setdefault(place, marker) if tensor.numel() else marker
 
     def _free_name(self, file: str, wanted: str) -> str:
-        """Different paths can read alike (`a.b` may be one key or two)."""
+        """Different paths can read alike (`a.b` may be one key or two), and a name can read like that of a piece."""
         name, count = wanted, 1
-        while name in self.tensors[file] or name == RESERVED:
+        while name in self.tensors[file] or name == RESERVED or (self.in_pieces and parse_piece_name(name)):
             count += 1
             name = f"{wanted}#{count}"
         return name
 
 
 def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if sharding.is_distributed(tensor):
+        why = sharding.obstacle(tensor)
+        if why is None:
+            return _check_tensor(tensor.to_local(), path)
+    elif type(tensor) not in (Tensor, nn.Parameter):
         why = f"is a {_name_of(type(tensor))}; only plain tensors can be saved"
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         why = "is a sparse, quantized or nested tensor; save its parts"
@@ -184,7 +213,7 @@ def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
     elif not can_store(tensor.dtype):
         why = f"has the dtype {tensor.dtype}, which safetensors cannot hold; view it as uint8"
     else:
-        return
+        return None
     raise CheckpointError(f"{_dotted(path)} {why}.")
 
 
@@ -220,9 +249,13 @@ def _decode(pairs: strict_json.Pairs, find: Find) -> Any:
 
 def _find_tensor(file: str, body: Any, find: Find) -> Any:
     if type(body) is str:
-        return find(file, body, None)
+        return find(file, body, None, None)
     if type(body) is list and len(body) == 2 and type(body[0]) is str and type(body[1]) is str:
-        return find(file, body[0], body[1])
+        return find(file, body[0], body[1], None)
+    if type(body) is list and len(body) == 3 and type(body[0]) is str and (body[1] is None or type(body[1]) is str):
+        shape = body[2]
+        if are_sizes(shape) and 0 < len(shape) <= MAX_DIMENSIONS:
+            return find(file, body[0], body[1], tuple(shape))
     raise _odd(f"${file}")
 
 

@@ -11,20 +11,24 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
 from forge.errors import CheckpointError, TaskError
-from forge.state import leftovers
+from forge.state import leftovers, sharding
 from forge.state.capture import describe_task
 from forge.state.checkpoint import NAME, Checkpoint
 from forge.state.folder import Checkpoints
 from forge.state.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
 from forge.state.publish import sync_directory
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("forge")
 
@@ -341,12 +345,52 @@ def _opened(file: Path) -> Any:
 # Writing
 
 
-def save_weights(task: nn.Module, path: Path) -> None:
-    """Write parameters and buffers, and how the task was made, to a safetensors file of clean names."""
+def save_weights(task: nn.Module, path: Path, main: bool | None = None) -> None:
+    """Write parameters and buffers, and how the task was made, to a safetensors file of clean names.
+
+    On several ranks all call this: what is spread over them is put together one tensor at a time, and the `main` one
+    writes it (torch.distributed's rank 0, unless said otherwise).
+    """
+    if main is None:
+        main = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    tensors = _gathered(task.state_dict(), main)
+    if not main:
+        return
     description = describe_task(task) if hasattr(task, "init_args") else None  # pyright: ignore[reportArgumentType]
     trainer = getattr(task, "trainer", None)
     update = trainer.progress.update if trainer is not None else None
-    write_weights(Weights(path, task.state_dict(), description, update, _averaged_by.get()), path)
+    write_weights(Weights(path, tensors, description, update, _averaged_by.get()), path)
+
+
+def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
+    """The state with whole tensors in place of DTensors, in host memory of `main`. What is tied is gathered once."""
+    found: dict[str, Any] = {}
+    seen: dict[tuple[Any, ...], Tensor | None] = {}
+    for name, value in state.items():
+        if not sharding.is_distributed(value):
+            found[name] = value
+            continue
+        place = sharding.place_of(value)
+        if place not in seen:
+            whole = _whole(value)  # on every rank: it is a collective
+            seen[place] = whole.cpu() if main else None
+        found[name] = seen[place]
+    return found
+
+
+def _whole(value: DTensor) -> Tensor:
+    """All of a DTensor, on every rank of its mesh."""
+    local, mesh = value.to_local().detach(), value.device_mesh
+    if local.device.type != mesh.device_type:  # kept on the host, gathered where the mesh is
+        value = type(value).from_local(
+            local.to(mesh.device_type),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.full_tensor().detach()
 
 
 @contextmanager

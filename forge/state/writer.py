@@ -14,7 +14,9 @@ from torch import Tensor
 from forge.errors import CheckpointError
 from forge.state.copying import Pair, copy_bytes
 from forge.state.publish import publish
+from forge.state.team import Meeting, Team
 from forge.state.tensors import as_bytes
+from forge.state.together import publish_together
 from forge.state.tree import Split, split
 
 logger = logging.getLogger("forge")
@@ -36,9 +38,13 @@ class BackgroundWriter:
 
     Each write has a thread of its own that the interpreter waits for before it exits, so what was submitted is
     published unless the process is killed. An error of a write is logged when it happens and raised by the next call.
+
+    With a `team` every rank has a writer and submits the same saves: each writes its share of the tensors, a write is
+    over when the whole is published, and an error of one rank is the error of all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, team: Team | None = None) -> None:
+        self._team = team.apart() if team is not None else None
         self._buffers: dict[Key, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -46,19 +52,25 @@ class BackgroundWriter:
     def submit(self, target: Path, tree: dict[str, Any], then: Callable[[], None] | None = None) -> None:
         """Copy the tree and return; the checkpoint `target` is written meanwhile, then `then` is called in the thread.
 
-        Waits first for a write that is still under way. The tensors may change as soon as this returns.
+        Waits first for a write that is still under way. The tensors may change as soon as this returns. In a team only
+        rank 0 calls `then`.
         """
         self.wait()
-        content = split(tree)
-        copied, events = self._copy(content)
-        self._thread = threading.Thread(
-            target=self._write, args=(Path(target), copied, events, then), name=_THREAD, daemon=False
-        )
+        meeting = Meeting(self._team, Path(target)) if self._team is not None else None
+        try:
+            content = split(tree, self._team)
+            copied, events = self._copy(content)
+        except BaseException as error:
+            if meeting is not None:
+                meeting.abandon(error)
+            raise
+        arguments = (Path(target), copied, events, then, meeting)
+        self._thread = threading.Thread(target=self._write, args=arguments, name=_THREAD, daemon=False)
         try:
             self._thread.start()
         except RuntimeError:  # the interpreter is ending, or there is no thread to be had: better late than never
             self._thread = None
-            self._write(Path(target), copied, events, then)
+            self._write(*arguments)
             self.check()
 
     def check(self) -> None:
@@ -111,7 +123,7 @@ class BackgroundWriter:
             event.record(torch.cuda.current_stream(device))
         model = {name: self._buffers["model", name] for name in content.model}
         state = {name: self._buffers["state", name] for name in content.state}
-        return Split(content.document, model, state), events
+        return Split(content.document, model, state, content.layout), events
 
     def _buffer(self, kept: Tensor | None, tensor: Tensor) -> Tensor:
         fits = kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype)
@@ -122,14 +134,31 @@ class BackgroundWriter:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _write(
-        self, target: Path, content: Split, events: list[torch.cuda.Event], then: Callable[[], None] | None
+        self,
+        target: Path,
+        content: Split,
+        events: list[torch.cuda.Event],
+        then: Callable[[], None] | None,
+        meeting: Meeting | None,
     ) -> None:
         try:
-            for event in events:
-                event.synchronize()
+            self._await_copies(events, meeting)
+            if meeting is not None:
+                publish_together(content, meeting, then)
+                return
             publish(target, content)
             if then is not None:
                 then()
         except BaseException as error:
             self._error = error
-            logger.error("The checkpoint %s failed: %s: %s", target, type(error).__name__, error)
+            if meeting is None or meeting.team.is_main:  # all ranks have the same
+                logger.error("The checkpoint %s failed: %s: %s", target, type(error).__name__, error)
+
+    def _await_copies(self, events: list[torch.cuda.Event], meeting: Meeting | None) -> None:
+        try:
+            for event in events:
+                event.synchronize()
+        except BaseException as error:
+            if meeting is not None:
+                meeting.abandon(error)
+            raise

@@ -18,6 +18,7 @@ import torch
 from forge.data.feed import batch_size
 from forge.errors import ForgeError
 from forge.hooks import hookimpl
+from forge.memory import is_full
 from forge.step import Step
 from forge.task import TaskModule
 from forge.trainer import Trainer
@@ -163,9 +164,9 @@ def probe_size(
     try:
         run_trial(timer, make_task, lambda: make_train(size), updates=max(updates, MOST), **trainer)
     except Exception as error:
-        if not (memory.is_full(error) or may_fail):
+        if not (is_full(error) or may_fail):
             raise
-        why_not = "out of memory" if memory.is_full(error) else f"{type(error).__name__}: {_first_line(error)}"
+        why_not = "out of memory" if is_full(error) else f"{type(error).__name__}: {_first_line(error)}"
     peak = timer.peak()
     if not why_not and timer.short is not None:
         why_not = f"the data gave a batch of only {timer.short}"

@@ -1,4 +1,4 @@
-"""Memory: how much a trial takes at its peak, whether an error says that there is none left, and a clean start."""
+"""Memory: how much a trial takes at its peak, and a clean start."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from pathlib import Path
 
 import torch
 
-FULL = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE
-)
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error means that memory is full; cuBLAS, cuDNN and the CPU's allocator say so in words."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and FULL.search(str(error)) is not None
 
 
 def clean() -> None:

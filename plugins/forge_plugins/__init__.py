@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
+    from forge_plugins.ddp import DDP
     from forge_plugins.early_stop import EarlyStop
     from forge_plugins.ema import EMA
     from forge_plugins.freeze import Freeze
+    from forge_plugins.fsdp import FSDP
     from forge_plugins.guard import Guard
     from forge_plugins.jsonl import JSONL
     from forge_plugins.ledger import Ledger
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from forge_plugins.sam import SAM
     from forge_plugins.schedule import Schedule
     from forge_plugins.swa import SWA
+    from forge_plugins.tensor_parallel import TensorParallel
     from forge_plugins.tensorboard import Tensorboard
     from forge_plugins.throughput import Throughput
 
 __all__ = [
     "AMP",
+    "DDP",
     "EMA",
+    "FSDP",
     "JSONL",
     "SAM",
     "SWA",
@@ -55,6 +60,7 @@ __all__ = [
     "Progress",
     "Remat",
     "Schedule",
+    "TensorParallel",
     "Tensorboard",
     "Throughput",
 ]

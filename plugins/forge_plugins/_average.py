@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import forge
-from forge.errors import ForgeError, RecipeError, TaskError
+from forge.errors import ForgeError, TaskError
 from forge.state.weights import noted_as_average
+from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._sharded import is_distributed, local, whole
 
 logger = logging.getLogger("forge")
 
@@ -24,7 +26,8 @@ class Average:
     The first weights taken are the average; those that follow move it. A frozen parameter costs nothing: the average of
     what does not change is what it is. `wake`, called before every update, lets it in once it is trained.
 
-    Half precision is averaged in float32, because the small steps of an average would be lost in rounding.
+    Half precision is averaged in float32, because the small steps of an average would be lost in rounding. Of what is
+    divided among ranks each averages its own part.
     """
 
     def __init__(self, task: nn.Module, buffers: bool = False):
@@ -36,6 +39,8 @@ class Average:
         self._parameters: list[nn.Parameter] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         "(averages, parameters) of one device and dtype each: what one kernel can move."
+        self._sharded = False
+        "Whether ranks have a part of the parameters each."
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         "Where the averaged buffers are: a module may put another tensor in the place of a buffer."
         self.resting: list[tuple[str, nn.Parameter]] = []
@@ -52,6 +57,8 @@ class Average:
         torch._C._set_grad_enabled(False)  # a third of the time of torch.no_grad(), after every update
         try:
             for averages, live in self._groups:
+                if self._sharded:
+                    live = [local(parameter) for parameter in live]
                 if averages[0].dtype is not live[0].dtype:
                     live = [parameter.to(averages[0].dtype) for parameter in live]
                 torch._foreach_lerp_(averages, live, weight)
@@ -80,7 +87,7 @@ class Average:
         buffers = self._live_buffers()
         held = [tensor.detach().clone() for tensor in self._live()]
         try:
-            self._put(list(self.tensors.values()))
+            self._put([local(tensor) for tensor in self.tensors.values()])
             yield
         finally:
             for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
@@ -94,9 +101,10 @@ class Average:
         odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
         if odd:
             raise TaskError(f"{type(task).__name__} has no {odd[0]} of the shape that was fitted: it is another task.")
-        with torch.inference_mode():  # as in _put
-            for name, tensor in given.items():
-                there[name].copy_(tensor)
+        for name, tensor in given.items():
+            values = tensor if is_distributed(there[name]) else whole(tensor)
+            with torch.inference_mode():  # as in _put
+                there[name].copy_(values)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class Average:
         here |= dict(self._named_buffers()) if self.count else {}
         self.tensors = {name: self.tensors.get(name, _copied(live)) for name, live in here.items()}
         for name, tensor in self.tensors.items():
-            tensor.copy_(saved.get(name, here[name].detach()))
+            local(tensor).copy_(local(saved.get(name, here[name].detach())))
         self._find_live()
 
     # -- what there is to average -------------------------------------------------------------------------------------
@@ -131,8 +139,9 @@ class Average:
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for average, parameter in zip(self.tensors.values(), self._parameters, strict=False):
             averages, parameters = groups.setdefault((parameter.device, parameter.dtype), ([], []))
-            averages.append(average)
+            averages.append(local(average))
             parameters.append(parameter)
+        self._sharded = any(map(is_distributed, self._parameters))
         self._groups = list(groups.values())
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -151,7 +160,8 @@ class Average:
         return [owner[name] for owner, name in self._buffers]
 
     def _live(self) -> list[Tensor]:
-        return [*self._parameters, *self._live_buffers()]
+        parameters = map(local, self._parameters) if self._sharded else self._parameters
+        return [*parameters, *self._live_buffers()]
 
     @torch.inference_mode()  # only so can a buffer be written that a forward replaced in an evaluation
     def _put(self, values: list[Tensor]) -> None:
@@ -179,7 +189,8 @@ class Averaging(forge.Plugin):
     def apply_to(self, task: nn.Module) -> None:
         """Give a task the averaged weights of the last fit, for good; the fit itself leaves it the trained ones.
 
-        Another task than the fitted one also gets what is not averaged: frozen parameters, and buffers.
+        Another task than the fitted one also gets what is not averaged: frozen parameters, and buffers. On several
+        ranks all of them call this.
         """
         if not self._average.count:
             raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
@@ -237,40 +248,6 @@ class Averaging(forge.Plugin):
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         self._average.load_state_dict(state)
-
-
-def check_length(length: int | float | str, option: str) -> None:
-    """Refuse what is no length of a run: updates, a share of the run, or an interval in updates or epochs."""
-    if isinstance(length, str):
-        if forge.Interval(length).unit not in ("update", "epoch"):
-            raise RecipeError(f"{option} is {length!r}: it can be counted in updates or epochs.")
-    elif length < 0 or (isinstance(length, float) and length >= 1):
-        raise RecipeError(
-            f"{option} is {length!r}. Write updates as a whole number (500), a share of the run below 1 (0.75), or an "
-            "interval ('500 updates', '3 epochs')."
-        )
-
-
-def updates_of(length: int | float | str, trainer: forge.Trainer, option: str) -> int:
-    """A length in updates, as far as this run can tell."""
-    if isinstance(length, float):
-        if trainer.planned_updates is None and length:
-            raise ForgeError(
-                f"{option} is {length:g} of the run, but nobody knows how many updates the run has. Set max_updates, "
-                f"use a train loader with a length and max_epochs, or give {option} in updates."
-            )
-        return round(length * (trainer.planned_updates or 0))
-    if isinstance(length, int):
-        return length
-    interval = forge.Interval(length)
-    if interval.unit == "update":
-        return int(interval.count)
-    if trainer.updates_per_epoch is None:
-        raise ForgeError(
-            f"{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an epoch "
-            f"has. Give {option} in updates."
-        )
-    return int(interval.count) * trainer.updates_per_epoch
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -4,9 +4,6 @@ run or at its end, without a trace in the run."""
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ import forge
 from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import set_epoch
 from forge.data.seeds import seeded
+from forge.keeping import kept_buffers, uncompiled
 
 
 def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
@@ -79,19 +77,6 @@ def estimate(
     return seen, found
 
 
-@contextmanager
-def kept_buffers(task: torch.nn.Module) -> Iterator[None]:
-    """Every buffer is put back, also one that a forward replaced by another tensor."""
-    places = [(m._buffers, name, b) for m in task.modules() for name, b in m._buffers.items() if b is not None]
-    held = [buffer.clone() for _, _, buffer in places]
-    try:
-        yield
-    finally:
-        with torch.inference_mode():  # a buffer that a forward replaced in an evaluation can be written only so
-            for (owner, name, buffer), value in zip(places, held, strict=True):
-                owner[name] = buffer.copy_(value)
-
-
 def _forward(trainer: forge.Trainer, raw: Any) -> None:
     """What training does with a batch before it goes backward, once for each optimizer."""
     step = forge.Step(trainer, "train", [raw])
@@ -99,8 +84,3 @@ def _forward(trainer: forge.Trainer, raw: Any) -> None:
     for name in trainer.optimizers:
         step.begin_turn(name)
         trainer.hooks.forge_forward(step, batch)
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Without torch.compile, where it is in use: another momentum would have every graph compiled again."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

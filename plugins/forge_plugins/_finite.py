@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import forge
+from forge.keeping import Owned
 from forge.state import Checkpoints
-
-NAMED = 3
-"""How many names a message lists before it only counts."""
+from forge_plugins._sharded import local
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether no entry is NaN or infinite. One read of the device, however many tensors there are."""
+    """Whether no entry is NaN or infinite, as far as this rank has them. One read of the device, however many tensors
+    there are."""
     if not tensors:
         return True
+    tensors = [local(tensor) for tensor in tensors]
     device = tensors[0].device
     if device.type == "cuda" and all(tensor.device == device for tensor in tensors):
         flag = torch.zeros((), device=device)
@@ -57,7 +57,8 @@ def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """What there is to look at: the entries that a sparse tensor has, both parts of complex ones."""
+    """What there is to look at: this rank's part, the entries that a sparse tensor has, both parts of complex ones."""
+    tensor = local(tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -84,7 +85,7 @@ def bad_gradients(step: forge.Step) -> list[str]:
     return not_finite((name, p.grad) for name, p in step.trainer.task.named_parameters() if id(p) in own)
 
 
-def moving_buffers(task: torch.nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+def moving_buffers(task: torch.nn.Module) -> list[Owned]:
     """Where the buffers are that a forward may change: floats, and counters such as BatchNorm's."""
     return [
         (module._buffers, name)
@@ -100,15 +101,3 @@ def last_checkpoint(trainer: forge.Trainer) -> Path | None:
         return None
     there = Checkpoints(trainer.run_dir / "checkpoints").all()
     return there[-1] if there else None
-
-
-def listed(names: Sequence[str]) -> str:
-    """ "a, b, c and 9 more"."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
-
-
-def near(path: str | Path) -> str:
-    """A path as one would type it: relative where it is below the current folder."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import forge
+from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge.state import BackgroundWriter, Checkpoints, write_checkpoint
+from forge.state import BackgroundWriter, Checkpoints, Team, write_checkpoint, write_together
 from forge.state import Checkpoint as SavedState
 
 logger = logging.getLogger("forge")
@@ -38,6 +40,9 @@ class Checkpoint(forge.Plugin):
 
     In the background, training goes on as soon as the state is copied to host memory; hashing and writing follow. A
     write that fails leaves the earlier checkpoints as they are. Without a run folder nothing is saved.
+
+    On several ranks all of them write, each its share, into one directory, which must be on a file system that all
+    hosts share. A run on any other number of ranks can continue from it.
 
     ::
 
@@ -77,11 +82,14 @@ class Checkpoint(forge.Plugin):
 
     def _forget(self) -> None:
         self._folder: Checkpoints | None = None
+        self._team: Team | None = None
         self._writer: BackgroundWriter | None = None
         self._values: dict[int, float] = {}
         "What the monitor gave, by update, for the checkpoints that there are."
         self._written: set[int] = set()
         "Updates saved since the run began, or was last restored."
+        self._inherited: set[int] | None = set()
+        "Updates saved before that, and still there; None until rank 0 has looked."
         self._writing: int | None = None
         "The update saved last: perhaps not on disk yet."
 
@@ -91,14 +99,16 @@ class Checkpoint(forge.Plugin):
         if trainer.verb != "fit":
             return
         if trainer.run_dir is None:
-            logger.warning("checkpoint: this fit has no run folder, so nothing will be saved.")
+            if trainer.env.is_main:
+                logger.warning("checkpoint: this fit has no run folder, so nothing will be saved.")
             return
         if self._watched is not None and "val" not in trainer.loaders:
             raise StackError(f"checkpoint.best watches {self._watched.monitor!r}, but this fit has no val loader.")
         self._folder = Checkpoints(trainer.run_dir / "checkpoints")
+        self._team = team_of(trainer.env)
         if trainer.env.is_main:
             self._folder.sweep()
-            self._writer = BackgroundWriter() if self.config.background else None
+        self._writer = BackgroundWriter(self._team) if self.config.background else None
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -106,11 +116,12 @@ class Checkpoint(forge.Plugin):
     def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
         if self._folder is None:
             return
-        if self._writer is not None:
+        if self._writer is not None and (self._team is None or self.config.on_failure == "stop"):
+            # several ranks hear of a failure at different updates: what they do about it must wait for the next save
             self._look(self._writer.check)
         due = [interval for interval in self._every if interval.due(step)]  # all are asked: a clock starts when it is
-        if due and "checkpoint" not in trainer.requests.open:
-            trainer.request_checkpoint(f"every {due[0]}")
+        if due:
+            trainer.request_checkpoint(f"every {due[0]}", everywhere=True)
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
@@ -130,17 +141,23 @@ class Checkpoint(forge.Plugin):
                 f"{did_you_mean(best.monitor, numbers)} Metrics: {', '.join(sorted(numbers)) or 'none'}."
             )
         value = float(numbers[best.monitor])
-        self._values = self._standing()
+        self._values = self._standing(trainer)
         if math.isfinite(value):
             self._values[update] = value
             if update in self._best():
-                trainer.request_checkpoint(f"{best.monitor} = {value:.5g} is among the best")
+                trainer.request_checkpoint(f"{best.monitor} = {value:.5g} is among the best", everywhere=True)
 
-    def _standing(self) -> dict[int, float]:
-        """The values whose checkpoint is there, or being written; another folder has none of what a state names."""
+    def _standing(self, trainer: forge.Trainer) -> dict[int, float]:
+        """The values whose checkpoint was saved, the same on all ranks; another folder has none of what a state names.
+
+        Only rank 0 looks into the folder, and once: its writer removes old ones there meanwhile.
+        """
         assert self._folder is not None
-        there = {*updates(self._folder), self._writing}
-        return {update: value for update, value in self._values.items() if update in there}
+        if self._inherited is None:
+            there = updates(self._folder) if trainer.env.is_main else []
+            self._inherited = set(there if self._team is None else trainer.env.broadcast(there))
+        saved = {*self._written, *self._inherited, self._writing}
+        return {update: value for update, value in self._values.items() if update in saved}
 
     def _best(self) -> list[int]:
         """The updates to keep for their value, best first."""
@@ -151,35 +168,44 @@ class Checkpoint(forge.Plugin):
 
     @forge.hookimpl
     def forge_save(self, trainer: forge.Trainer, capture: dict[str, Any]) -> None:
-        if self._folder is None or not trainer.env.is_main:
+        if self._folder is None:
             return
         began = time.perf_counter()
         if self._writer is not None:
             self._look(self._writer.wait)  # what became of the last one decides what this one may remove
-        update = trainer.progress.update
-        before = -1 if trainer.resumed_from is None else trainer.resumed_from
-        # what is neither this life's nor from before it was restored belongs to a course that was given up
-        lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
-        self._writing = update
-        self._values = self._standing()
-        best = self._best()
-        folder, keep = self._folder, {*[*lineage, update][-self.config.keep :], *best}
+        update = self._writing = trainer.progress.update
+        self._values = self._standing(trainer)
+        then = self._tidying(trainer, update) if trainer.env.is_main else None
         try:
-            self._write(folder, update, capture, lambda: tidy(folder, update, best[:1], keep))
+            self._write(self._folder.path(update), capture, then)
         except Exception as error:
             self._failed(error)
             return
         self._written.add(update)
         waited = time.perf_counter() - began
-        level = logging.INFO if waited > 1 else logging.DEBUG
-        logger.log(level, "checkpoint of update %d: training waited %.0f ms", update, 1e3 * waited)
+        if trainer.env.is_main:
+            level = logging.INFO if waited > 1 else logging.DEBUG
+            logger.log(level, "checkpoint of update %d: training waited %.0f ms", update, 1e3 * waited)
 
-    def _write(self, folder: Checkpoints, update: int, capture: dict[str, Any], then: Callable[[], None]) -> None:
+    def _tidying(self, trainer: forge.Trainer, update: int) -> Callable[[], None]:
+        """What to do in the folder once this checkpoint is there."""
+        assert self._folder is not None
+        before = -1 if trainer.resumed_from is None else trainer.resumed_from
+        # what is neither this life's nor from before it was restored belongs to a course that was given up
+        lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
+        best = self._best()
+        folder, keep = self._folder, {*[*lineage, update][-self.config.keep :], *best}
+        return lambda: tidy(folder, update, best[:1], keep)
+
+    def _write(self, path: Path, capture: dict[str, Any], then: Callable[[], None] | None) -> None:
         if self._writer is not None:
-            self._writer.submit(folder.path(update), capture, then)
+            self._writer.submit(path, capture, then)
+        elif self._team is not None:
+            write_together(path, capture, self._team, then)
         else:
-            write_checkpoint(folder.path(update), capture)
-            then()
+            write_checkpoint(path, capture)
+            if then is not None:
+                then()
 
     @forge.hookimpl
     def forge_end(self) -> None:
@@ -206,7 +232,8 @@ class Checkpoint(forge.Plugin):
         text = f"There is no checkpoint of update {update} in {self._folder.folder}. {error}"
         if self.config.on_failure == "stop":
             raise CheckpointError(f"{text} The run stops here; with checkpoint.on_failure=warn it goes on.") from error
-        logger.error("%s The run goes on, and saves when it is due again.", text)
+        if self._team is None or self._team.is_main:
+            logger.error("%s The run goes on, and saves when it is due again.", text)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -220,10 +247,22 @@ class Checkpoint(forge.Plugin):
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
-        self._written, self._values = set(), {}
+        self._written, self._inherited, self._values = set(), None, {}
         best = self._watched
         if best is not None and (state.get("monitor"), state.get("mode")) == (best.monitor, best.mode):
             self._values = {entry["update"]: entry["value"] for entry in state["best"]}
+
+
+def team_of(env: Env) -> Team | None:
+    """The ranks that save together; None where there is one process."""
+    if env.world == 1:
+        return None
+    if env.store is None:
+        raise StackError(
+            f"{env.world} ranks save their state together through a torch.distributed Store, and the Env of this run's "
+            "strategy has none. Let it set `store`."
+        )
+    return Team(env.rank, env.world, env.store)
 
 
 def watched(best: Best | str | None) -> Best | None:

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_
 
 import forge
 from forge.errors import RecipeError
+from forge_plugins._sharded import clip_norm_, total_norm
 
 
 class Clip(forge.Plugin):
     """Clip gradients before the optimizer step: by their global norm, by value, or both (norm first).
 
-    Clips once per update, over the parameters of the current optimizer, after unscaling. The norm before and after is
-    logged as `grad_norm/before` and `grad_norm/after`, and stays on the device until then.
+    Clips once per update, over the parameters of the current optimizer, after unscaling; where ranks hold a part each,
+    by the norm over all of them. The norm before and after is logged as `grad_norm/before` and `grad_norm/after`, and
+    stays on the device until then.
 
     ::
 
@@ -51,7 +53,7 @@ class Clip(forge.Plugin):
         config, parameters = self.config, step.parameters()
         prefix = "grad_norm" if step.name is None else f"grad_norm/{step.name}"
         if config.max_norm is not None:
-            norm = clip_grad_norm_(parameters, config.max_norm, config.norm_type)
+            norm = clip_norm_(parameters, config.max_norm, config.norm_type)
             if norm.is_cpu:  # a number is cheaper than one more operation
                 before = float(norm)
                 after = min(before, config.max_norm)
@@ -66,5 +68,4 @@ class Clip(forge.Plugin):
         step.record(f"{prefix}/after", after)
 
     def _norm(self, parameters: list[torch.nn.Parameter]) -> Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return get_total_norm(gradients, self.config.norm_type) if gradients else torch.zeros(())
+        return total_norm([p.grad for p in parameters if p.grad is not None], self.config.norm_type)

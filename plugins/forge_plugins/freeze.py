@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,8 @@ from torch import nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge_plugins._finite import listed
 from forge_plugins._moment import moment, reached
-from forge_plugins._names import covers, names_of_parameters, parts, unknown
-from forge_plugins._statistics import with_statistics
+from forge_plugins._patterns import as_list, covers, listed, names_of_parameters, parts, unknown
 
 logger = logging.getLogger("forge")
 
@@ -63,7 +61,7 @@ class Freeze(forge.Plugin):
     def __init__(self, *first: str | list[str], **values: Any):
         super().__init__(*first, **values)
         config = self.config
-        self._patterns, self._keep = _as_list(config.modules), _as_list(config.keep)
+        self._patterns, self._keep = as_list(config.modules), as_list(config.keep)
         if not self._patterns:
             raise RecipeError("freeze.modules is empty: there is nothing to freeze. Name some, as in backbone.*.")
         thaw = {"*": config.thaw} if isinstance(config.thaw, str) else config.thaw or {}
@@ -283,5 +281,8 @@ def is_on(thing: nn.Parameter | nn.Module) -> bool:
     return thing.requires_grad if isinstance(thing, nn.Parameter) else thing.training
 
 
-def _as_list(patterns: str | list[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else patterns
+def with_statistics(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """BatchNorm and its kin, by name: every module with a buffer `running_...` of its own."""
+    for name, module in task.named_modules():
+        if any(key.startswith("running_") and buffer is not None for key, buffer in module._buffers.items()):
+            yield name, module

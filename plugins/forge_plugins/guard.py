@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import forge
+from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
 from forge.state import settle
 from forge_plugins._finite import (
@@ -22,10 +23,11 @@ from forge_plugins._finite import (
     gradients,
     gradients_are_scaled,
     last_checkpoint,
-    listed,
     mark_bad,
     moving_buffers,
 )
+from forge_plugins._patterns import listed
+from forge_plugins._sharded import is_distributed, local
 
 logger = logging.getLogger("forge")
 
@@ -46,7 +48,7 @@ class Guard(forge.Plugin):
     With finite numbers nothing changes, bit for bit. On a CUDA device `stop` and `rewind` wait for nothing with fused
     optimizers: the update is made a no-op on the device, with all after it, and the host hears of it one update later,
     always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
-    owns are left to it; the loss is looked at all the same.
+    owns are left to it; the loss is looked at all the same. What one of several ranks finds, all of them act upon.
 
     ::
 
@@ -88,6 +90,7 @@ class Guard(forge.Plugin):
         self._skipped, self._rewinds, self._bad_turn = 0, 0, False
         self._in_a_row: dict[str, int] = {}
         self._held: list[Tensor] | None = None
+        self._sharded = self._together = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -98,6 +101,9 @@ class Guard(forge.Plugin):
             return
         self._only_loss = gradients_are_scaled(trainer)
         self._buffers = moving_buffers(trainer.task)
+        self._sharded = any(map(is_distributed, trainer.task.parameters()))
+        # losses differ by rank, and so do gradients that are divided; one rank alone can stop the run, but do no more
+        self._together = trainer.env.world > 1 and (self._sharded or self.config.policy != "stop")
         device = trainer.env.device
         if device.type == "cpu":
             return
@@ -122,22 +128,42 @@ class Guard(forge.Plugin):
             return
         means, loss = step.trainer.means, step.prefix + "loss"
         again, self._last = self._last == (step.index, step.name), (step.index, step.name)
-        if means.on_host and not self._in_a_row and math.isfinite(self._total(step, means.total(loss))):
+        finite = means.on_host and math.isfinite(self._total(step, means.total(loss)))
+        if finite and not self._in_a_row and not self._together:
             return
-        if means.on_host:
-            loss_is_finite = math.isfinite(means.total(loss))
-        else:
-            loss_is_finite = all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
-        if loss_is_finite and (self._only_loss or all_finite(gradients(step))):
+        bad_loss, bad_gradient = (False, False) if finite else self._look(step, loss)
+        if self._together:
+            bad_loss, bad_gradient = map(bool, step.trainer.env.agree([bad_loss, bad_gradient]))
+        if not bad_loss and not bad_gradient:
             self._in_a_row.pop(step.name or "", None)
             return
-        self._act(step, Bad(step.index, step.epoch, not loss_is_finite, bad_gradients(step)), again)
+        self._act(step, Bad(step.index, step.epoch, bad_loss, self._names(step)), again)
+
+    def _look(self, step: forge.Step, loss: str) -> tuple[bool, bool]:
+        """Exactly: whether the loss, and whether a gradient, is not finite, as far as this rank has them."""
+        means = step.trainer.means
+        if means.on_host:
+            bad_loss = not math.isfinite(means.total(loss))
+        else:
+            bad_loss = not all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
+        bad_gradient = not self._only_loss and (self._together or not bad_loss) and not all_finite(gradients(step))
+        return bad_loss, bad_gradient
+
+    def _names(self, step: forge.Step) -> list[str]:
+        """The parameters whose gradients are not finite, on any rank."""
+        names = bad_gradients(step)
+        if not self._together:
+            return names
+        found = set().union(*step.trainer.env.gather(names))
+        return [name for name, _ in step.trainer.task.named_parameters() if name in found]
 
     def _total(self, step: forge.Step, total: float) -> float:
         """The sum of everything there is to look at: finite where all of it is. The cheapest look, and on every update,
         so it is written out; where it is not finite, large numbers may have overflown, and an exact look follows."""
         if self._only_loss:
             return total
+        if self._sharded:
+            return total + sum(local(gradient).sum().item() for gradient in gradients(step))
         try:
             for group in step.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -193,7 +219,7 @@ class Guard(forge.Plugin):
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
         settle()
-        if last_checkpoint(trainer) is None:
+        if not trainer.env.broadcast(last_checkpoint(trainer) is not None):
             raise self._error(trainer, bad, "There is no checkpoint to go back to yet: save more often.")
         if self._rewinds == self.config.max_rewinds:
             reason = f"The run has gone back {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
@@ -201,7 +227,9 @@ class Guard(forge.Plugin):
         self._rewinds += 1
         step.skip_update(str(bad))
         first = max(0, bad.index + 1 - self.config.leave_out)
-        trainer.request_rewind(f"update {bad.index}: {bad}", leave_out=range(first, bad.index + 1))
+        trainer.request_rewind(
+            f"update {bad.index}: {bad}", leave_out=range(first, bad.index + 1), everywhere=self._together
+        )
 
     def _error(self, trainer: forge.Trainer, bad: Bad, why: str) -> NonFiniteError:
         self._sent = None  # it has been told
@@ -224,8 +252,10 @@ class Guard(forge.Plugin):
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
         tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
         flag.mark(tensors if self._only_loss else [*gradients(step), *tensors])
-        step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
         self._sent = Sent(step.index, step.epoch, losses)
+        if self._together:
+            flag.share(step.trainer.env, self._sent.plain_loss_is_bad)
+        step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
         flag.send()
 
     def _receive(self, step: forge.Step, flag: Flag) -> None:
@@ -240,8 +270,10 @@ class Guard(forge.Plugin):
     def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
         if self._flag is None or self._sent is None:
             return
-        # whatever is asked for, a checkpoint or an end, would act on what is not known yet
-        if trainer.requests.open or step.ends_epoch or trainer.progress.update == trainer.max_updates:
+        # whatever is asked for, a checkpoint or an end, would act on what is not known yet; what one of several ranks
+        # asks for is not granted now, and the others do not know of it
+        asked = any(request.everywhere or not self._together for request in trainer.requests.open.values())
+        if asked or step.ends_epoch or trainer.progress.update == trainer.max_updates:
             self._receive(step, self._flag)
 
     @forge.hookimpl
@@ -327,6 +359,12 @@ class Flag:
     def mark(self, tensors: list[Tensor]) -> None:
         """Set the flag if any entry is NaN or infinite."""
         mark_bad(tensors, self.value, self._one)
+
+    def share(self, env: Env, bad: bool) -> None:
+        """Take over what any rank has found, without waiting for it."""
+        if bad:
+            self.value.fill_(1)
+        self.value.copy_(env.sum(self.value).clamp(max=1))
 
     def send(self) -> None:
         """Start the copy to the host."""

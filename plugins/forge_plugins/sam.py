@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import get_total_norm
 
 import forge
 from forge.errors import RecipeError, StackError
+from forge.keeping import Owned, kept
 from forge.optimizers import drop_gradients
 from forge_plugins._finite import moving_buffers
 
@@ -63,7 +62,7 @@ class SAM(forge.Plugin):
         super().__init__(*first, **values)
         if not 0 < self.config.rho < math.inf:
             raise RecipeError(f"sam.rho is {self.config.rho:g}; it must be a number above 0.")
-        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
+        self._buffers: list[Owned] = []
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -97,15 +96,10 @@ class SAM(forge.Plugin):
     def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
         """Put the gradient at the end of the climb into `.grad`; weights and buffers are as before."""
         below = step.loss
-        buffers: list[Any] = [owner[name] for owner, name in self._buffers]
-        try:
-            with held([*climbing, *buffers]):
-                self._climb(climbing)
-                drop_gradients(step.optimizer)
-                step.run_window(record=False, replay=True)
-        finally:
-            for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
-                owner[name] = buffer  # a forward may have put another tensor in its place
+        with kept(climbing, self._buffers):
+            self._climb(climbing)
+            drop_gradients(step.optimizer)
+            step.run_window(record=False, replay=True)
         if below is not None and step.loss is not None:
             step.record("sharpness" if step.name is None else f"sharpness/{step.name}", step.loss - below)
 
@@ -124,21 +118,3 @@ class SAM(forge.Plugin):
             torch._foreach_mul_(gradients, sizes)
         torch._foreach_mul_(gradients, length)
         torch._foreach_add_(weights, gradients)
-
-
-@contextmanager
-def held(tensors: list[Any]) -> Iterator[None]:
-    """Whatever happens meanwhile, these tensors have the same bits afterwards; one kernel for all of a dtype."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault(tensor.dtype, []).append(tensor)
-    copies = {dtype: [torch.empty_like(tensor) for tensor in group] for dtype, group in alike.items()}
-    with torch.no_grad():
-        for dtype, group in alike.items():
-            torch._foreach_copy_(copies[dtype], group)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for dtype, group in alike.items():
-                torch._foreach_copy_(group, copies[dtype])

@@ -15,6 +15,7 @@ import forge
 from forge import optimizers
 from forge.errors import ForgeError, RecipeError
 from forge.optimizers import Optimizers
+from forge_plugins._lengths import check_length, updates_of
 
 Factor = Callable[[int], float]
 """Updates done by an optimizer -> what its learning rate is multiplied with for the next one."""
@@ -101,7 +102,7 @@ class Schedule(forge.Plugin):
                 f"schedule: {what} needs to know how many updates the run has. Set max_updates, or use a train loader "
                 "with a length and max_epochs."
             )
-        warmup = self._warmup_updates(trainer)
+        warmup = updates_of(config.warmup, trainer, "schedule.warmup")
         if planned is not None and warmup > planned:
             warnings.warn(
                 f"schedule.warmup is {warmup} updates, but the run has only {planned}: the peak is never reached.",
@@ -120,7 +121,7 @@ class Schedule(forge.Plugin):
             return lambda i: 1.0
         if config.kind == "step":
             assert config.step_size is not None
-            size = _updates(config.step_size, trainer, "step_size")
+            size = updates_of(config.step_size, trainer, "schedule.step_size")
             if size <= peak:
                 raise RecipeError(
                     f"schedule: the first drop, after {size} updates, is inside the warm-up of {peak + 1}."
@@ -129,29 +130,17 @@ class Schedule(forge.Plugin):
         assert trainer.planned_updates is not None
         return falling(config.kind, peak, trainer.planned_updates, config.min_ratio)
 
-    def _warmup_updates(self, trainer: forge.Trainer) -> int:
-        warmup = self.config.warmup
-        if isinstance(warmup, float):
-            return round(warmup * (trainer.planned_updates or 0))
-        return _updates(warmup, trainer, "warmup")
-
     # -- what to refuse -----------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
         config = self.config
-        if isinstance(config.warmup, str):
-            _counted(config.warmup, "warmup")
-        elif config.warmup < 0 or (isinstance(config.warmup, float) and config.warmup >= 1):
-            raise RecipeError(
-                f"schedule.warmup is {config.warmup!r}. Write updates as a whole number (500), a share of the run "
-                "between 0 and 1 (0.05), or an interval ('500 updates', '1 epoch')."
-            )
+        check_length(config.warmup, "schedule.warmup")
         if not 0 <= config.min_ratio <= 1:
             raise RecipeError(f"schedule.min_ratio is {config.min_ratio:g}; it is a share of the peak, from 0 to 1.")
         if config.gamma <= 0:
             raise RecipeError(f"schedule.gamma is {config.gamma:g}; it must be above 0.")
         if isinstance(config.step_size, str):
-            _counted(config.step_size, "step_size")
+            check_length(config.step_size, "schedule.step_size")
         elif config.step_size is not None and config.step_size < 1:
             raise RecipeError(f"schedule.step_size is {config.step_size}; it must be at least 1.")
         if config.kind == "step" and config.step_size is None:
@@ -221,26 +210,3 @@ def one_cycle(optimizer: Optimizer, planned: int, warmup: int, lowest: float) ->
 
 def _is_share(warmup: int | float | str) -> bool:
     return isinstance(warmup, float) and warmup > 0
-
-
-def _counted(text: str, option: str) -> forge.Interval:
-    """The interval, if it is one that can be counted in updates before the run."""
-    interval = forge.Interval(text)
-    if interval.unit not in ("update", "epoch"):
-        raise RecipeError(f"schedule.{option} is {text!r}: it can be counted in updates or epochs.")
-    return interval
-
-
-def _updates(length: int | float | str, trainer: forge.Trainer, option: str) -> int:
-    """A length in updates."""
-    if not isinstance(length, str):
-        return int(length)
-    interval = _counted(length, option)
-    if interval.unit == "update":
-        return int(interval.count)
-    if trainer.updates_per_epoch is None:
-        raise ForgeError(
-            f"schedule.{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an "
-            f"epoch has. Give {option} in updates."
-        )
-    return int(interval.count) * trainer.updates_per_epoch

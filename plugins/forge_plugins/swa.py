@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 import forge
 from forge import optimizers
 from forge.data.feed import length_of
-from forge.data.seeds import mix
 from forge.errors import ForgeError, RecipeError, StackError
-from forge_plugins._average import Averaging, check_length, updates_of
-from forge_plugins._batch_statistics import batch_norms, estimate, kept_buffers, unreadable
+from forge.keeping import kept_buffers
+from forge.mixing import mix
+from forge_plugins._average import Averaging
+from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
+from forge_plugins._lengths import check_length, updates_of
 
 logger = logging.getLogger("forge")
 

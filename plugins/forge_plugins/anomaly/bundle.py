@@ -15,9 +15,9 @@ from torch import Tensor
 
 import forge
 from forge.errors import CheckpointError
+from forge.places import near
 from forge.state import write_checkpoint
 from forge.state.capture import describe_plugin, describe_task
-from forge_plugins._finite import near
 from forge_plugins.anomaly.analysis import Before, sample_edges
 
 logger = logging.getLogger("forge.anomaly")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge_plugins._finite import listed, near
+from forge.places import near
+from forge_plugins._patterns import listed
 
 ROWS = 8
 """How many samples are named one by one."""

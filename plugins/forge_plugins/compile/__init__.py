@@ -14,7 +14,7 @@ from torch import nn
 import forge
 from forge.errors import RecipeError
 from forge.model import Build
-from forge_plugins._modules import as_list, chosen, listed
+from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.compile import report
 from forge_plugins.compile.comparison import compare
 from forge_plugins.compile.generations import Generations
@@ -135,7 +135,7 @@ class Compile(forge.Plugin):
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
         if patterns:
-            logger.info("compile: each for itself: %s.", listed(modules))
+            logger.info("compile: each for itself: %s.", listed(modules, MANY))
 
     def _replay_graphs(self, trainer: forge.Trainer, build: Build) -> None:
         model = build.model

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import forge
 from forge.checks import check_training_output
-from forge_plugins._trial import untouched
+from forge.keeping import untouched
 from forge_plugins.compile.difference import Difference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
 from forge_plugins.compile.search import Search, Seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from forge_plugins._modules import listed
+from forge_plugins._patterns import MANY, listed
 from forge_plugins.compile.watch import Recompile, Watch, why_disabled
 
 MOST = 5
@@ -59,14 +59,14 @@ def nothing(watch: Watch) -> str:
 
 def empty(names: Sequence[str]) -> str:
     """Blocks without a graph."""
-    return (
-        f"compile: nothing was compiled in {listed(names)}: torch skipped, or broke off in, all of it." if names else ""
-    )
+    if not names:
+        return ""
+    return f"compile: nothing was compiled in {listed(names, MANY)}: torch skipped, or broke off in, all of it."
 
 
 def uncalled(names: Sequence[str]) -> str:
     """Blocks that are named and not used."""
-    return f"compile: nobody called {listed(names)}, so there was nothing to compile." if names else ""
+    return f"compile: nobody called {listed(names, MANY)}, so there was nothing to compile." if names else ""
 
 
 def _why(again: Recompile) -> str:

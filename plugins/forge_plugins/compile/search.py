@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import forge
-from forge_plugins._modules import parents
-from forge_plugins._trial import untouched
+from forge.keeping import untouched
+from forge_plugins._patterns import parents
 from forge_plugins.compile.difference import TOLERANCES, Difference, furthest
 from forge_plugins.compile.regions import Regions
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import forge
 from forge.failure import NAMED_METHODS
+from forge.places import near
 from forge.plugin import Callback
 from forge.stack import CORE, TASK
 from forge.task import TaskModule
@@ -182,7 +183,7 @@ class Audit:
         return [
             {
                 "who": place.who,
-                "file": _near(place.file),
+                "file": near(place.file),
                 "line": place.line,
                 "code": linecache.getline(place.file, place.line).strip(),
                 "count": count,
@@ -191,9 +192,3 @@ class Audit:
             }
             for place, count in self.found.most_common()
         ]
-
-
-def _near(file: str) -> str:
-    """A path as one would type it."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file

@@ -11,7 +11,7 @@ from torch import nn
 
 import forge
 from forge.errors import ForgeError, RecipeError
-from forge_plugins._modules import listed
+from forge_plugins._patterns import MANY, listed
 from forge_plugins.monitor import shapes
 from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.look import Look
@@ -176,7 +176,7 @@ class Monitor(forge.Plugin):
         modules, compiled = watchable(trainer.task, trainer.model)
         if compiled and not self._told_of_compiled:
             self._told_of_compiled = True
-            what = listed(compiled) if compiled != [""] else "the model"
+            what = listed(compiled, MANY) if compiled != [""] else "the model"
             logger.warning(
                 "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out.", what
             )

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import nn
 
-from forge_plugins._finite import listed
+from forge_plugins._patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
 

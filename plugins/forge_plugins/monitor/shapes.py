@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
+from forge.units import size
 from forge_plugins.monitor.modules import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 LONGEST = 8
 """How many rows in a row can be folded together."""
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(slots=True)
@@ -173,16 +173,6 @@ def ending(row: Row, activations: int) -> str:
         f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take {size(row.weights)}, "
         f"activations {size(activations)} for one micro-batch."
     )
-
-
-def size(count: int) -> str:
-    """ "512 B", "1.5 MiB"."""
-    value, unit = float(count), UNITS[0]
-    for unit in UNITS:
-        if value < 1024 or unit == UNITS[-1]:
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == UNITS[0] else f"{value:.3g} {unit}"
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 import forge
 from forge.errors import RecipeError
+from forge.memory import is_full
 from forge_plugins.profiler import memory, results
 from forge_plugins.profiler.recording import Recording, another_one
 from forge_plugins.profiler.report import Report
@@ -265,7 +266,7 @@ class Profiler(forge.Plugin):
     @forge.hookimpl
     def forge_exception(self, trainer: forge.Trainer, error: BaseException) -> None:
         self._failed = True
-        if memory.is_out_of_memory(error) and getattr(trainer, "env", None) is not None:
+        if is_full(error) and getattr(trainer, "env", None) is not None:
             results.explain(trainer, error)
 
     @forge.hookimpl

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import forge
+from forge.units import size
 from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000
@@ -48,12 +49,6 @@ def dump(file: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(file))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out; libraries beside torch's allocator raise plain RuntimeErrors for it."""
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What memory is taken up by
 
@@ -62,7 +57,7 @@ def parts(trainer: forge.Trainer) -> dict[str, int]:
     """Bytes by what they are for, on the run's device; storage that several share counts once."""
     task, device, seen = trainer.task, trainer.env.device, set[int]()
 
-    def size(tensors: Iterable[Any]) -> int:
+    def bytes_of(tensors: Iterable[Any]) -> int:
         total = 0
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device == device and tensor.layout == torch.strided:
@@ -71,12 +66,12 @@ def parts(trainer: forge.Trainer) -> dict[str, int]:
                 seen.add(storage.data_ptr())
         return total
 
-    found = {"parameters": size(task.parameters()), "buffers": size(task.buffers())}
+    found = {"parameters": bytes_of(task.parameters()), "buffers": bytes_of(task.buffers())}
     if trainer.verb == "fit":
-        found["gradients"] = size(p.grad for p in task.parameters())
+        found["gradients"] = bytes_of(p.grad for p in task.parameters())
         optimizers = trainer.optimizers.values() if hasattr(trainer, "optimizers") else ()
         states = (state for optimizer in optimizers for state in optimizer.state.values())
-        found["optimizer state"] = size(value for state in states for value in state.values())
+        found["optimizer state"] = bytes_of(value for state in states for value in state.values())
     if device.type == "cuda":
         found[REST] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
     return found
@@ -97,7 +92,7 @@ def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held
     for block in (block for segment in segments for block in segment["blocks"]):
         if block["state"] != "active_allocated":
             continue
-        where = line_of(block.get("frames") or ()) or f"a block of {readable(block['size'])}"
+        where = line_of(block.get("frames") or ()) or f"a block of {size(block['size'])}"
         entry = held.setdefault(where, Held(where))
         entry.bytes += block["size"]
         entry.blocks += 1
@@ -123,17 +118,14 @@ def told(trainer: forge.Trainer) -> str:
     found = parts(trainer)
     where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
     lines = [f"Memory of {device} when it ran out ({where}):"]
-    lines += [f"  {name:<26}{readable(size):>10}" for name, size in found.items()]
+    lines += [f"  {name:<26}{size(count):>10}" for name, count in found.items()]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        lines.append(
-            f"  {readable(allocated)} in use, {readable(reserved)} held by torch; "
-            f"{readable(free)} free of {readable(total)}."
-        )
+        lines.append(f"  {size(allocated)} in use, {size(reserved)} held by torch; {size(free)} free of {size(total)}.")
         holders = _holders()
         lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
-        lines += [f"  {readable(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
+        lines += [f"  {size(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
         wasted = (reserved - allocated) / max(reserved, 1)
         return "\n".join([*lines, *levers(found, trainer, wasted)])
     return "\n".join([*lines, *levers(found, trainer)])
@@ -151,7 +143,7 @@ def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0
     there = provided(trainer.stack)
     training = trainer.verb == "fit"
     lines = ["What helps:"]
-    state = sum(size for name, size in found.items() if name != REST)
+    state = sum(count for name, count in found.items() if name != REST)
     if training and found.get(REST, 0) < state:
         lines.append("  Most of it is parameters and what belongs to them: freeze some (-p freeze), or use an")
         lines.append("  optimizer that keeps less (SGD; Adam keeps two values for each parameter).")
@@ -169,12 +161,3 @@ def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0
         lines.append(f"  {wasted:.0%} of what torch holds is in pieces that fit nothing:")
         lines.append("  PYTORCH_ALLOC_CONF=expandable_segments:True in the environment.")
     return lines
-
-
-def readable(size: float) -> str:
-    """ "512 B", "3.1 MiB", "12 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge_plugins.profiler.memory import readable
+from forge.units import size
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
 from forge_plugins.profiler.verdict import Measured, Verdict, duration
 
@@ -62,7 +62,7 @@ class Report:
         for table in (self.phases(), self.main_operators()):
             lines += [*_aligned(table), ""]
         if self.peak is not None:
-            lines += [*_aligned(self.allocators()), f"  At most {readable(self.peak)} were in use.", ""]
+            lines += [*_aligned(self.allocators()), f"  At most {size(self.peak)} were in use.", ""]
         lines += [f"  {line}" for line in self.files]
         return "\n".join(lines).rstrip()
 
@@ -77,7 +77,7 @@ class Report:
         for table in self.tables():
             lines += [*_piped(table), ""]
         if self.peak is not None:
-            lines += [f"At most {readable(self.peak)} were in use.", ""]
+            lines += [f"At most {size(self.peak)} were in use.", ""]
         lines += [f"- {line}" for line in self.files]
         return "\n".join(lines).rstrip() + "\n"
 
@@ -133,7 +133,7 @@ class Report:
     def allocators(self) -> Table:
         """Who takes the most memory."""
         found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
-        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", readable(o.memory / self.updates)) for o in found]
+        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", size(o.memory / self.updates)) for o in found]
         return Table("operators of an update, by memory taken", ("", "calls", "taken"), rows)
 
     def _timed(self, seconds: Any) -> list[str]:

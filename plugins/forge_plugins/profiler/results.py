@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import forge
+from forge.places import near
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
 from forge_plugins.profiler.report import Report
@@ -60,7 +61,7 @@ def conclude(trainer: forge.Trainer, recording: Recording, unrecorded: float | N
         verdict=verdict,
         top=wanted.top,
         peak=max((size for _, size in points), default=None),
-        files=tuple(f"{KINDS[path.suffix]}: {_near(path)}" for path in kept),
+        files=tuple(f"{KINDS[path.suffix]}: {near(path)}" for path in kept),
     )
 
 
@@ -103,12 +104,12 @@ def explain(trainer: forge.Trainer, error: BaseException) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n\n{error}\n")
-        error.add_note(f"This, and torch's own words: {_near(file)}")
+        error.add_note(f"This, and torch's own words: {near(file)}")
         if trainer.env.device.type == "cuda":
             memory.dump(file.with_suffix(".pickle"))
-            error.add_note(f"{KINDS['.pickle'].capitalize()}: {_near(file.with_suffix('.pickle'))}")
+            error.add_note(f"{KINDS['.pickle'].capitalize()}: {near(file.with_suffix('.pickle'))}")
     except Exception as failed:  # a snapshot takes memory, of which there is none
-        error.add_note(f"Not all of it could be written to {_near(folder)}: {type(failed).__name__}: {failed}")
+        error.add_note(f"Not all of it could be written to {near(folder)}: {type(failed).__name__}: {failed}")
 
 
 def setup_of(trainer: forge.Trainer, trace: Trace) -> Setup:
@@ -142,8 +143,3 @@ def _folder(trainer: forge.Trainer) -> Generator[Path]:
         folder = trainer.run_dir / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
-
-
-def _near(path: Path) -> Path:
-    """A path as one would type it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

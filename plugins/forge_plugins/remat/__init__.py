@@ -12,11 +12,11 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins._batch_statistics import uncompiled
-from forge_plugins._modules import as_list, chosen, listed, shortened
-from forge_plugins._trial import untouched
+from forge.keeping import uncompiled, untouched
+from forge.units import size
+from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.remat.block import install, remove
-from forge_plugins.remat.budget import Meter, size_in_bytes, told
+from forge_plugins.remat.budget import Meter, size_in_bytes
 
 logger = logging.getLogger("forge")
 
@@ -102,7 +102,7 @@ class Remat(forge.Plugin):
         elif self._limit is None:
             names = list(self._blocks)[:: self.config.every]
             self._install(names)
-            logger.info("remat computes %s again in backward: %s.", self._counted(names), listed(names))
+            logger.info("remat computes %s again in backward: %s.", self._counted(names), listed(names, MANY))
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
@@ -130,10 +130,12 @@ class Remat(forge.Plugin):
         self._install([name for name in picked if name not in self._installed])
         after = meter.kept(picked)
         turn = "" if step.name is None else f" of {step.name}"
-        share = f"{told(after)} of {told(before)} ({after / max(before, 1):.0%})"
+        share = f"{size(after)} of {size(before)} ({after / max(before, 1):.0%})"
         kept = f"activations{turn} kept: {share}, by the first batch"
         if picked:
-            logger.info("remat computes %s again in backward: %s; %s.", self._counted(picked), listed(picked), kept)
+            logger.info(
+                "remat computes %s again in backward: %s; %s.", self._counted(picked), listed(picked, MANY), kept
+            )
         else:
             logger.info("remat computes nothing again; %s.", kept)
         if after > limit:
@@ -141,7 +143,7 @@ class Remat(forge.Plugin):
                 "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
                 "blocks, or is what they are given: name larger blocks, or make the batch smaller.",
                 self.config.budget,
-                told(after),
+                size(after),
                 turn,
             )
 
@@ -165,7 +167,7 @@ class Remat(forge.Plugin):
         """ "8 blocks (Block)", "4 of 8 blocks (Block, Attention)"."""
         kinds = list(dict.fromkeys(type(block).__name__ for block in self._blocks.values()))
         count = f"{len(names)} of {len(self._blocks)}" if len(names) < len(self._blocks) else f"{len(names)}"
-        return f"{count} block{'s' if len(self._blocks) > 1 else ''} ({shortened(kinds)})"
+        return f"{count} block{'s' if len(self._blocks) > 1 else ''} ({listed(kinds, MANY)})"
 
     def _install(self, names: Iterable[str]) -> None:
         for name in names:

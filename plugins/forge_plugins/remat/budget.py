@@ -23,15 +23,6 @@ def size_in_bytes(text: str) -> int | None:
     return int(float(match[1]) * unit) if match and unit else None
 
 
-def told(size: float) -> str:
-    """A number of bytes as one reads it."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"
-
-
 class Meter:
     """What autograd keeps for backward during one forward: which storages, for which block.
 

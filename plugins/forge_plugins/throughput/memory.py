@@ -12,6 +12,7 @@ from torch.autograd import graph
 from torch.utils._pytree import tree_leaves
 
 import forge
+from forge.units import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +137,6 @@ def as_markdown(breakdown: Breakdown) -> str:
     """A table for sinks that draw Markdown."""
     rows = [f"| {name} | {size(number)} | {number / max(breakdown.peak, 1):.1%} |" for name, number in _rows(breakdown)]
     return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
-
-
-def size(number: float) -> str:
-    """ "512 B", "1.5 kB", "2.3 MB", "4.1 GB"."""
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}" if unit != "B" else f"{number:.0f} B"
-        number /= 1000
-    return f"{number:.3g} GB" if number < 1000 else f"{number:,.0f} GB"
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, int]]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from forge.units import size
 from forge_plugins.throughput.flops import Count
-from forge_plugins.throughput.memory import Breakdown, size
+from forge_plugins.throughput.memory import Breakdown
 from forge_plugins.throughput.steps import Summary, percentile
 
 
@@ -46,8 +47,9 @@ def summary(
     rates = [f"{rate(total.rate(total.samples))} samples/s"]
     if items is not None:
         rates.append(f"{rate(float(total.rate(total.items)))} {items}/s")
-    parts = [", ".join(rates), f"{duration(percentile(times, 0.5))} per update ({_slowest(times)})"]
-    parts.append(f"{total.wait_share:.1%} of it waiting for data")
+    parts = [f"{', '.join(rates)} in steps, without logs, validation and saves"]
+    parts.append(f"{duration(percentile(times, 0.5))} per step at the median ({_slowest(times)})")
+    parts.append(f"{total.wait_share:.1%} of the time waiting for data")
     speed = total.flops_per_second
     if speed is not None:
         parts.append(f"{scaled(speed)}FLOP/s" + (f", {speed / peak:.1%} of the peak" if peak else ""))

@@ -1,0 +1,125 @@
+"""What the command line does about several processes: it starts them, and lets only rank 0 talk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.errors import ForgeError, StackError
+
+if TYPE_CHECKING:
+    from forge.recipe import Recipe
+    from forge.trainer import Trainer
+
+
+def rank() -> int:
+    """Which of several processes this is; 0 where there is one."""
+    if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" not in os.environ:
+        return 0
+    from forge.distributed.setting import Setting
+
+    return Setting.read().rank
+
+
+@contextmanager
+def only_first_talks(number: int) -> Iterator[None]:
+    """On every rank but 0, warnings of forge's log alone are printed, with the rank before them."""
+    if number == 0:
+        yield
+        return
+    logger = logging.getLogger("forge")
+    logger.setLevel(logging.WARNING)  # whoever opened the log puts its level back
+
+    def with_rank(record: logging.LogRecord) -> bool:
+        record.msg, record.args = f"rank {number}: {record.getMessage()}", None
+        return True
+
+    logger.addFilter(with_rank)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 gets the same ones
+            yield
+    finally:
+        logger.removeFilter(with_rank)
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes", "with -p ddp or -p fsdp; torchrun and srun work as well")
+    group.add_argument("--nproc", type=int, metavar="N", help="start so many processes on this host")
+    group.add_argument(
+        "--max-restarts", type=int, default=0, metavar="K", help="after a crash go on from the last checkpoint, K times"
+    )
+    group.add_argument(
+        "--nnodes", default="1", metavar="N", help="hosts, each given the same command; MIN:MAX may vary"
+    )
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where several hosts meet")
+
+
+def launch(args: Namespace, recipe: Recipe) -> int:
+    """Start the ranks of `forge fit`, all in one run folder, which is chosen here so that restarts continue it."""
+    from forge.distributed.launch import Launch, nodes
+
+    least, most = nodes(args.nnodes)
+    if args.nproc < 1 or args.max_restarts < 0:
+        raise ForgeError("--nproc must be at least 1, and --max-restarts at least 0.")
+    if most > 1 and not (args.rdzv_endpoint and args.run_dir):
+        raise ForgeError("With several hosts say --rdzv-endpoint HOST:PORT and --run-dir DIR, the same ones on each.")
+    words = _worker_words(args, _run_dir(args, recipe))
+    return Launch(args.nproc, args.max_restarts, (least, most), args.rdzv_endpoint or "localhost:0").run(words)
+
+
+def _run_dir(args: Namespace, recipe: Recipe) -> str | None:
+    """Where the workers write; what they would all refuse is refused here, once."""
+    from forge import resumption
+    from forge.trainer import Trainer
+
+    trainer = Trainer(recipe=recipe, **({} if args.run_dir is None else {"run_dir": args.run_dir}))
+    if not any("strategy" in plugin.provides for plugin in trainer.stack):
+        raise StackError(
+            f"--nproc {args.nproc} starts {args.nproc} processes, but nothing in this stack joins them. Add -p ddp, or "
+            "-p fsdp where the model is too big for one device."
+        )
+    if args.resume:
+        trainer.resume = "auto"
+    kind = recipe.local.get("task")
+    if isinstance(kind, type):
+        trainer.task = kind.__new__(kind)  # runs are grouped by its name
+    chosen = resumption.choose(trainer).run_dir
+    return str(chosen) if chosen is not None else None
+
+
+def _worker_words(args: Namespace, run_dir: str | None) -> list[str]:
+    """The command of a worker: this one, less what concerns the launch."""
+    named = {"--recipe": args.recipe, "--data": args.data, "--run-dir": run_dir, "--weights": args.weights}
+    flags = {"--resume": args.resume, "--trace": args.trace}
+    return [
+        "fit",
+        args.target,
+        *args.overrides,
+        *(f"-p{name}" for name in args.plugins),
+        *(f"{flag}={value}" for flag, value in named.items() if value is not None),
+        *(flag for flag, given in flags.items() if given),
+    ]
+
+
+def continue_own_run(trainer: Trainer) -> None:
+    """A worker that its agent has started again goes on from the last checkpoint in its run folder."""
+    from forge.outcome import FOLDER
+    from forge.resumption import checkpoints_of
+
+    wanted = trainer.wanted_run_dir
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not wanted or not (restarted or FOLDER in os.environ):
+        return
+    # our own launcher has looked: checkpoints in a new run's folder are this run's, however often hosts came and went
+    if checkpoints_of(Path(wanted)).all() or (restarted and trainer.resume is None):
+        trainer.resume = "auto"

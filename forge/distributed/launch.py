@@ -1,0 +1,169 @@
+"""Launch: start the ranks of a run by torch's elastic agent, inside this process, and answer for them.
+
+Every worker is a command of its own, given torchrun's variables. When one fails the agent ends the others, and starts
+all of them again while restarts are left. Not after a signal, nor after a mistake that a restart would only repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+from forge import outcome
+from forge.errors import ForgeError
+from forge.signals import ECHO, NAMES
+
+MISTAKE = 2
+"""The exit code of a worker that met a ForgeError."""
+ROLE = "forge"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How many ranks, where they meet, and how often they are started again."""
+
+    nproc: int
+    max_restarts: int = 0
+    nodes: tuple[int, int] = (1, 1)
+    "The least and the largest number of hosts; the same command is given on each."
+    endpoint: str = "localhost:0"
+    "HOST:PORT where hosts meet; port 0 is a free one, for a host alone."
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run `python -m forge WORDS` on every rank, and return the exit code that stands for all."""
+        _quieten()
+        with tempfile.TemporaryDirectory(prefix="forge-launch-") as folder, _environment(self.nproc, folder):
+            agent = Agent(self._spec(words), DefaultLogsSpecs(log_dir=folder))
+            try:
+                with agent.forwarding():
+                    result: RunResult | None = agent.run()  # pyright: ignore[reportAssignmentType]
+            except SignalException as error:
+                return 128 + error.sigval
+            finally:
+                agent.spec.rdzv_handler.shutdown()
+            return self._code(result, agent, Path(folder))
+
+    def _spec(self, words: Sequence[str]) -> WorkerSpec:
+        least, most = self.nodes
+        here = "localhost" if most == 1 else None  # a host alone need not be found by its name
+        meeting = RendezvousParameters(
+            backend="c10d",
+            endpoint=self.endpoint,
+            run_id=ROLE if most > 1 else str(uuid.uuid4()),
+            min_nodes=least,
+            max_nodes=most,
+            local_addr=here,
+            timeout=900,
+        )
+        return WorkerSpec(
+            role=ROLE,
+            local_world_size=self.nproc,
+            rdzv_handler=registry.get_rendezvous_handler(meeting),
+            entrypoint=sys.executable,
+            args=("-u", "-m", "forge", *words),
+            max_restarts=self.max_restarts,
+            monitor_interval=0.1,
+            local_addr=here,
+        )
+
+    @staticmethod
+    def _code(result: RunResult | None, agent: Agent, folder: Path) -> int:
+        left = outcome.read_exit_code(folder)
+        if left is not None:
+            return left
+        if result is None or not result.is_failed():  # none: the hosts agreed to end
+            return 0
+        if agent.received is not None:
+            return 128 + agent.received
+        codes = {failure.exitcode for failure in result.failures.values()}
+        return MISTAKE if MISTAKE in codes else 1
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent for the workers of one host. Signals are the workers' business, and never a reason to restart."""
+
+    received: signal.Signals | None = None
+    _received_at = 0.0
+
+    @property
+    def spec(self) -> WorkerSpec:
+        return self._worker_group.spec
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Hand signals on to the workers, which save and leave by themselves, however long it takes."""
+        before: dict[int, Any] = {}
+        for name in NAMES:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, self._forward)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        again = self.received is not None and time.monotonic() - self._received_at > ECHO
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+        if self._pcontext is None:
+            raise SignalException(f"{self.received.name} before the first worker was started", self.received)
+        for pid in self._pcontext.pids().values():
+            with suppress(ProcessLookupError):
+                # once more means at once: a worker that waits for another hears nothing less
+                os.kill(pid, signal.SIGKILL if again else number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue, reportAssignmentType]
+        failed = result.state is WorkerState.FAILED
+        if failed and (self.received is not None or any(f.exitcode == MISTAKE for f in result.failures.values())):
+            self._remaining_restarts = 0
+        return result
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """ "2" or "1:4" hosts, the least and the largest number."""
+    least, _, most = text.partition(":")
+    if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
+        raise ForgeError(f"--nnodes {text}: give a number of hosts, or the least and the largest as 1:4.")
+    return int(least), int(most or least)
+
+
+@contextmanager
+def _environment(nproc: int, folder: str) -> Iterator[None]:
+    """What workers inherit. Each takes its share of the processor; C++ code keeps its stacks to itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+    os.environ[outcome.FOLDER] = folder
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _quieten() -> None:
+    """The agent's log repeats what workers have said better."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,18 @@
+"""Memory: whether an error says that there is none left."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+FULL = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error means that memory is full; cuBLAS, cuDNN and the CPU's allocator say so in words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and FULL.search(str(error)) is not None

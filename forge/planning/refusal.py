@@ -1,0 +1,62 @@
+"""Refusal: a task that cannot be planned from shapes alone, told by the line that needs more."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+import forge
+from forge.errors import ForgeError, TaskError
+
+READS = (DataDependentOutputException, DynamicOutputShapeException)
+UNKNOWN = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+OURS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, forge))
+MEASURE = "Measure it on the device instead, with -p throughput, or find the largest batch with forge tune."
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """What a rehearsal stumbles over becomes one message with a line in it."""
+    try:
+        yield
+    except ForgeError:
+        raise
+    except Exception as error:
+        where, code = culprit(error)
+        at = f"{where} ({code})" if code else where
+        if isinstance(error, READS):
+            why = "reads a value of a tensor, or makes a shape that depends on values"
+        elif isinstance(error, UNKNOWN):
+            why = f"runs an operation that is not known without values ({_first_line(error)})"
+        elif any(word in str(error) for word in ("FakeTensor", "data pointer", "tensor subclass", "numpy")):
+            why = f"needs a tensor's values ({_first_line(error)})"
+        else:
+            why = f"failed in a rehearsal without values: {type(error).__name__}: {_first_line(error)}"
+        raise TaskError(f"{at} {why}. It cannot be planned without running it. {MEASURE}") from error
+
+
+def culprit(error: BaseException) -> tuple[str, str]:
+    """The innermost line that is neither torch's nor forge's, as "file:line", and what stands there."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    own = [i for i, frame in enumerate(frames) if not frame.f_code.co_filename.startswith((*OURS, "<"))]
+    if not own:
+        return "The task", ""
+    file, line = frames[own[-1]].f_code.co_filename, lines[own[-1]]
+    return f"{Path(file).name}:{line}", linecache.getline(file, line).strip()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")[:200]

@@ -1,0 +1,192 @@
+"""Rehearsal: a few training steps of a real stack on fake tensors, by the Trainer itself, with every byte counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from forge.data.feed import batch_size
+from forge.env import Env, move
+from forge.hooks import hookimpl
+from forge.metrics import Means
+from forge.optimizers import Optimizers
+from forge.planning.footprint import Footprint
+from forge.planning.host import CUDA, OnHost
+from forge.planning.kernels import chosen_as_on_cuda
+from forge.planning.refusal import READS, explained
+from forge.planning.tracker import ROUNDING, Tracker
+from forge.planning.units import units
+from forge.plugin import Plugin
+from forge.stack import make_plugins
+from forge.step import Step
+from forge.task import TaskModule
+from forge.trainer import Trainer
+from forge.tuning.trial import is_left_out, quiet
+
+UPDATES = 2
+"""The first makes the optimizer's state, the second is what all others are like."""
+LEFT_OUT = frozenset({"compile", "strategy"})
+"""What a plugin may provide that is planned apart: strategies by arithmetic, compiled code as if it were plain."""
+
+MakeTask = Callable[[], TaskModule]
+
+
+def rehearse(
+    make_task: MakeTask, batch: Any, plugins: Mapping[str, Mapping[str, Any]] | None = None, ahead: int = 0
+) -> Footprint:
+    """What a training step on `batch` takes on a CUDA device, with this stack. Nothing is computed or allocated.
+
+    `ahead` batches are held on the device beside the one in use.
+    """
+    with explained(), quiet(), chosen_as_on_cuda():
+        kept = [plugin for plugin in make_plugins(plugins or {}) if not _is_planned_apart(plugin)]
+        mode = OnHost({type(plugin).__module__.partition(".")[0] for plugin in kept})
+        task = _without_values(make_task, mode)
+        rehearsal = Rehearsal(_fake(batch, mode), ahead)
+        rehearsal.give_weights(task, batch)
+        options: dict[str, Any] = {
+            "max_updates": UPDATES + 1,
+            "run_dir": False,
+            "device": "cpu",
+            "validate_every": None,
+        }
+        trainer = Trainer(plugins=[rehearsal, *kept], **options)
+        with mode, rehearsal.tracker, suppress(Over):
+            trainer.fit(task, rehearsal.batches())
+        return rehearsal.footprint()
+
+
+class Over(Exception):
+    """The rehearsal has seen enough: the end of a run would read its metrics."""
+
+
+class Stage(Env):
+    """Stands for one CUDA device: a batch that comes to it is a copy, and the task is there already."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def place(self, task: nn.Module) -> None:
+        pass
+
+    def move(self, batch: Any) -> Any:
+        return move(batch, CUDA)
+
+
+class Rehearsal(Plugin):
+    """Counts while a stack trains on fake tensors."""
+
+    def __init__(self, batch: Any, ahead: int):
+        super().__init__()
+        self.batch, self.ahead = batch, ahead
+        self.tracker = Tracker()
+        self.activations = self.gradients = 0
+        self.held: list[Any] = []
+        self.task: TaskModule
+        self.optimizers: Optimizers
+
+    def batches(self) -> list[Any]:
+        """Enough of them for any window; only shapes matter, so they may be one and the same."""
+        return [self.batch] * 10_000
+
+    def give_weights(self, task: TaskModule, batch: Any) -> None:
+        """Ask how many items the real batch has: that may well read its values."""
+        items = int(task.num_items(batch))
+        task.num_items = lambda batch: items
+        vars(task)["check_first_batch"] = False  # which looks at values
+
+    @hookimpl
+    def forge_setup_env(self, trainer: Trainer) -> Env:
+        return Stage()
+
+    @hookimpl(wrapper=True)
+    def forge_build_optimizers(self, trainer: Trainer) -> Generator[None, Optimizers, Optimizers]:
+        self.task = trainer.task
+        self.tracker.watch(trainer.task)
+        optimizers = yield
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                # what torch does on CUDA where nobody says; it takes copies as large as the parameters
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = not group.get("differentiable")
+        self.optimizers = optimizers
+        return optimizers
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        trainer.means = Means(CUDA)  # which keeps metrics as they are; on the host they would be read
+        self.held = [trainer.env.move(self.batch) for _ in range(self.ahead)]
+
+    @hookimpl(wrapper=True)
+    def forge_train_step(self, step: Step) -> Generator[None, Any, Any]:
+        if not step.trainer.keep_rng:  # generators are kept by device, and CUDA's may not be there
+            step.trainer.env.device = CUDA  # only now: autocast was told of the host, where the tensors are
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self) -> Generator[None, Any, Any]:
+        before = self.tracker.live
+        output = yield
+        self.activations = max(self.activations, self.tracker.live - before)
+        return output
+
+    @hookimpl
+    def forge_inspect_grads(self, step: Step) -> None:
+        found = [p.grad for p in self.task.parameters() if p.grad is not None]
+        self.gradients = max(self.gradients, _rounded(found))
+
+    @hookimpl
+    def forge_step_end(self, step: Step) -> None:
+        if step.index + 1 == UPDATES:
+            raise Over
+        self.tracker.forget_moments()
+
+    def footprint(self) -> Footprint:
+        states = [dict(optimizer.state) for optimizer in self.optimizers.values()]
+        block, outside = units(self.task)
+        return Footprint(
+            samples=batch_size(self.batch) or 1,
+            parameters=_rounded([*self.task.parameters(), *self.task.buffers()]),
+            buffers=_rounded(list(self.task.buffers())),
+            gradients=self.gradients,
+            optimizer=_rounded([leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]),
+            activations=self.activations,
+            moments=dict(self.tracker.moments),
+            block=block,
+            outside=outside,
+        )
+
+
+def _is_planned_apart(plugin: Plugin) -> bool:
+    return is_left_out(plugin) or plugin.observer or bool(LEFT_OUT & set(plugin.provides))
+
+
+def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:
+    """The task on fake tensors; one whose `__init__` reads values is made for real first."""
+    try:
+        with mode:
+            return make_task()
+    except READS:
+        task = make_task()
+    for module in task.modules():
+        for tensors in (module._parameters, module._buffers):
+            fakes: dict[str, Any] = {name: mode.from_tensor(t) for name, t in tensors.items() if t is not None}
+            tensors.update(fakes)
+    return task
+
+
+def _fake(batch: Any, mode: FakeTensorMode) -> Any:
+    """The batch as one without values, in memory that is not the device's."""
+    with mode:
+        return move(batch, CUDA)
+
+
+def _rounded(tensors: list[Tensor]) -> int:
+    """Bytes as CUDA's allocator counts them, each storage once."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(-(-size // ROUNDING) * ROUNDING for size in sizes.values())

@@ -1,0 +1,150 @@
+"""Strategies: what a step takes on each of N devices, by arithmetic on what it takes on one.
+
+Every combination of amp and remat is rehearsed, on the whole batch and on a device's share of it. DDP adds buckets to
+that, which is exact; what sharding divides and gathers is a formula, and its rows are estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from forge.planning.footprint import WORKSPACE, Footprint
+
+PREFETCHED = 2
+"""Blocks that FSDP holds whole at a time: the one that computes, and the next, on its way."""
+TENSOR_PARALLEL = (2, 4, 8)
+
+
+class Levers(NamedTuple):
+    """What trades compute or precision for memory."""
+
+    amp: bool = False
+    remat: bool = False
+
+    def __str__(self) -> str:
+        return " + ".join(name for name, on in zip(self._fields, self, strict=True) if on)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One strategy with its levers: bytes on each device."""
+
+    strategy: str
+    levers: Levers
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    "What else there is at the worst moment, workspaces included."
+    peak: int
+    samples: int
+    "Samples in a micro-batch on each device."
+    is_estimate: bool = False
+    "By formula, where the others are counted."
+
+
+def rows(
+    whole: Mapping[Levers, Footprint], share: Mapping[Levers, Footprint], devices: int, bucket_views: bool
+) -> list[Row]:
+    """Every strategy with every lever that was rehearsed, on the whole batch and on a device's share of it."""
+    found = [_row("single", levers, f, f.moments[f.worst].total) for levers, f in whole.items()]
+    if devices > 1:
+        found += [ddp(f, levers, bucket_views) for levers, f in share.items()]
+        found += [fsdp(f, levers, devices) for levers, f in share.items()]
+    batch = next(iter(whole.values())).samples
+    most = [(levers, f) for levers, f in share.items() if levers.remat or not any(o.remat for o in share)]
+    found += [offloaded(f, levers) for levers, f in most]
+    sizes = [size for size in TENSOR_PARALLEL if devices % size == 0 and devices > 1]
+    return found + [tensor_parallel(f, levers, devices, size, batch) for size in sizes for levers, f in most]
+
+
+def ddp(f: Footprint, levers: Levers, bucket_views: bool) -> Row:
+    """Everything on every device. Gradients live in buckets, which are there from beginning to end; without views
+    (gradient_as_bucket_view) they are there beside their buckets."""
+    peak = max(m.total + f.gradients - (m.gradients if bucket_views else 0) for m in f.moments.values())
+    return _row("ddp", levers, f, peak)
+
+
+def fsdp(f: Footprint, levers: Levers, devices: int) -> Row:
+    """Parameters, gradients and optimizer state divided by the devices; whole is what is outside of all blocks, and
+    two blocks at a time, and the gradient of one."""
+    return _sharded("fsdp", f, levers, kept=1 / devices, rough=True)
+
+
+def offloaded(f: Footprint, levers: Levers) -> Row:
+    """FSDP that keeps its shards in the host's memory, where the optimizer steps too."""
+    return _sharded("fsdp + offload", f, levers, kept=0.0, rough=True)
+
+
+def tensor_parallel(f: Footprint, levers: Levers, devices: int, size: int, batch: int) -> Row:
+    """FSDP beside groups of devices that hold one model between them: weights are divided as before, blocks are
+    gathered to 1/size, and a group shares its part of the batch.
+
+    Of 34 bytes that a transformer's layer keeps per token and width 24 are divided and 10 are not (Korthikanti et al.,
+    2022, "Reducing Activation Recomputation in Large Transformer Models"; without sequence parallelism).
+    """
+    samples = -(-batch // (devices // size))
+    activations = samples / f.samples * (10 + 24 / size) / 34
+    name = f"fsdp + tensor_parallel {size}"
+    return _sharded(name, f, levers, 1 / devices, gathered=1 / size, times=activations, samples=samples, rough=True)
+
+
+def _sharded(
+    name: str,
+    f: Footprint,
+    levers: Levers,
+    kept: float,
+    gathered: float = 1.0,
+    times: float = 1.0,
+    samples: int | None = None,
+    rough: bool = False,
+) -> Row:
+    """`kept` of parameters, gradients and optimizer state stays on the device, `gathered` of a block is whole there,
+    and what grows with samples grows `times`."""
+    weights = f.parameters - f.buffers
+    whole = round(gathered * (f.outside + PREFETCHED * f.block + max(f.block, f.outside)))
+    here = f.buffers + round(kept * (weights + f.optimizer))
+    computing = max(
+        here + whole + round(kept * f.moments[phase].gradients) + round(times * f.rest(phase))
+        for phase in ("forward", "backward")
+    )
+    stepping = here + round(kept * (f.gradients + f.rest("optimizer")))
+    return _row(
+        name,
+        levers,
+        f,
+        max(computing, stepping),
+        parameters=f.buffers + round(kept * weights),
+        gradients=round(kept * f.gradients),
+        optimizer=round(kept * f.optimizer),
+        activations=round(times * f.activations),
+        samples=samples,
+        rough=rough,
+    )
+
+
+def _row(
+    name: str,
+    levers: Levers,
+    f: Footprint,
+    peak: int,
+    *,
+    parameters: int | None = None,
+    gradients: int | None = None,
+    optimizer: int | None = None,
+    activations: int | None = None,
+    samples: int | None = None,
+    rough: bool = False,
+) -> Row:
+    parts = (
+        f.parameters if parameters is None else parameters,
+        f.gradients if gradients is None else gradients,
+        f.optimizer if optimizer is None else optimizer,
+        f.activations if activations is None else activations,
+    )
+    peak += WORKSPACE
+    held = parts[0] + parts[2] + parts[3]  # gradients come as activations go: both are seldom there in full
+    return Row(name, levers, *parts, max(WORKSPACE, peak - held), peak, samples or f.samples, rough)

@@ -1,0 +1,29 @@
+"""The blocks that a task repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+
+def repeated(task: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that a task repeats: modules of one class, with layers in them, in one list; the outermost ones."""
+    blocks: dict[str, nn.Module] = {}
+    for name, module in task.named_modules():
+        if any(name.startswith(f"{block}.") or name == block for block in blocks):
+            continue
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            kinds = Counter(type(child) for child in module.children())
+            blocks |= {
+                f"{name}.{child}": block
+                for child, block in module.named_children()
+                if kinds[type(block)] > 1 and _is_block(block)
+            }
+    return blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and any(
+        next(child.parameters(), None) is not None for child in module.children()
+    )

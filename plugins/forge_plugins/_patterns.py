@@ -1,0 +1,138 @@
+"""Parts of a task by patterns of their names, and what to say of those parts, and of a pattern that matches nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from forge.errors import RecipeError
+
+FEW, MANY = 3, 12
+"""How many names a message lists: to tell what it is about, or what there is to choose from."""
+
+
+def as_list(patterns: str | list[str] | None) -> list[str]:
+    """An option that takes one pattern or several."""
+    return [patterns] if isinstance(patterns, str) else patterns or []
+
+
+def parents(name: str) -> Iterator[str]:
+    """The names of the modules that a part is in, outermost first."""
+    words = name.split(".")
+    for end in range(1, len(words)):
+        yield ".".join(words[:end])
+
+
+def listed(names: Iterable[str], most: int = FEW) -> str:
+    """Names as a message shows them, those of one list as one: "blocks.0-7, head and 9 more"."""
+    shown = [*_ranges(names)]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+
+def names_of_parameters(task: nn.Module) -> dict[int, list[str]]:
+    """Every name that a parameter goes by, by identity: one that is used in two places has two."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in task.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def covers(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether a pattern matches one of these names, or a module that it is in."""
+    around = {part for name in names for part in (*parents(name), name)}
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in around)
+
+
+def parts(task: nn.Module) -> list[str]:
+    """The modules that have parameters of their own, and the parameters of the task itself."""
+    return list(dict.fromkeys(name.rpartition(".")[0] or name for name, _ in task.named_parameters()))
+
+
+def unknown(pattern: str, option: str, task: nn.Module) -> RecipeError:
+    """What to say of an option's pattern that matches nothing: the nearest name, and the modules there are."""
+    known = {part for name, _ in task.named_parameters() for part in (*parents(name), name)}
+    return RecipeError(
+        f"{option}: {pattern!r} matches no parameter of {type(task).__name__}.{_meant(pattern, sorted(known))} "
+        f"Its parameters are in {listed(parts(task), MANY)}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules
+
+
+def chosen(task: nn.Module, patterns: Iterable[str], option: str) -> dict[str, nn.Module]:
+    """The modules that the patterns name, by name and in the task's order; a pattern that names none is refused.
+
+    A pattern is a class, or a pattern of module names. Of modules inside each other the outermost is taken. One that is
+    never called itself, such as nn.ModuleList, stands for its children.
+    """
+    inner = {name: module for name, module in task.named_modules() if name}
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {name for name, module in inner.items() if _matches(pattern, name, module)}
+        if not found:
+            raise _unknown_module(pattern, option, task, inner)
+        matched |= found
+    outermost = [name for name in inner if name in matched and not any(around in matched for around in parents(name))]
+    return dict(called for name in outermost for called in _called(name, inner[name]))
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    return type(module).__name__ == pattern or fnmatchcase(name, pattern)
+
+
+def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        yield name, module
+        return
+    for child, inner in module.named_children():
+        yield from _called(f"{name}.{child}", inner)
+
+
+def _unknown_module(pattern: str, option: str, task: nn.Module, inner: dict[str, nn.Module]) -> RecipeError:
+    kinds = list(dict.fromkeys(type(module).__name__ for module in inner.values()))
+    return RecipeError(
+        f"{option}: {pattern!r} is neither a class nor a name of a module in {type(task).__name__}."
+        f"{_meant(pattern, [*kinds, *inner])} Classes: {listed(kinds, MANY)}. Modules: {listed(inner, MANY)}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In words
+
+
+def _meant(pattern: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(pattern.strip("*."), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _ranges(names: Iterable[str]) -> Iterator[str]:
+    """Numbered names in a row, joined."""
+    begun: tuple[str, int, int] | None = None
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        number = int(last) if last.isdecimal() else None
+        if begun is not None and number is not None and begun[0] == stem and begun[2] + 1 == number:
+            begun = (stem, begun[1], number)
+            continue
+        if begun is not None:
+            yield _range(*begun)
+        begun = None if number is None else (stem, number, number)
+        if number is None:
+            yield name
+    if begun is not None:
+        yield _range(*begun)
+
+
+def _range(stem: str, first: int, last: int) -> str:
+    stem = f"{stem}." if stem else ""
+    return f"{stem}{first}" if first == last else f"{stem}{first}-{last}"

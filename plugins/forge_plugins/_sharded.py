@@ -1,0 +1,62 @@
+"""Tensors of which every rank holds a part: one's own part, and what is true of all parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from forge.state.sharding import is_distributed
+
+__all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory: all of it, unless it is a DTensor."""
+    if not is_distributed(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor put together from all ranks, each of which must ask for it; on the device where its part is."""
+    if not is_distributed(tensor):
+        return tensor
+    part, mesh = local(tensor), tensor.device_mesh
+    if part.device.type == mesh.device_type:
+        return tensor.detach().full_tensor()
+    moved = type(tensor).from_local(  # kept on the host, put together where the mesh is
+        part.to(mesh.device_type), mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return moved.full_tensor().to(part.device)
+
+
+def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """`get_total_norm` over all ranks, also of tensors on several meshes, as tensor parallelism makes them."""
+    norms: list[Tensor] = [get_total_norm(group, norm_type) for group in _by_mesh(tensors).values()]
+    norms = [norm.full_tensor() if is_distributed(norm) else norm for norm in norms]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    """`clip_grad_norm_`, which cannot take parameters on several meshes, and gives what must be put together."""
+    if not parameters or not is_distributed(parameters[0]):
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = total_norm([p.grad for p in trained if p.grad is not None], norm_type)
+    for group in _by_mesh(trained).values():
+        clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _by_mesh(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if is_distributed(tensor) else None, []).append(tensor)
+    return groups

@@ -1,0 +1,168 @@
+"""Data parallel training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import forge
+from forge.distributed import DistributedEnv
+from forge.env import Env
+from forge.errors import RecipeError, StackError
+from forge.model import Build
+
+logger = logging.getLogger("forge")
+
+HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+
+class DDP(forge.Plugin):
+    """Train on several processes that hold a whole copy of the model each, by torch's DistributedDataParallel.
+
+    Start them with `forge fit RECIPE --nproc 4 -p ddp`, with torchrun, or with srun. The batch size of a recipe is the
+    global one: every rank takes its share of each batch, so that all ranks together follow the order of a single
+    process, and a run can go on with another number of them. Gradients are averaged once per update, while the last
+    micro-batch of its window runs backward; a short last batch is weighed right. Between GPUs they travel over NCCL,
+    between CPUs over gloo.
+
+    With several optimizers, `find_unused` is on: in each turn the other parameters rest. When parameters are frozen or
+    thawed on the way, the wrapper is made anew, because it would never average what it had not seen. Buffers, such as
+    BatchNorm's statistics, are rank 0's, in training as in evaluation and in checkpoints; `sync_batchnorm` computes
+    them over the whole batch.
+
+    ::
+
+        forge fit quickstart --nproc 2 -p ddp trainer.max_epochs=1
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        backend: str | None = None
+        "What gradients travel over: nccl, gloo, ...; null takes what suits the device."
+        bucket_mb: float = 25.0
+        "Gradients are sent in buckets of so many MiB, while the backward pass goes on."
+        static_graph: bool = False
+        "Promise that every step uses the same parameters in the same way: a little faster, and remat may be reentrant."
+        find_unused: bool | None = None
+        "Look for parameters without a gradient in every step; null: only with several optimizers."
+        bucket_view: bool = True
+        "Gradients are views into the buckets, which saves one copy of them in memory."
+        compress: Literal["bf16", "fp16"] | None = None
+        "Send gradients in a shorter type: half the traffic, and rounded sums."
+        sync_batchnorm: bool = False
+        "Compute BatchNorm's statistics over the batches of all ranks."
+        watchdog: float = 120.0
+        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+
+    config: Config
+    provides = ("strategy",)
+
+    def __init__(self, *first: str | None, **values: Any):
+        super().__init__(*first, **values)
+        for name in ("bucket_mb", "watchdog"):
+            if getattr(self.config, name) <= 0:
+                raise RecipeError(f"ddp.{name} is {getattr(self.config, name):g}; it must be above 0.")
+        self._env: DistributedEnv | None = None
+        self._inner: nn.Module | None = None
+        self._model: Synchronised | None = None
+        self._trained: list[bool] = []
+        self._finds_unused = self._failed = False
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_setup_env(self, trainer: forge.Trainer) -> DistributedEnv:
+        self._failed = self._finds_unused = False
+        self._model = self._inner = None
+        self._env = DistributedEnv(
+            trainer.device, trainer=trainer, backend=self.config.backend, watchdog=self.config.watchdog
+        )
+        return self._env
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+        if phase == "surgery" and self.config.sync_batchnorm:
+            self._refuse_sync_batchnorm_on(trainer.env)
+            nn.SyncBatchNorm.convert_sync_batchnorm(build.task)
+        elif phase == "parallel":
+            trainer.env.copy_from_first(build.task)
+            self._inner = build.model
+            if trainer.verb == "fit" and any(p.requires_grad for p in build.task.parameters()):
+                build.model = self._wrapped(build.task)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        """Optimizers are known now, and with them whether parameters rest in some turns."""
+        if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
+            logger.info("ddp: several optimizers, so parameters without a gradient are looked for in every step.")
+            self._finds_unused = True
+            trainer.replace_model(self._wrapped(trainer.task))
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
+        if self._model is not None and len(step.window) > 1:
+            self._model.require_backward_grad_sync = step.micro == len(step.window) - 1
+        return (yield)
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        """A parameter that was thawed since the wrapper was made would never be averaged."""
+        task = step.trainer.task
+        if [p.requires_grad for p in task.parameters()] != self._trained:
+            logger.info("ddp: other parameters are trained from here on, so the wrapper is made anew.")
+            step.trainer.replace_model(self._wrapped(task))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._model = self._inner = None
+        env, self._env = self._env, None
+        if env is not None:
+            env.close(self._failed)
+
+    # -- the wrapper --------------------------------------------------------------------------------------------------
+
+    def _wrapped(self, task: nn.Module) -> nn.Module:
+        config, inner = self.config, self._inner
+        assert inner is not None
+        self._trained = [p.requires_grad for p in task.parameters()]
+        self._model = None
+        if not any(self._trained):
+            return inner
+        self._model = Synchronised(
+            inner,
+            bucket_cap_mb=config.bucket_mb,
+            find_unused_parameters=bool(config.find_unused) or self._finds_unused,
+            gradient_as_bucket_view=config.bucket_view,
+            static_graph=config.static_graph,
+            init_sync=False,  # rank 0's weights are everywhere already
+        )
+        if config.compress is not None:
+            self._model.register_comm_hook(None, HOOKS[config.compress])
+        return self._model
+
+    def _refuse_sync_batchnorm_on(self, env: Env) -> None:
+        if env.device.type == "cpu":
+            raise StackError("ddp.sync_batchnorm needs GPUs: torch's SyncBatchNorm does not run on the CPU.")
+
+
+class Synchronised(DistributedDataParallel):
+    """DDP for training; in every other stage the module itself runs, since there is nothing to average."""
+
+    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage != "train":
+            return self.module(batch, stage, name)
+        return super().forward(batch, stage, name)

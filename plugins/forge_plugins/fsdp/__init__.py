@@ -1,0 +1,269 @@
+"""Sharded data parallel training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import forge
+from forge.distributed import DistributedEnv
+from forge.env import pick_device
+from forge.errors import RecipeError
+from forge.model import Build
+from forge.seeding import RNGState, seed_all
+from forge_plugins._patterns import MANY, as_list, listed
+from forge_plugins.fsdp.blocks import blocks_of
+from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out
+from forge_plugins.fsdp.shards import Shards, refuse_unshardable
+
+logger = logging.getLogger("forge")
+
+DTYPES = {"bf16": torch.bfloat16}
+BOTH = "cpu:gloo,cuda:nccl"
+"""What shards that are kept on the host need: their gradients' norm is summed up there."""
+
+
+class FSDP(forge.Plugin):
+    """Train on several processes that divide parameters, gradients and optimizer state among them, by torch's FSDP2.
+
+    Start them with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or with srun. As under `ddp`, the batch size of
+    a recipe is the global one and every rank trains on its share. A block's parameters are gathered from all ranks just
+    before it runs, and given up after it; of its gradients each rank gets the sum of its own part. So no rank ever
+    holds more than its part and the block that runs. `blocks` names the blocks, by class (`TransformerBlock`) or by
+    name (`encoder.layers.*`); without it they are found: modules of one class that stand in one ModuleList or
+    Sequential. What is in no block is one more unit, gathered as long as the step runs. Gradients travel once per
+    update, with the last micro-batch of its window; until then each rank adds them up in full.
+
+    `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and the sums of
+    gradients stay in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, and
+    losses in float32, but what it casts it keeps from forward to backward. `reshard=false` keeps gathered parameters
+    until the backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host.
+    `replicate=2` makes two groups of ranks that hold the whole each, for a fast network inside and a slow one between
+    them. A loss scaler, and so fp16, is refused.
+
+    `meta` makes the task on the meta device, without memory, and draws weights block by block, by each module's
+    `reset_parameters()` and then the task's `init_weights(module)`, if it has one. In Python: `with
+    torch.device("meta"): task = Task()`. Without `init_weights` they are the numbers of a task that was made in full
+    under the same seed. A module that has neither is refused.
+
+    The task may call its modules in its steps alone, where all ranks do. In `configure_optimizers` and after it, a
+    parameter is a DTensor of the full shape. After a fit the task has its own parameters back, with all of the weights,
+    on every rank; `gather=false` leaves each rank its shards, for weights that fit nowhere whole: they are in
+    RUN/weights.safetensors. After an error on several ranks the shards stay too.
+
+    ::
+
+        forge fit quickstart --nproc 2 -p fsdp trainer.max_epochs=1
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        blocks: str | list[str] | None = None
+        "What is sharded each for itself: classes or patterns of module names; null: the blocks that the task repeats."
+        min_size: int = 0
+        "Blocks with fewer parameters than this stay with the rest."
+        mixed_precision: Literal["bf16"] | None = None
+        "Gather and compute in this type; shards, optimizer and sums of gradients stay as they are."
+        reshard: bool = True
+        "Give up a block's gathered parameters after its forward, and gather them again for its backward."
+        offload: bool = False
+        "Keep shards, gradients and optimizer state in the memory of the host."
+        replicate: int = 1
+        "Into how many groups to divide the ranks, each of which holds all parameters (hybrid sharding)."
+        meta: bool = False
+        "Have the command line make the task on the meta device, and draw its weights block by block."
+        gather: bool = True
+        "Give the task all of its weights at the end, on every rank; false leaves it its shards."
+        backend: str | None = None
+        "What travels over what: nccl, gloo, ...; null takes what suits the device."
+        watchdog: float = 120.0
+        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+
+    config: Config
+    provides = ("strategy", "sharding")
+    conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
+
+    def __init__(self, *first: str | list[str] | None, **values: Any):
+        super().__init__(*first, **values)
+        config = self.config
+        for name, least in (("min_size", 0), ("replicate", 1)):
+            if getattr(config, name) < least:
+                raise RecipeError(f"fsdp.{name} is {getattr(config, name)}; it must be at least {least}.")
+        if config.watchdog <= 0:
+            raise RecipeError(f"fsdp.watchdog is {config.watchdog:g}; it must be above 0.")
+        if config.blocks is not None and not as_list(config.blocks):
+            raise RecipeError("fsdp.blocks is an empty list. Name some blocks, or leave it out to have them found.")
+        if config.meta:
+            self.init_device = "meta"
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._env: ShardedEnv | None = None
+        self._shards: Shards | None = None
+        self._error: BaseException | None = None
+        self._reduces = True
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_setup_env(self, trainer: forge.Trainer) -> DistributedEnv:
+        self._begin()
+        config, axes = self.config, dict(trainer.mesh_axes)
+        if config.replicate > 1:
+            axes["replicate"] = config.replicate
+        backend = config.backend
+        if backend is None and config.offload and pick_device(trainer.device).type == "cuda":
+            backend = BOTH
+        self._env = ShardedEnv(
+            trainer.device, trainer=trainer, backend=backend, axes=axes, watchdog=config.watchdog
+        )
+        return self._env
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+        if phase != "parallel":
+            return
+        assert self._env is not None
+        task, env = build.task, self._env
+        refuse_unshardable(task)
+        blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
+        self._shards = Shards(task)
+        if has_meta(task):
+            self._draw_and_shard(task, blocks, env)
+        else:
+            env.copy_from_first(task)
+            for block in blocks.values():
+                self._shards.add(block, self._options(env))
+        self._shards.add(build.model, self._options(env, root=True))
+        build.model.register_forward_hook(self._after_forward)
+        self._tell(task, blocks, env)
+
+    def _draw_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+        """Draw the weights of a task from the meta device; no more than one block is whole at a time.
+
+        From the seed that was set last, whatever was drawn since: a task in full would have been made right after it.
+        """
+        assert self._shards is not None
+        materialiser, ends = Materialiser(task), {id(block) for block in blocks.values()}
+        rng, seed = RNGState.capture(env.device), env.broadcast(torch.initial_seed())
+        try:
+            seed_all(seed)
+            for module in inside_out(task):
+                materialiser.fill(module)
+                if id(module) in ends:
+                    materialiser.settle(env.device, module)
+                    env.copy_from_first(module)
+                    self._shards.add(module, self._options(env))
+        finally:
+            rng.restore(env.device)
+        materialiser.settle(env.device, task)
+        env.copy_from_first(task)
+
+    def _options(self, env: DistributedEnv, root: bool = False) -> dict[str, Any]:
+        config, options = self.config, {}
+        if config.mixed_precision is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=DTYPES[config.mixed_precision],
+                reduce_dtype=torch.float32,
+                output_dtype=torch.float32 if root else None,
+            )
+        if config.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
+        # null: the outermost unit is kept until backward, because it would be gathered again at once
+        reshard = None if root and config.reshard else config.reshard
+        return {"mesh": env.data_mesh, "reshard_after_forward": reshard, **options}
+
+    def _tell(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
+        rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
+        shards = env.shares // self.config.replicate
+        if not blocks:
+            logger.warning(
+                "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or by "
+                "name: fsdp.blocks=...",
+                type(task).__name__,
+                f"{rest:,}",
+            )
+            return
+        logger.info(
+            "fsdp: %s parameters in %d shards; each for itself: %s, and the rest, %s parameters, as one.",
+            f"{sum(sizes) + rest:,}",
+            shards,
+            listed(blocks, MANY),
+            f"{rest:,}",
+        )
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
+        if step.stage == "train" and step.is_last_micro is not self._reduces:
+            self._reduce(step.trainer.model, step.is_last_micro)
+        return (yield)
+
+    def _reduce(self, model: Any, now: bool) -> None:
+        """Whether the next backward sums up gradients over the ranks, or keeps them for the one that does."""
+        self._reduces = now
+        model.set_requires_gradient_sync(now)
+        model.set_is_last_backward(now)
+        if not self.config.reshard:
+            model.set_reshard_after_backward(now)
+
+    def _after_forward(self, *_: Any) -> None:
+        """Without a backward to come nothing gives up what was gathered, and weights may change before the next."""
+        if not torch.is_grad_enabled() and self._shards is not None:
+            self._shards.reshard()
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        """Whoever evaluates other weights writes them into the shards."""
+        assert self._shards is not None
+        self._shards.reshard()
+        try:
+            return (yield)
+        finally:
+            self._shards.reshard()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_exception(self, error: BaseException) -> None:
+        self._error = error
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        env, shards, error = self._env, self._shards, self._error
+        self._begin()
+        if env is None:
+            return
+        try:
+            if shards is not None:
+                # on several ranks nobody may answer after an error
+                shards.remove(gather=env.world == 1 or (error is None and self.config.gather))
+        finally:
+            env.close(error is not None)
+
+
+class ShardedEnv(DistributedEnv):
+    """Many processes that divide one model among them."""
+
+    inference_mode = False
+
+    @property
+    def data_mesh(self) -> Any:
+        """The part of the mesh along which parameters are divided and copied."""
+        assert self.mesh is not None
+        axes = self.data_axes
+        return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]
+
+    def place(self, task: nn.Module) -> None:
+        """Bring the task to the device; one from the meta device gets its memory later, block by block."""
+        if not has_meta(task):
+            super().place(task)

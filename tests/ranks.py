@@ -1,0 +1,99 @@
+"""Several ranks in a test: forked processes that speak over gloo, or threads and pretended ranks inside this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+
+def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[int]:
+    """Run `function(rank, store, *arguments)` in forked processes of one gloo group; their exit codes, by rank.
+
+    A rank that is killed or fails is announced under the key that says so, as a failing run does it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [_fork(rank, world, store.port, function, arguments) for rank in range(world)]
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while len(codes) < world:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child in children:
+            code = codes[children.index(child)] = os.waitstatus_to_exitcode(status)
+            if code:
+                store.set("forge/failure", str(code))
+        elif time.monotonic() > deadline:
+            for rank, pid in enumerate(children):
+                if rank not in codes:
+                    os.kill(pid, signal.SIGKILL)
+            seconds, deadline = 0, time.monotonic() + 60
+        else:
+            time.sleep(0.01)
+    return [codes[rank] for rank in range(world)]
+
+
+def _fork(rank: int, world: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world)
+        function(rank, store, *arguments)
+        code = 0
+    except BaseException:
+        print(f"-- rank {rank} of {world}", file=sys.stderr)
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def in_threads(world: int, function: Callable[[int], Any]) -> list[Any]:
+    """`function(rank)` of all ranks at once; the first error is raised when all have ended.
+
+    Where this process was forked, make tensors before: torch does not do so in a thread of its own there.
+    """
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[rank] for rank in range(world)]
+
+
+@contextmanager
+def pretending(rank: int, world: int) -> Iterator[None]:
+    """This process as one rank of many, for what needs a mesh but no messages.
+
+    Make DTensors meanwhile, but compute nothing with them: torch remembers meshes with the operations it has seen.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
