@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge import nondeterministic
 from forge.errors import DeterminismError, ForgeError, TaskError
@@ -54,6 +54,14 @@ def first_cause(trainer: Trainer, error: BaseException) -> BaseException:
     """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
     watch = getattr(getattr(trainer, "env", None), "watch", None)
     return error if watch is None else watch.judge(error)
+
+
+def stop_watching(trainer: Trainer) -> None:
+    """A run that has failed is over on this rank; one that went well has stopped its watch already."""
+    env: Any = getattr(trainer, "env", None)
+    if getattr(env, "watch", None) is not None:
+        env.watch.stop()
+        env.watch = None
 
 
 def _where(trainer: Trainer, error: BaseException) -> str:

@@ -7,6 +7,7 @@ Entering configures, builds and starts; leaving ends, whatever happened between.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ from forge.core import Core
 from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import Feed, check_loader
 from forge.errors import DataError, ForgeError, Interrupted, TaskError
-from forge.failure import explain, first_cause
+from forge.failure import explain, first_cause, stop_watching
 from forge.flags import deterministic_flags
 from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
@@ -83,6 +84,7 @@ class Session:
         for name, end in reversed(trainer.stack.implementations("forge_end")):
             failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
         self._close()
+        stop_watching(trainer)
         failed = failed or told
         if failed is not error and failed is not None:
             raise failed from error
@@ -118,6 +120,10 @@ class Session:
     def _build(self) -> None:
         trainer = self.trainer
         trainer.env = trainer.hooks.forge_setup_env(trainer)
+        if trainer.verb == "fit" and {"WORLD_SIZE", "SLURM_NTASKS"} & os.environ.keys():
+            from forge.distributed.setting import refuse_alone
+
+            refuse_alone(trainer.env.world)
         trainer.means = Means(trainer.env.device, trainer.env)
         if trainer.env.world > 1:
             self._meet()

@@ -251,7 +251,7 @@ def test_one_process_on_a_mesh_of_one_writes_what_it_always_wrote(tmp_path: Path
         mesh = init_device_mesh("cpu", (1,))
         tree = plain_tree(3)
         for named in (tree["model"], tree["optimizers"]["state"]["w"]):
-            named |= {name: distribute_tensor(tensor, mesh, [S0]) for name, tensor in named.items()}
+            named |= {name: distribute_tensor(tensor, mesh, [S0], src_data_rank=None) for name, tensor in named.items()}
         write_checkpoint(tmp_path / "mesh", tree)
     for name in (manifest.NAME, *manifest.FILES):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "mesh" / name).read_bytes()
@@ -322,6 +322,16 @@ def test_a_tensor_is_placed_by_its_name_and_shape_alone(tmp_path: Path) -> None:
         assert same(loaded["plugins"]["odd"], tree["plugins"]["odd"])
         assert same(loaded["optimizers"][""]["state"]["w"]["step"], torch.tensor(5.0))
         assert same(loaded["model"]["b"], full["b"])
+
+
+def test_what_is_tied_is_placed_under_any_of_its_names(tmp_path: Path) -> None:
+    full = torch.randn(4, 2)
+    write_checkpoint(tmp_path / "it", {"model": {"w": full, "tied": full}})
+    with pretending(1, 2):
+        live = {"w": distribute_tensor(full, init_device_mesh("cpu", (2,)), [S0], src_data_rank=None)}
+        loaded = Checkpoint(tmp_path / "it").load(place=placed_like(live))["model"]
+        assert isinstance(loaded["w"], DTensor)
+        assert loaded["tied"] is loaded["w"]
 
 
 # -- real ranks: FSDP2 ------------------------------------------------------------------------------------------------

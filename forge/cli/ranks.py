@@ -92,7 +92,7 @@ def _run_dir(args: Namespace, recipe: Recipe) -> str | None:
         trainer.resume = "auto"
     kind = recipe.local.get("task")
     if isinstance(kind, type):
-        trainer.task = kind.__new__(kind)  # runs are grouped by its name
+        trainer.task = object.__new__(kind)  # runs are grouped by its name
     chosen = resumption.choose(trainer).run_dir
     return str(chosen) if chosen is not None else None
 
@@ -121,5 +121,5 @@ def continue_own_run(trainer: Trainer) -> None:
     if not wanted or not (restarted or FOLDER in os.environ):
         return
     # our own launcher has looked: checkpoints in a new run's folder are this run's, however often hosts came and went
-    if checkpoints_of(Path(wanted)).all() or (restarted and trainer.resume is None):
+    if checkpoints_of(Path(str(wanted))).all() or (restarted and trainer.resume is None):
         trainer.resume = "auto"

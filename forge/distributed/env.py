@@ -122,15 +122,14 @@ class DistributedEnv(Env):
     def close(self, failed: bool) -> None:
         """A run is over. The others are still there for the next one, unless something failed: then nothing is said to
         them any more, because they may not answer."""
-        watch, self.watch = self.watch, None
-        failed = failed and not (watch is not None and watch.agreed)
-        if failed:
-            abandon()
+        watch = self.watch
+        if failed and not (watch is not None and watch.agreed):
+            abandon()  # the watch goes on until the session is over: a plugin may wait for a rank that is gone
         elif watch is not None:
             with watch.patience():
                 self.agree([0])  # nobody leaves, and is missed, while another still saves
-        if watch is not None:
-            watch.stop(left=not failed)
+            watch.stop(left=True)
+            self.watch = None
 
     def __repr__(self) -> str:
         return f"DistributedEnv({self.device}, rank {self.rank} of {self.world})"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from forge.distributed.meeting import fresh
 from forge.distributed.setting import Setting
 from forge.errors import ForgeError
 
@@ -62,7 +63,7 @@ def join(setting: Setting, device: torch.device, backend: str | None) -> Members
         atexit.register(_leave)
     world = dist.distributed_c10d._get_default_group()
     if _current is None or _current.world is not world:
-        control = dist.new_group(backend="gloo", timeout=PATIENT)
+        control = dist.new_group(backend="gloo", timeout=PATIENT, group_desc="control")
         assert control is not None
         assert not isinstance(control, int)
         _current = Membership(world, control, dist.distributed_c10d._get_default_store())
@@ -77,11 +78,8 @@ def _init(setting: Setting, device: torch.device, backend: str) -> None:
         os.environ.setdefault(FLIGHT_RECORDER, "2000")  # it is read after a stall
     binding: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            dist.init_process_group(backend, init_method="env://", **binding)  # the agent keeps the store
-        else:
-            store = _store(setting)
-            dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.world, **binding)
+        store = _store(setting)
+        dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.world, **binding)
     except (RuntimeError, ValueError) as error:
         raise ForgeError(
             f"Rank {setting.rank} of {setting.world} could not join the others at {setting.address}:{setting.port} "
@@ -90,7 +88,10 @@ def _init(setting: Setting, device: torch.device, backend: str) -> None:
 
 
 def _store(setting: Setting) -> Store:
-    """One process alone needs no port."""
+    """The elastic agent keeps one for all lives of a job; else rank 0 does. One process alone needs no port."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))[0]
+        return fresh(store, setting.rank, setting.world, JOIN_TIMEOUT)
     if setting.address is None:
         return HashStore()
     return TCPStore(setting.address, setting.port, setting.world, is_master=setting.rank == 0, timeout=JOIN_TIMEOUT)

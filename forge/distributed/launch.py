@@ -56,7 +56,8 @@ class Launch:
             except SignalException as error:
                 return 128 + error.sigval
             finally:
-                agent.spec.rdzv_handler.shutdown()
+                if self.nodes[1] > 1:  # a host alone has nobody to tell, and would wait for its own last heartbeat
+                    agent.spec.rdzv_handler.shutdown()
             return self._code(result, agent, Path(folder))
 
     def _spec(self, words: Sequence[str]) -> WorkerSpec:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge.errors import ForgeError
+from forge.errors import ForgeError, StackError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -87,3 +87,15 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         return int(text)
     except ValueError as error:
         raise ForgeError(f"The environment variable {name} is {text!r}; it must be a whole number.") from error
+
+
+def refuse_alone(world: int) -> None:
+    """Where the environment speaks of several processes and nothing joins them, each would train alone and write over
+    the others' files."""
+    there = Setting.read().world
+    if world == 1 < there:
+        raise StackError(
+            f"This is one of {there} processes (WORLD_SIZE, or SLURM_NTASKS, says so), but nothing in this stack joins "
+            "them: each would train alone, and write over what the others write. Add -p ddp or -p fsdp; for runs that "
+            "have nothing to do with each other, unset that variable."
+        )

@@ -12,7 +12,9 @@ Where the main thread does not come back, from a collective that will never end,
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
 import os
 import re
 import socket
@@ -34,7 +36,6 @@ from forge.outcome import exit_code
 if TYPE_CHECKING:
     from forge.trainer import Trainer
 
-logger = logging.getLogger("forge")
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -68,6 +69,8 @@ class Watch:
         self._leaving = threading.Event()
         "Set once the main thread is on its way out by itself."
         self._failed = False
+        self._code: int | None = None
+        "What this process ends with, once this rank or another has failed."
         self._patient = 0
         self._clock = Clock()
         self._ticks = 0
@@ -77,6 +80,7 @@ class Watch:
         ]
 
     def start(self) -> Watch:
+        atexit.register(self._end_at_once)  # now, so that what others register later comes before it
         self._say_alive()
         for thread in self._threads:
             thread.start()
@@ -86,6 +90,8 @@ class Watch:
         """End the watch; `left` tells the others that this rank has ended in good order."""
         self._ended.set()
         self._threads[0].join(2 * EVERY)
+        if self._code is None:
+            atexit.unregister(self._end_at_once)
         if left and not self._threads[0].is_alive():
             with suppress(DistError):
                 self._say_alive(left=True)
@@ -114,7 +120,9 @@ class Watch:
             own = self._cause_of(error)
             cause = cause or self._line.claim(own)
         except DistError:  # the store is gone, and with it the order of things
+            self._code = 1
             return error
+        self._code = cause.code
         if cause == own:
             self._tell(error, own)
             with suppress(DistError):
@@ -221,12 +229,21 @@ class Watch:
             self._line.told(done=True)
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
-            self._ended.wait(self.watchdog)  # plugins have their say; a hang in there is a stall too
-        if self._ended.is_set():
-            return
-        if not self._leaving.is_set():
+            self._see_out()
+        else:
             self._echo(cause)
-        self._leave(cause)
+        if not self._ended.is_set():
+            self._leave(cause)
+
+    def _see_out(self) -> None:
+        """Let the main thread end the run: not longer than a stall may take, and not long once a rank is gone, since
+        nothing that takes all of them can be finished any more."""
+        end = time.monotonic() + self.watchdog
+        with suppress(DistError):
+            while not self._ended.wait(EVERY / 2) and time.monotonic() < end:
+                self._say_alive()
+                if self._gone() is not None:
+                    end = min(end, time.monotonic() + GRACE)
 
     def _leave(self, cause: Cause) -> None:
         """End the process from this thread: the main one is in a call that will never return."""
@@ -235,9 +252,22 @@ class Watch:
         flush.join(1.0)
         os._exit(exit_code(cause.code, cause.summary))
 
+    def _end_at_once(self) -> None:
+        """After a failure, in place of the interpreter's own end, in which groups wait for ranks that are gone."""
+        if self._code is not None and os.getpid() == self._pid:
+            for child in multiprocessing.active_children():
+                child.kill()
+            logging.shutdown()
+            _flush()
+            os._exit(exit_code(self._code))
+
     # -- who is gone --------------------------------------------------------------------------------------------------
 
     def _found_gone(self) -> Cause | None:
+        rank = self._gone()
+        return self._claim_gone(rank) if rank is not None else None
+
+    def _gone(self) -> int | None:
         """Look at those on this machine and at the next rank: each is looked at by somebody."""
         mates = [rank for rank, (beat, _) in self._seen.items() if beat.machine == self._machine]
         for rank, (beat, at) in self._look({*mates, (self.rank + 1) % self.world}):
@@ -246,7 +276,7 @@ class Watch:
             here = beat.machine == self._machine
             silent = time.monotonic() - at > SILENCE
             if (here and not is_alive(beat.pid)) or (not here and silent and not self._is_vouched_for(rank)):
-                return self._claim_gone(rank)
+                return rank
         return None
 
     def _look(self, ranks: Any) -> list[tuple[int, tuple[Beat, float]]]:
@@ -328,7 +358,7 @@ class Watch:
             )
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
-            self._ended.wait(self.watchdog)
+            self._ended.wait(GRACE)
         if not self._ended.is_set():
             self._leave(Cause("gone", 0, "", self.rank, "the store no longer answers"))
 

@@ -38,24 +38,22 @@ def chosen_as_on_cuda() -> Iterator[None]:
     try:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        for name in _to_float():
-            library.impl(name, _in_float(name), "AutocastCPU")
+        for name in _autocast_only_on("CUDA", "CPU"):
+            if name.partition(".")[0] not in NOT_IN_FLOAT:
+                library.impl(name, _in_float(name), "AutocastCPU")
+        for name in _autocast_only_on("CPU", "CUDA"):  # its parts are looked at one by one there: cross entropy, say
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
         yield
     finally:
         library._destroy()
 
 
-def _to_float() -> list[str]:
-    """The operations that CUDA's autocast computes in float32 and the host's leaves alone; torch knows which."""
+def _autocast_only_on(one: str, other: str) -> list[str]:
+    """The operations that autocast looks at on one device and leaves alone on the other; torch knows which."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [
-        name
-        for name in names
-        if has(f"aten::{name}", "AutocastCUDA")
-        and not has(f"aten::{name}", "AutocastCPU")
-        and name.partition(".")[0] not in NOT_IN_FLOAT
-    ]
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    only = [name for name in names if has(name, f"Autocast{one}") and not has(name, f"Autocast{other}")]
+    return [name.removeprefix("aten::") for name in only]
 
 
 def _in_float(name: str) -> Callable[..., Any]:

@@ -20,15 +20,20 @@ def placed_like(live: Mapping[str, Any]) -> Place:
 
     `live` are a task's tensors by name (`task.state_dict()`, say). A tensor belongs to one if the last key that leads
     to it is its name (`model.<name>`, `plugins.ema.weights.<name>`), or the last but one (an optimizer's
-    `state.<name>.exp_avg`), and if it has its shape. All others come back whole, on the CPU.
+    `state.<name>.exp_avg`), and if it has its shape; or if it is tied to one that came before it. All others come back
+    whole, on the CPU.
     """
     known = {name: tensor for name, tensor in live.items() if sharding.is_distributed(tensor)}
 
+    done: dict[str, Tensor] = {}
+
     def place(path: Keys, info: TensorInfo, read: Read) -> Tensor:
+        if info.place in done:
+            return done[info.place]
         for key in reversed(path[-2:]):
             model = known.get(key) if isinstance(key, str) else None
             if model is not None and tuple(model.shape) == info.shape and info.shape:
-                return _placed(model, info, read)
+                return done.setdefault(info.place, _placed(model, info, read))
         return read()
 
     return place

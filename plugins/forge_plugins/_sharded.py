@@ -27,12 +27,11 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_distributed(tensor):
         return tensor
     part, mesh = local(tensor), tensor.device_mesh
-    if part.device.type == mesh.device_type:
-        return tensor.detach().full_tensor()
-    moved = type(tensor).from_local(  # kept on the host, put together where the mesh is
-        part.to(mesh.device_type), mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    there = part.to(mesh.device_type)  # what is kept on the host is put together where the mesh is
+    plain = type(tensor).from_local(
+        there, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    return moved.full_tensor().to(part.device)
+    return plain.full_tensor().to(part.device)
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +32,9 @@ class DDP(forge.Plugin):
     process, and a run can go on with another number of them. Gradients are averaged once per update, while the last
     micro-batch of its window runs backward; a short last batch is weighed right. Between GPUs they travel over NCCL,
     between CPUs over gloo.
+
+    With `compile`, torch cuts compiled code where a bucket ends, so that it can travel while the backward pass goes on.
+    That costs fusion: compile by blocks (compile.blocks) and set split_graphs=false where blocks are many.
 
     With several optimizers, `find_unused` is on: in each turn the other parameters rest. When parameters are frozen or
     thawed on the way, the wrapper is made anew, because it would never average what it had not seen. Buffers, such as
@@ -55,6 +60,8 @@ class DDP(forge.Plugin):
         "Gradients are views into the buckets, which saves one copy of them in memory."
         compress: Literal["bf16", "fp16"] | None = None
         "Send gradients in a shorter type: half the traffic, and rounded sums."
+        split_graphs: bool | None = None
+        "Cut compiled code where buckets end, so that they travel while it runs backward; null: with several ranks."
         sync_batchnorm: bool = False
         "Compute BatchNorm's statistics over the batches of all ranks."
         watchdog: float = 120.0
@@ -73,16 +80,20 @@ class DDP(forge.Plugin):
         self._model: Synchronised | None = None
         self._trained: list[bool] = []
         self._finds_unused = self._failed = False
+        self._cleanup = ExitStack()
 
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
     def forge_setup_env(self, trainer: forge.Trainer) -> DistributedEnv:
         self._failed = self._finds_unused = False
+        self._cleanup.close()
         self._model = self._inner = None
         self._env = DistributedEnv(
             trainer.device, trainer=trainer, backend=self.config.backend, watchdog=self.config.watchdog
         )
+        split = self._env.world > 1 if self.config.split_graphs is None else self.config.split_graphs
+        self._cleanup.enter_context(torch._dynamo.config.patch(optimize_ddp=split))
         return self._env
 
     @forge.hookimpl
@@ -128,6 +139,7 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
+        self._cleanup.close()
         self._model = self._inner = None
         env, self._env = self._env, None
         if env is not None:

@@ -121,9 +121,7 @@ class FSDP(forge.Plugin):
         backend = config.backend
         if backend is None and config.offload and pick_device(trainer.device).type == "cuda":
             backend = BOTH
-        self._env = ShardedEnv(
-            trainer.device, trainer=trainer, backend=backend, axes=axes, watchdog=config.watchdog
-        )
+        self._env = ShardedEnv(trainer.device, trainer=trainer, backend=backend, axes=axes, watchdog=config.watchdog)
         return self._env
 
     @forge.hookimpl
@@ -145,7 +143,7 @@ class FSDP(forge.Plugin):
         build.model.register_forward_hook(self._after_forward)
         self._tell(task, blocks, env)
 
-    def _draw_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+    def _draw_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
         """Draw the weights of a task from the meta device; no more than one block is whole at a time.
 
         From the seed that was set last, whatever was drawn since: a task in full would have been made right after it.
@@ -166,7 +164,7 @@ class FSDP(forge.Plugin):
         materialiser.settle(env.device, task)
         env.copy_from_first(task)
 
-    def _options(self, env: DistributedEnv, root: bool = False) -> dict[str, Any]:
+    def _options(self, env: ShardedEnv, root: bool = False) -> dict[str, Any]:
         config, options = self.config, {}
         if config.mixed_precision is not None:
             options["mp_policy"] = MixedPrecisionPolicy(

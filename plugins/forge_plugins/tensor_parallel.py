@@ -1,0 +1,207 @@
+"""Layers that are divided among ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import forge
+from forge.errors import RecipeError
+from forge.model import Build
+from forge.seeding import seed_all
+from forge_plugins._patterns import MANY, chosen, listed
+
+logger = logging.getLogger("forge")
+
+Kind = Literal["column", "row", "gather", "sequence", "replicate"]
+AXIS = "tensor"
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+APPLIED = "_distribute_module_applied"
+"""Where torch notes that a module was divided, which it refuses to do twice."""
+CUT: dict[tuple[type[nn.Module], Kind], str] = {
+    (nn.Linear, "column"): "out_features",
+    (nn.Linear, "gather"): "out_features",
+    (nn.Linear, "row"): "in_features",
+    (nn.Embedding, "gather"): "embedding_dim",
+}
+"""What of a layer is divided."""
+
+
+class TensorParallel(forge.Plugin):
+    """Divide layers among ranks that train on the same samples: for layers that are too large, or too slow, for one.
+
+    It stands beside `fsdp`, on a mesh of both: `size` neighbouring ranks share each layer, ideally inside of one host,
+    and what remains of the ranks divides batches and shards. Weights, checkpoints and random numbers are those of one
+    process; ranks that share layers draw the same ones.
+
+    `plan` says by class or by pattern of module names what happens to a layer. `column` divides a Linear by its
+    outputs: each rank gets a part of them, as much as is left of the hidden size. `row` divides the Linear after it by
+    its inputs, and adds up what the ranks have. `gather` is a column whose outputs are put together again, for a head
+    with many classes, or for an Embedding. A block's MLP is a column and a row; in its
+    attention the layers for queries, keys and values are columns, each a layer of its own, and the one for the output
+    is a row. Heads are divided, so a block must not count them: write `q.view(batch, length, -1, head_size)`.
+    `sequence`, for a norm or a dropout between row and column, has each rank compute a part of the positions, which are
+    dimension `sequence_dim`; `replicate` has all of them compute the same. What no pattern names stays as it is, which
+    is right where every rank has the whole input. Dropout between a column and its row draws the same numbers in every
+    part.
+
+    A pattern that matches nothing, and a size that does not divide a layer, are refused.
+
+    ::
+
+        forge fit quickstart --nproc 2 -p fsdp -p tensor_parallel "tensor_parallel.plan={net.1: column, net.4: row}"
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        size: int = 2
+        "How many ranks share each layer; it divides the number of processes."
+        plan: dict[str, Kind] = field(default_factory=dict)
+        "What happens to which layers: column, row, gather, sequence or replicate, by class or pattern of names."
+        sequence_dim: int = 1
+        "Which dimension of what a layer is given are positions, for sequence."
+
+    config: Config
+    provides = ("tensor_parallel",)
+    requires = ("sharding",)
+
+    def __init__(self, *first: int, **values: Any):
+        super().__init__(*first, **values)
+        if self.config.size < 2:
+            raise RecipeError(f"tensor_parallel.size is {self.config.size}; it must be at least 2.")
+        if not self.config.plan:
+            raise RecipeError(
+                "tensor_parallel.plan is empty: say which layers to divide, as in "
+                '"tensor_parallel.plan={blocks.*.fc1: column, blocks.*.fc2: row}".'
+            )
+        if self.config.sequence_dim < 0:
+            raise RecipeError(f"tensor_parallel.sequence_dim is {self.config.sequence_dim}; it must be at least 0.")
+        self._undo: list[Callable[[], None]] = []
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_configure(self, trainer: forge.Trainer) -> None:
+        trainer.mesh_axes[AXIS] = self.config.size
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+        if phase != "shard":
+            return
+        self._undo = []
+        planned = self._planned(build.task)
+        mesh = trainer.env.mesh
+        assert mesh is not None
+        if not any(tensor.is_meta for tensor in (*build.task.parameters(), *build.task.buffers())):
+            trainer.env.copy_from_first(build.task)  # a norm's weights are taken for equal
+        for module, kind in planned.values():
+            self._divide(module, kind, mesh[AXIS])
+        kinds = {kind: [name for name, (_, k) in planned.items() if k == kind] for _, kind in planned.values()}
+        shown = "; ".join(f"{kind}: {listed(names, MANY)}" for kind, names in kinds.items())
+        logger.info("tensor_parallel: %d ranks share each of these layers. %s.", self.config.size, shown)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        """Ranks that share layers must drop the same of what all of them hold."""
+        if trainer.seed is None and trainer.env.world > 1:
+            seeds = trainer.env.gather(torch.initial_seed())
+            seed_all(seeds[trainer.env.rank - trainer.env.rank % self.config.size])
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo = []
+
+    # -- layers -------------------------------------------------------------------------------------------------------
+
+    def _planned(self, task: nn.Module) -> dict[str, tuple[nn.Module, Kind]]:
+        """What happens to which module; what cannot happen is refused."""
+        planned: dict[str, tuple[nn.Module, Kind]] = {}
+        for pattern, kind in self.config.plan.items():
+            for name, module in chosen(task, [pattern], "tensor_parallel.plan").items():
+                if planned.get(name, (module, kind))[1] != kind:
+                    raise RecipeError(f"tensor_parallel.plan: {name} is to be {planned[name][1]} and {kind}.")
+                self._refuse_undividable(name, module, kind)
+                planned[name] = module, kind
+        return planned
+
+    def _refuse_undividable(self, name: str, module: nn.Module, kind: Kind) -> None:
+        if kind in ("sequence", "replicate"):
+            if kind == "sequence" and next(module.children(), None) is not None:
+                raise RecipeError(
+                    f"tensor_parallel.plan: {name} is a {type(module).__name__} with layers in it; sequence is for "
+                    "layers that compute each position for itself, such as a LayerNorm."
+                )
+            return
+        dimension = next((cut for (layer, k), cut in CUT.items() if k == kind and isinstance(module, layer)), None)
+        if dimension is None:
+            raise RecipeError(
+                f"tensor_parallel.plan: {name} is a {type(module).__name__}; column, row and gather divide nn.Linear, "
+                "and gather nn.Embedding. Name such layers."
+            )
+        size = getattr(module, dimension)
+        if size % self.config.size:
+            raise RecipeError(
+                f"tensor_parallel.plan: {name} has {dimension}={size}, which {self.config.size} ranks "
+                f"(tensor_parallel.size) cannot divide evenly. Choose a multiple of {self.config.size}."
+            )
+
+    def _divide(self, module: nn.Module, kind: Kind, mesh: DeviceMesh) -> None:
+        hooks = {name: set(getattr(module, name)) for name in HOOKS}
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        for style in self._styles(kind):
+            parallelize_module(module, mesh, style)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trained[name])  # torch makes new ones, all of them trained
+
+        def undo() -> None:
+            for name, before in hooks.items():
+                for key in getattr(module, name).keys() - before:
+                    del getattr(module, name)[key]
+            for inner in module.modules():
+                vars(inner).pop(APPLIED, None)
+
+        self._undo.append(undo)
+
+    def _styles(self, kind: Kind) -> list[ParallelStyle]:
+        """torch's styles, one inside the other; between layers everybody has plain tensors."""
+        whole, part = Replicate(), Shard(self.config.sequence_dim)
+        if kind == "column":
+            return [ColwiseParallel()]
+        if kind == "gather":
+            return [ColwiseParallel(output_layouts=whole)]
+        if kind == "row":
+            return [RowwiseParallel()]
+        inner = SequenceParallel(sequence_dim=self.config.sequence_dim) if kind == "sequence" else Whole()
+        layout = part if kind == "sequence" else whole
+        return [
+            PrepareModuleInput(input_layouts=whole, desired_input_layouts=layout),
+            inner,
+            PrepareModuleOutput(output_layouts=layout, desired_output_layouts=whole),
+        ]
+
+
+class Whole(ParallelStyle):
+    """A layer that every rank has all of."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        from torch.distributed.tensor import distribute_module
+
+        return distribute_module(module, device_mesh)
