@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.seeding import RNGState
+from forge.state import sharding
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
@@ -40,7 +41,7 @@ def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:
 def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[None]:
     """Whatever happens meanwhile, these have the same bits afterwards; one kernel for all of a dtype."""
     own: list[Any] = [owner[name] for owner, name in buffers]
-    groups = _alike([*tensors, *own])
+    groups = _alike([*map(_part, tensors), *own])
     copies = [_copied(group) for group in groups]
     try:
         yield
@@ -56,6 +57,12 @@ def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[N
 def uncompiled() -> AbstractContextManager[Any]:
     """Without torch.compile, where it is in use: what runs once is not worth compiling, nor compiling again after."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that is divided among several, in the same memory."""
+    with torch.no_grad():
+        return sharding.on_one_rank(tensor)
 
 
 def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -128,7 +128,7 @@ class Session:
         if trainer.env.world > 1:
             self._meet()
         if self.weights is not None:
-            load_weights(trainer.task, self.weights)
+            self._load_weights()
         self._build_model()
         self._build_loaders()
         if trainer.env.world > 1:
@@ -143,6 +143,15 @@ class Session:
             trainer.hooks.forge_start(trainer)
         if trainer.verb == "fit":
             self._begin()
+
+    def _load_weights(self) -> None:
+        empty = [name for name, parameter in self.trainer.task.named_parameters() if parameter.is_meta]
+        if empty:
+            raise TaskError(
+                f"The task was made on the meta device, so {empty[0]} has no memory yet to load weights into. Make the "
+                "task on the CPU (fsdp.meta=false) to start from weights."
+            )
+        load_weights(self.trainer.task, self.weights)
 
     def _meet(self) -> None:
         """Several ranks: the same model on all, and one clock."""

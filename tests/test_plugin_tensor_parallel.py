@@ -22,13 +22,13 @@ EXACT = 1e-12
 """The tolerance in float64: sums are taken in another order, and nothing else."""
 WORDS, WIDTH, HEADS, HIDDEN = 12, 8, 4, 16
 
-PLAN = {
+PLAN: Any = {
     "embed": "gather",
     "blocks.*.[qkv]": "column",
     "blocks.*.o": "row",
     "blocks.*.fc1": "column",
     "blocks.*.fc2": "row",
-    "blocks.*.norm*": "sequence",
+    "blocks.*.norm1": "sequence",
     "last": "replicate",
     "head": "gather",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from forge.cli import show, target
+from forge.cli import ranks, show, target
 
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
@@ -18,7 +18,7 @@ def measuring_parser(verb: str, description: str) -> ArgumentParser:
 
 
 def warn_without_weights(args: Namespace) -> None:
-    if args.weights is None:
+    if args.weights is None and ranks.rank() == 0:
         show.warning("no --weights: the task's weights are freshly initialised, as before any training.")
 
 
@@ -32,5 +32,6 @@ def measure(args: Namespace, verb: str, split: str) -> int:
         raise DataError(f"The data of {args.target!r} have no {split} split: return forge.data.Splits({split}=...).")
     warn_without_weights(args)
     metrics = getattr(trainer, verb)(task, loader, weights=args.weights)
-    show.console().print(show.metrics(metrics))
+    if ranks.rank() == 0:
+        show.console().print(show.metrics(metrics))
     return 0

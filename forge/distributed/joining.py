@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.torch_version import TorchVersion
 
 from forge.distributed.meeting import fresh
 from forge.distributed.setting import Setting
@@ -20,9 +21,7 @@ from forge.errors import ForgeError
 BACKENDS = {"cuda": "nccl"}
 """What moves gradients on which device; gloo on all others."""
 FLIGHT_RECORDER = (
-    "TORCH_FR_BUFFER_SIZE"
-    if torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
-    else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    "TORCH_FR_BUFFER_SIZE" if TorchVersion(torch.__version__) >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 )
 """How many collectives torch remembers."""
 JOIN_TIMEOUT = timedelta(seconds=300)

@@ -47,6 +47,10 @@ BEFORE_FIRST = 600.0
 """The least number of seconds that the first update may take: compilers, caches and file systems warm up."""
 PATIENCE = 3600.0
 """The least number of seconds that a save or an export may take."""
+STORE_GONE = (
+    "the store of this run no longer answers: who kept it, rank 0 or the program that started the ranks, is gone or "
+    "out of reach."
+)
 ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|gloo|nccl|process ?group|socket|remote process|recv", re.I
 )
@@ -69,6 +73,7 @@ class Watch:
         self._leaving = threading.Event()
         "Set once the main thread is on its way out by itself."
         self._failed = False
+        self._told_of_store = threading.Event()
         self._code: int | None = None
         "What this process ends with, once this rank or another has failed."
         self._patient = 0
@@ -115,13 +120,12 @@ class Watch:
             return error
         self._leaving.set()
         self._clock.restart()
+        own = self._cause_of(error)
         try:
-            cause = self._awaited_cause() if _is_echo(error) else None
-            own = self._cause_of(error)
-            cause = cause or self._line.claim(own)
-        except DistError:  # the store is gone, and with it the order of things
-            self._code = 1
-            return error
+            cause = (self._awaited_cause() if _is_echo(error) else None) or self._line.claim(own)
+        except DistError:
+            self._say_that_the_store_is_gone()
+            cause = Cause("gone", 0, "", self.rank, STORE_GONE) if _is_echo(error) else own
         self._code = cause.code
         if cause == own:
             self._tell(error, own)
@@ -131,14 +135,15 @@ class Watch:
         return self._echo(cause)
 
     def _awaited_cause(self) -> Cause | None:
-        """Somebody else's cause, which may take a moment to be named."""
+        """Somebody else's cause, which may take a moment to be named; else whoever is silent for that long."""
         end = time.monotonic() + GRACE
+        self._look(range(self.world))
         while time.monotonic() < end:
             cause = self._line.cause()
             if cause is not None:
                 return cause
             time.sleep(0.1)
-        silent = [rank for rank, (beat, at) in self._look(range(self.world)) if time.monotonic() - at > GRACE]
+        silent = [rank for rank, (_, at) in self._look(range(self.world)) if time.monotonic() - at >= GRACE]
         return self._claim_gone(silent[0]) if silent else None
 
     def _cause_of(self, error: BaseException) -> Cause:
@@ -351,16 +356,19 @@ class Watch:
     def _store_is_gone(self) -> None:
         """Whoever kept the store is dead or out of reach: rank 0, or the process that started all."""
         self._failed = True
-        if self.rank <= 1 or self._seen.get(self.rank - 1) is None:
-            _write(
-                f"rank {self.rank} on {self._host}: the store of this run no longer answers. Who kept it, rank 0 or "
-                "the program that started the ranks, is gone or out of reach."
-            )
+        self._say_that_the_store_is_gone()
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
             self._ended.wait(GRACE)
         if not self._ended.is_set():
-            self._leave(Cause("gone", 0, "", self.rank, "the store no longer answers"))
+            self._leave(Cause("gone", 0, "", self.rank, STORE_GONE))
+
+    def _say_that_the_store_is_gone(self) -> None:
+        """Nobody can be first any more: the lowest rank that is left speaks, as far as this one knows."""
+        below = [rank for rank, (beat, _) in self._seen.items() if 0 < rank < self.rank and not beat.left]
+        if not below and not self._told_of_store.is_set():
+            self._told_of_store.set()
+            _write(f"rank {self.rank} on {self._host}: {STORE_GONE}")
 
 
 class Clock:

@@ -200,3 +200,18 @@ def _is_shard(placement: Any) -> bool:
 
 def _spread(tensor: DTensor) -> list[Any]:
     return [list(tensor.device_mesh.shape), [repr(placement) for placement in tensor.placements]]
+
+
+def whole(value: DTensor) -> Tensor:
+    """All of a DTensor, put together on the device of its mesh; every rank of it must ask."""
+    local, mesh = value.to_local().detach(), value.device_mesh
+    if local.device.type != mesh.device_type:  # kept on the host, gathered where the mesh is
+        value = type(value).from_local(
+            local.to(mesh.device_type),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.full_tensor().detach()

@@ -28,7 +28,7 @@ from forge.state.foreign import SUFFIXES, Rename, few, read_foreign, renamed, un
 from forge.state.publish import sync_directory
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 logger = logging.getLogger("forge")
 
@@ -372,25 +372,10 @@ def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
             continue
         place = sharding.place_of(value)
         if place not in seen:
-            whole = _whole(value)  # on every rank: it is a collective
+            whole = sharding.whole(value)  # on every rank: it is a collective
             seen[place] = whole.cpu() if main else None
         found[name] = seen[place]
     return found
-
-
-def _whole(value: DTensor) -> Tensor:
-    """All of a DTensor, on every rank of its mesh."""
-    local, mesh = value.to_local().detach(), value.device_mesh
-    if local.device.type != mesh.device_type:  # kept on the host, gathered where the mesh is
-        value = type(value).from_local(
-            local.to(mesh.device_type),
-            mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    return value.full_tensor().detach()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from forge.state import sharding
 from forge.state.sharding import is_distributed
 
 __all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
@@ -26,12 +27,7 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor put together from all ranks, each of which must ask for it; on the device where its part is."""
     if not is_distributed(tensor):
         return tensor
-    part, mesh = local(tensor), tensor.device_mesh
-    there = part.to(mesh.device_type)  # what is kept on the host is put together where the mesh is
-    plain = type(tensor).from_local(
-        there, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return plain.full_tensor().to(part.device)
+    return sharding.whole(tensor).to(local(tensor).device)
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 import forge
 from forge.errors import RecipeError, StackError
 from forge.keeping import Owned, kept
 from forge.optimizers import drop_gradients
 from forge_plugins._finite import moving_buffers
+from forge_plugins._sharded import local, total_norm
 
 TINY = 1e-12
 """Added to the gradient's norm, as in the authors' code: a gradient of 0 climbs nowhere."""
@@ -107,13 +107,13 @@ class SAM(forge.Plugin):
     def _climb(self, parameters: list[nn.Parameter]) -> None:
         """Move along the gradient by `rho`. It is not needed any more, so its memory becomes the step."""
         sparse_or_not: list[Any] = [parameter.grad for parameter in parameters]
-        gradients = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
-        weights: list[Any] = parameters
+        whole = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
+        gradients, weights = [local(grad) for grad in whole], [local(parameter) for parameter in parameters]
         sizes = torch._foreach_abs(weights) if self.config.adaptive else None
         if sizes is not None:
             torch._foreach_add_(sizes, ETA)
             torch._foreach_mul_(gradients, sizes)
-        length = self.config.rho / (get_total_norm(gradients) + TINY)
+        length = self.config.rho / (total_norm(whole) + TINY)
         if sizes is not None:
             torch._foreach_mul_(gradients, sizes)
         torch._foreach_mul_(gradients, length)

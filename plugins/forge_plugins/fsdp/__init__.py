@@ -45,7 +45,8 @@ class FSDP(forge.Plugin):
     losses in float32, but what it casts it keeps from forward to backward. `reshard=false` keeps gathered parameters
     until the backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host.
     `replicate=2` makes two groups of ranks that hold the whole each, for a fast network inside and a slow one between
-    them. A loss scaler, and so fp16, is refused.
+    them. A loss scaler, and so fp16, is refused. With `compile`, name the same blocks for it: a graph of the whole step
+    breaks at every block.
 
     `meta` makes the task on the meta device, without memory, and draws weights block by block, by each module's
     `reset_parameters()` and then the task's `init_weights(module)`, if it has one. In Python: `with

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import forge
 from forge.errors import RecipeError
 from forge.keeping import uncompiled, untouched
 from forge.units import size
+from forge_plugins._blocks import repeated
 from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.remat.block import install, remove
 from forge_plugins.remat.budget import Meter, size_in_bytes
@@ -173,28 +173,6 @@ class Remat(forge.Plugin):
         for name in names:
             self._installed[name] = vars(self._blocks[name]).get("forward")
             install(self._blocks[name])
-
-
-def repeated(task: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a task repeats: modules of one class, with layers in them, in one list; the outermost ones."""
-    blocks: dict[str, nn.Module] = {}
-    for name, module in task.named_modules():
-        if any(name.startswith(f"{block}.") or name == block for block in blocks):
-            continue
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = Counter(type(child) for child in module.children())
-            blocks |= {
-                f"{name}.{child}": block
-                for child, block in module.named_children()
-                if kinds[type(block)] > 1 and _is_block(block)
-            }
-    return blocks
-
-
-def _is_block(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and any(
-        next(child.parameters(), None) is not None for child in module.children()
-    )
 
 
 def _example(task: nn.Module) -> str:

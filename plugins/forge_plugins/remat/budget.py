@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from forge_plugins._sharded import local
+
 UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "tb"))} | {
     unit: 2 ** (10 * i) for i, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
 }
@@ -35,6 +37,8 @@ class Meter:
         self._kept: dict[str | None, set[int]] = {name: set() for name in [None, *blocks]}
         self._inputs: dict[str, set[int]] = {name: set() for name in blocks}
         self._inside: list[str] = []
+        self._gathered: list[set[int | None]] = []
+        "Parameters that a strategy puts together while a block runs: no activations either."
         self._alive: list[Any] = []
         self._own = {_key(tensor) for tensor in [*task.parameters(), *task.buffers()]}
 
@@ -51,12 +55,15 @@ class Meter:
     def _watch(self, name: str, block: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._inside.append(name)
+            self._gathered.append({_key(parameter) for parameter in module.parameters()} - self._own)
+            self._own |= self._gathered[-1]
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
                     self._note(tensor, self._inputs[name])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._inside.pop()
+            self._own -= self._gathered.pop()
 
         yield block.register_forward_pre_hook(enter, with_kwargs=True)
         yield block.register_forward_hook(leave, always_call=True)
@@ -101,6 +108,7 @@ class Meter:
 
 
 def _key(tensor: Tensor) -> int | None:
+    tensor = local(tensor)
     if tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage().data_ptr() or None

@@ -1,0 +1,378 @@
+"""A rank that raises, is killed, leaves or stalls: all ranks end non-zero and in time, and say why, once and first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+import forge
+from forge.distributed import report
+from forge.distributed.line import Beat, Cause, Line, is_alive
+from forge.distributed.meeting import fresh
+from forge.distributed.watch import Clock, Watch
+from forge.errors import PeerFailed
+
+DIED = 10
+"""Seconds that the other ranks have, when one has died."""
+HOST = socket.gethostname()
+
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+import forge
+from forge.data import Splits
+from forge.testing import TinyTask, tiny_batches
+
+RANK, WHO, HOW, AT = int(os.environ["RANK"]), int(os.environ["WHO"]), os.environ["HOW"], int(os.environ["AT"])
+
+def fail():
+    Path("failing").touch()
+    if HOW == "raise":
+        raise ValueError("bad luck")
+    if HOW == "mistake":
+        raise forge.ForgeError("a mistake of one rank")
+    if HOW == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if HOW == "leave":
+        sys.exit(0)
+    if HOW == "vanish":
+        os._exit(0)
+    if HOW == "stall":
+        time.sleep(600)
+
+class Troubled(TinyTask):
+    def training_step(self, batch):
+        if HOW != "hook" and RANK == WHO and self.trainer.progress.update == AT:
+            fail()
+        return super().training_step(batch)
+
+    @forge.hookimpl
+    def forge_step_end(self, step):
+        if HOW == "hook" and RANK == WHO and step.trainer.progress.update == AT:
+            Path("failing").touch()
+            raise KeyError("missing")
+
+def data():
+    return Splits(train=tiny_batches([8] * 8))
+"""
+
+
+class Ranks:
+    """Two ranks, started as srun starts them: rank 0 keeps the store, and nobody ends one because of the other."""
+
+    def __init__(self, folder: Path, how: str, who: int = 1, at: int = 3, options: tuple[str, ...] = ()):
+        self.folder = folder
+        (folder / "troubled.py").write_text(TASK)
+        common = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "NO_COLOR": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        words = [sys.executable, "-u", "-m", "forge", "fit", "troubled.py", "-p", "ddp", "-p", "no:progress"]
+        words += ["trainer.max_epochs=100000", "trainer.device=cpu", "--run-dir", "run", *options]
+        trouble = {"HOW": how, "WHO": str(who), "AT": str(at)}
+        self.output = folder / "output"
+        with self.output.open("wb") as out:
+            self.processes = [
+                subprocess.Popen(
+                    words,
+                    cwd=folder,
+                    env={**os.environ, **common, **trouble, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(2)
+            ]
+
+    def until_failing(self) -> None:
+        await_(lambda: (self.folder / "failing").exists() or self.processes[0].poll() is not None)
+
+    def codes(self, seconds: float = DIED) -> list[int]:
+        """The exit codes of all ranks, which must have ended by then."""
+        self.until_failing()
+        end = time.monotonic() + seconds
+        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def await_(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+Start = Callable[..., Ranks]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Ranks] = []
+
+    def begin(how: str, **options: Any) -> Ranks:
+        started.append(Ranks(tmp_path, how, **options))
+        return started[-1]
+
+    yield begin
+    for ranks in started:
+        ranks.kill()
+
+
+# -- with real ranks --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_one_rank_is_printed_once_and_first_and_ends_the_other(start: Start) -> None:
+    ranks = start("raise")
+    assert ranks.codes() == [1, 1]
+    lines = [line for line in ranks.text.splitlines() if not line.startswith("[Gloo]")]
+    place = "in Troubled.training_step, at update 3, epoch 0, micro-batch 1 of 1:"
+    assert lines[0] == f"rank 1 of 2 on {HOST} failed first, {place}"
+    assert ranks.text.count("Traceback") == 1
+    assert ranks.text.count("\nValueError: bad luck") == 1
+    assert lines[-1] == f"rank 0: ended, because rank 1 on {HOST} failed first: ValueError: bad luck"
+
+
+def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
+    ranks = start("kill")
+    assert ranks.codes() == [1, -signal.SIGKILL]
+    assert f"rank 1 of 2 on {HOST} failed first: gone (killed?): its process has ended; it was last seen" in ranks.text
+    assert "Traceback" not in ranks.text
+
+
+def test_a_stall_says_who_is_missing_from_which_collective_and_shows_all_stacks(start: Start) -> None:
+    ranks = start("stall", options=("ddp.watchdog=3",))
+    assert ranks.codes(seconds=3 + DIED) == [1, 1]
+    text = ranks.text
+    assert text.count("The run has stalled") == 1
+    assert "no progress for 3 s at update 3" in text
+    assert "rank 1 is missing from " in text
+    assert "of the group default: rank 0 is in it" in text
+    waiting, sleeping = text.split("rank 0, main thread")[1].split("rank 1, main thread")
+    assert "loss.backward()" in waiting
+    assert "time.sleep(600)" in sleeping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "words"), [("mistake", 2, "error: a mistake of one rank"), ("leave", 1, "left")]
+)
+def test_whatever_ends_one_rank_ends_all_with_its_code(start: Start, how: str, code: int, words: str) -> None:
+    ranks = start(how)
+    assert ranks.codes() == [code, code]
+    assert f"rank 1 of 2 on {HOST} failed first, in Troubled.training_step, at update 3" in ranks.text
+    assert words in ranks.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_vanishes_with_exit_code_0_has_failed(start: Start) -> None:
+    ranks = start("vanish")
+    assert ranks.codes() == [1, 0]
+    assert "its process has ended" in ranks.text
+
+
+@pytest.mark.slow
+def test_an_error_in_a_hook_names_the_hook(start: Start) -> None:
+    ranks = start("hook")
+    assert ranks.codes() == [1, 1]
+    assert f"rank 1 of 2 on {HOST} failed first, in the task's forge_step_end, at update 3:" in ranks.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_when_the_rank_that_keeps_the_store_dies_the_other_ends_too(start: Start, how: str) -> None:
+    ranks = start(how, who=0)
+    assert 0 not in ranks.codes()
+    assert "failed first" in ranks.text or "the store of this run no longer answers" in ranks.text
+
+
+# -- without --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_of_two_causes_the_first_one_counts(store: TCPStore) -> None:
+    forge_lines = [Line(store, rank) for rank in range(2)]
+    forge_lines[1]._store = forge_lines[0]._store  # one run: in a process of its own each rank counts from 0
+    assert forge_lines[0].cause() is None
+    first = forge_lines[1].claim(Cause("raised", 1, "b", 1, "mine"))
+    assert forge_lines[0].claim(Cause("raised", 0, "a", 0, "another")) == first == forge_lines[0].cause()
+
+
+def test_ranks_of_a_new_life_do_not_answer_to_the_signs_of_the_last(store: TCPStore) -> None:
+    for life in range(3):
+        met: dict[int, Any] = {}
+
+        def join(rank: int, met: dict[int, Any] = met) -> None:
+            met[rank] = fresh(store.clone(), rank, 2, timedelta(seconds=30))
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+        for thread in threads[:: 1 if life % 2 else -1]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not met[0].check(["word"])
+        met[0].set("word", str(life))
+        assert met[1].get("word") == str(life).encode()
+
+
+def test_a_rank_that_waits_for_others_in_vain_says_so(store: TCPStore) -> None:
+    with pytest.raises(forge.ForgeError, match="Rank 1 of 2 waited"):
+        fresh(store, 1, 2, timedelta(seconds=0.1))
+
+
+def test_a_dead_process_that_nobody_has_buried_is_not_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(process.pid)
+    process.wait()
+    assert not is_alive(process.pid)
+    assert is_alive(os.getpid())
+
+
+def watch_of(store: TCPStore, rank: int) -> Watch:
+    return Watch(store, rank, 2)
+
+
+def test_a_silent_rank_of_another_machine_is_gone_unless_its_neighbour_sees_it(store: TCPStore) -> None:
+    watch = Watch(store, 0, 3)
+
+    def beat(rank: int, number: int, sees: list[int]) -> None:
+        line = Line(store, rank)
+        line._store = watch._line._store
+        line.beat(Beat(rank, number, "far", "another machine", 1, 4, "somewhere", False, sees))
+
+    beat(1, 1, [2])
+    beat(2, 1, [1])
+    assert watch._gone() is None
+    watch._seen[1] = (watch._seen[1][0], time.monotonic() - 100)
+    assert watch._gone() is None  # rank 2 has just been heard, and sees its process
+    beat(2, 2, [])
+    assert watch._gone() == 1
+    beat(1, 2, [2])
+    assert watch._gone() is None
+
+
+def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+    watch = watch_of(store, 1)
+    watch._line.claim(Cause("raised", 0, "elsewhere", 0, "ValueError: first", 2))
+    told = watch.judge(RuntimeError("[gloo] Connection closed by peer"))
+    assert isinstance(told, PeerFailed)
+    assert (told.rank, told.code) == (0, 2)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_lost_connection_is_blamed_on_the_rank_that_fell_silent(
+    store: TCPStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watch = watch_of(store, 0)
+    far = Line(store, 1)
+    far._store = watch._line._store
+    far.beat(Beat(1, 1, "far", "another machine", 1, 4, "somewhere"))
+    told = watch.judge(RuntimeError("Connection closed by peer [10.0.0.2]:1234"))
+    assert isinstance(told, PeerFailed)
+    text = "rank 1 of 2 on far failed first: gone (killed?): it gives no sign of life; it was last seen at update 4"
+    assert text in capfd.readouterr().err
+
+
+def test_leaving_with_0_in_the_middle_of_a_run_becomes_a_failure(store: TCPStore) -> None:
+    told = watch_of(store, 1).judge(SystemExit(0))
+    assert isinstance(told, SystemExit)
+    assert told.code == 1
+
+
+def test_what_all_ranks_agreed_on_is_no_failure(store: TCPStore) -> None:
+    watch, leaving = watch_of(store, 1), forge.Interrupted("saved")
+    leaving.agreed = True
+    assert watch.judge(leaving) is leaving
+    assert watch.agreed
+    assert watch._line.cause() is None
+
+
+def test_the_first_update_and_a_save_may_take_longer_than_the_watchdog(store: TCPStore) -> None:
+    trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=5), step=None, evaluated=0, resumed_from=5)
+    watch = Watch(store, 0, 2, trainer, watchdog=3)
+    watch._is_stalled()
+    assert watch._limit() == 600
+    trainer.step = SimpleNamespace(micro=0)
+    watch._is_stalled()
+    assert watch._limit() == 600
+    trainer.progress.update = 6
+    watch._is_stalled()
+    assert watch._limit() == 3
+    with watch.patience():
+        assert watch._limit() == 3600
+    assert watch._limit() == 3
+
+
+def test_a_clock_starts_again_with_every_micro_batch() -> None:
+    clock = Clock()
+    trainer: Any = SimpleNamespace(
+        progress=SimpleNamespace(update=1), step=SimpleNamespace(micro=0), evaluated=0, resumed_from=None
+    )
+    clock.still_for(trainer)
+    clock._since -= 100
+    assert clock.still_for(trainer) >= 100
+    trainer.step.micro = 1
+    assert clock.still_for(trainer) < 100
+
+
+def test_the_report_names_the_missing_ranks_of_each_group() -> None:
+    def dump(default: int, control: int) -> report.Dump:
+        groups = {
+            "default": {"number": default, "latest": "all_reduce of 3x4"},
+            "control (1)": {"number": control, "latest": ""},
+        }
+        return {"main": ["a.py:1 f"], "others": {}, "groups": groups, "recorded": []}
+
+    text = report.stall_report({0: dump(7, 2), 1: dump(6, 2), 2: dump(6, 2), 3: None}, "Stalled.")
+    assert "ranks 1, 2 are missing from all_reduce of 3x4, number 7 of the group default: rank 0 is in it" in text
+    assert "ranks 1, 2 came no further than number 6, 6." in text
+    assert "control" not in text
+    assert "rank 3 shows no stack" in text
+
+
+def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait, name="waiter")
+    thread.start()
+    try:
+        dump = json.loads(json.dumps(report.dump()))
+    finally:
+        go.set()
+        thread.join()
+    assert "test_a_dump_is_plain_data" in " ".join(dump["main"])
+    assert "waiter" in dump["others"]

@@ -1,0 +1,152 @@
+"""fsdp on a CUDA device: one rank over NCCL trains what plain PyTorch trains, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import forge
+from forge.errors import NonFiniteError
+from forge_plugins import AMP, EMA, Accumulate, Clip, Compile, Guard, Remat, Schedule
+from forge_plugins.fsdp import FSDP
+from forge_plugins.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+class Deep(forge.TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+class NaNLoss(Deep):
+    """The loss of update 3 is NaN."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        assert self.trainer is not None
+        return super().training_step(batch) + (math.nan if self.trainer.progress.update == 3 else 0.0)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process of nobody's, whatever the tests before have joined."""
+    monkeypatch.delenv("RANK", raising=False)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def batches(count: int = 12) -> list[Any]:
+    made = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(8, 16, generator=made).pin_memory(), torch.randint(4, (8,), generator=made).pin_memory())
+        for _ in range(count)
+    ]
+
+
+def train(plugins: list[Any], kind: type[Deep] = Deep, **options: Any) -> Deep:
+    torch.manual_seed(1)
+    task = kind()
+    options = {"max_epochs": 2, "seed": 0, "device": "cuda", "run_dir": False, "log_every": 4, **options}
+    forge.Trainer(plugins=plugins, **options).fit(task, batches(), batches(2))
+    return task
+
+
+def levers() -> list[Any]:
+    return [AMP("bf16"), Accumulate(3), Clip(0.5), EMA(0.9), Remat(), Schedule("linear"), Guard()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard": False}, {"offload": True}], ids=["sharded", "kept until backward", "on the host"]
+)
+def test_one_rank_over_nccl_trains_what_plain_training_does(options: dict[str, Any]) -> None:
+    plain, sharded = train(levers()), train([*levers(), FSDP(**options)])
+    assert dist.get_backend() != "gloo"
+    for (name, ours), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert type(ours) is nn.Parameter
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_blocks_compile_and_compute_in_bf16() -> None:
+    plain = train([Accumulate(2)])
+    compiled = train([Accumulate(2), Compile(blocks="Block"), FSDP(mixed_precision="bf16")])
+    x = torch.cat([x for x, _ in batches()]).cuda()
+    difference = (compiled(x) - plain(x)).abs().max() / plain(x).abs().max()
+    assert difference < 0.1
+
+
+def test_weights_drawn_on_the_host_are_those_of_a_task_made_in_full() -> None:
+    torch.manual_seed(1)
+    full = Deep()
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        task = Deep()
+    started: dict[str, Tensor] = {}
+
+    @forge.on("start")
+    def look(trainer: forge.Trainer) -> None:
+        for name, parameter in trainer.task.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.device.type == "cuda"
+            started[name] = parameter.full_tensor().detach().cpu().clone()
+
+    trainer = forge.Trainer(max_updates=2, device="cuda", run_dir=False, plugins=[FSDP(), look])
+    trainer.fit(task, batches())
+    assert all(torch.equal(started[name], value) for name, value in full.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["stop", "rewind"])
+def test_nothing_waits_for_the_device(policy: Any, syncs_are_errors: forge.Plugin) -> None:
+    plugins = [Accumulate(2), Clip(0.5), EMA(0.9), Guard(policy), FSDP(), syncs_are_errors]
+    train(plugins, log_every=1000, validate_every=None, max_epochs=1)
+
+
+def test_what_is_not_finite_stops_the_run_and_leaves_the_weights() -> None:
+    torch.manual_seed(1)
+    task = NaNLoss()
+    trainer = forge.Trainer(max_epochs=1, seed=0, device="cuda", run_dir=False, plugins=[Guard(), FSDP()])
+    with pytest.raises(NonFiniteError, match="Update 3"):
+        trainer.fit(task, batches())
+    assert all(torch.isfinite(parameter).all() for parameter in task.parameters())
+
+
+def test_a_mesh_that_one_process_cannot_make_is_refused() -> None:
+    plan: Any = {"blocks.*.fc1": "column", "blocks.*.fc2": "row"}
+    with pytest.raises(forge.ForgeError, match="1 processes cannot be arranged as tensor 2"):
+        train([FSDP(), TensorParallel(2, plan=plan)])
