@@ -4,6 +4,7 @@
     python -m benchmarks.scale --strategies ddp --rounds 30
     python -m benchmarks.scale --json > scale.jsonl           # one JSON object a line: the machine, then the rows
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
+    python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: what a strategy costs on one GPU
 
 Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand once more
 (what differs is noise), and with forge; in turn, in one process each, from the same weights. The time is wall time from
@@ -11,10 +12,13 @@ the batch that opens an update to the one that opens the next, on rank 0, becaus
 it. A round's figure is the median over its updates, and the table shows the median over rounds of each round's ratio to
 the loop by hand; "quiet" compares the fastest rounds.
 
+With `--gpu` one rank trains a GPT of 12 layers, width 768 and batch 32 in bf16, compiled, without a strategy, with ddp
+and with fsdp, in turn.
+
 Collectives are counted by torch's own sequence number of the process group. Bytes are those that one rank hands to
 torch for gradients and parameters in an update, by torch's profiler, beside what the formula expects: DDP all-reduces
 every gradient once (p); FSDP2 gathers a block's parameters for forward and again for backward in every micro-batch
-(2 m b), those of no block once (m r), and scatters all gradients once (p = b + r), where m micro-batches make an update.
+(2 m b), those of no block once (m r), and scatters all gradients once (p = b + r); m micro-batches make an update.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.profiler import ProfilerActivity, profile
 
 import forge
-from benchmarks import machine
+from benchmarks import levers, machine
 from benchmarks.cases import Batch, Transformer, loss_of
 from benchmarks.command_line import some_of
 from forge_plugins import DDP, FSDP, Accumulate, Clip
@@ -80,6 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"machine": machine.describe()}))
     else:
         print(machine.sentence())
+    if options.gpu:
+        for row in on_gpu(options.updates, options.rounds):
+            print(json.dumps(row))
+        return 0
     for strategy in options.strategies:
         talk.print(f"{strategy}: {options.rounds} rounds of {options.updates} updates", style="dim")
         rows = run(strategy, options.updates, options.rounds)
@@ -89,6 +97,19 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             Console(width=max(110, Console().width)).print(_table(strategy, rows, options))
     return 0
+
+
+def on_gpu(updates: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds per update of one rank on one GPU, the median over rounds, and its ratio to no strategy."""
+    size = {**levers.SIZES["gpt"], "batch": 32}
+    base, *others = "bf16+compile", "bf16+compile+ddp", "bf16+compile+fsdp"
+    times: dict[str, list[float]] = {name: [] for name in (base, *others)}
+    for _ in range(rounds):
+        for name, each in times.items():
+            each.append(levers.measure(name, size, updates, 20).ms_per_update)
+    for name, each in times.items():
+        ratios = [own / plain for own, plain in zip(each, times[base], strict=True)]
+        yield {"stack": name, "ms": each, "throughput": round(1 / statistics.median(ratios), 4)}
 
 
 def run(strategy: str, updates: int, rounds: int) -> list[Row]:
@@ -323,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     parser.add_argument("--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,fsdp")
+    parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
     parser.add_argument("--updates", type=int, default=40, help="updates timed in each run (default 40)")
     parser.add_argument("--rounds", type=int, default=15, help="runs of each contender (default 15)")
     return parser

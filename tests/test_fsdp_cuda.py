@@ -96,7 +96,11 @@ def levers() -> list[Any]:
     "options", [{}, {"reshard": False}, {"offload": True}], ids=["sharded", "kept until backward", "on the host"]
 )
 def test_one_rank_over_nccl_trains_what_plain_training_does(options: dict[str, Any]) -> None:
-    plain, sharded = train(levers()), train([*levers(), FSDP(**options)])
+    # the host's AdamW rounds differently, and in bf16 a last bit is a large one: offloading is compared in float32
+    plain, sharded = (
+        train([*(levers()[1:] if options.get("offload") else levers()), *strategy])
+        for strategy in ([], [FSDP(**options)])
+    )
     assert dist.get_backend() != "gloo"
     for (name, ours), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
         assert type(ours) is nn.Parameter

@@ -17,6 +17,10 @@ _lines = itertools.count()
 """Runs of one process, one after the other, must not read each other's words; all ranks count alike."""
 
 
+FAILURE = "forge/failure"
+"""The key of the run's store that is set once a run has failed: for whoever waits there for another rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Beat:
     """A sign of life."""
@@ -55,7 +59,8 @@ class Line:
 
     def __init__(self, store: Store, rank: int):
         self.rank = rank
-        self._store = PrefixStore(f"forge/line/{next(_lines)}", store.clone())
+        self._all = store.clone()
+        self._store = PrefixStore(f"forge/line/{next(_lines)}", self._all)
         self._heard_of: set[int] = set()
 
     def beat(self, beat: Beat) -> None:
@@ -72,7 +77,9 @@ class Line:
 
     def claim(self, cause: Cause) -> Cause:
         """Name the first cause; the answer is whoever's came first."""
-        return Cause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
+        first = Cause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
+        self._all.set(FAILURE, first.summary)
+        return first
 
     def cause(self) -> Cause | None:
         """The first cause, once somebody has named it."""

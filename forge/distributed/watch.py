@@ -16,9 +16,7 @@ import atexit
 import logging
 import multiprocessing
 import os
-import re
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -29,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError, Store
 
 from forge.distributed import report
+from forge.distributed.clock import Clock
 from forge.distributed.line import Beat, Cause, Line, is_alive, machine
+from forge.distributed.telling import flush, is_echo, print_only_once, write
 from forge.errors import ForgeError, Interrupted, PeerFailed
 from forge.outcome import exit_code
 
@@ -51,10 +51,6 @@ STORE_GONE = (
     "the store of this run no longer answers: who kept it, rank 0 or the program that started the ranks, is gone or "
     "out of reach."
 )
-ECHO = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|gloo|nccl|process ?group|socket|remote process|recv", re.I
-)
-"""How errors sound that come of another rank's failure."""
 
 
 class Watch:
@@ -122,10 +118,10 @@ class Watch:
         self._clock.restart()
         own = self._cause_of(error)
         try:
-            cause = (self._awaited_cause() if _is_echo(error) else None) or self._line.claim(own)
+            cause = (self._awaited_cause() if is_echo(error) else None) or self._line.claim(own)
         except DistError:
             self._say_that_the_store_is_gone()
-            cause = Cause("gone", 0, "", self.rank, STORE_GONE) if _is_echo(error) else own
+            cause = Cause("gone", 0, "", self.rank, STORE_GONE) if is_echo(error) else own
         self._code = cause.code
         if cause == own:
             self._tell(error, own)
@@ -170,9 +166,9 @@ class Watch:
             text = f"{head}\n{''.join(traceback.format_exception(error))}It left while the other ranks go on."
         else:
             text = f"{head}\n{''.join(traceback.format_exception(error))}"
-        _write(text)
+        write(text)
         error.__forge_told__ = True  # pyright: ignore[reportAttributeAccessIssue]
-        _print_only_once()
+        print_only_once()
 
     def _moment(self) -> str:
         trainer = self._trainer
@@ -182,7 +178,7 @@ class Watch:
         """Leave because of another rank; rank 0 says so in a line, where it has not printed the cause itself."""
         if self.rank == 0 != cause.by:
             self._wait_until_told()
-            _write(f"rank 0: ended, because rank {cause.rank} on {cause.host} failed first: {cause.summary}")
+            write(f"rank 0: ended, because rank {cause.rank} on {cause.host} failed first: {cause.summary}")
         return PeerFailed(cause.rank, cause.summary, cause.code)
 
     def _wait_until_told(self) -> None:
@@ -252,9 +248,9 @@ class Watch:
 
     def _leave(self, cause: Cause) -> None:
         """End the process from this thread: the main one is in a call that will never return."""
-        flush = threading.Thread(target=_flush, daemon=True)  # what the main thread has locked must not keep us
-        flush.start()
-        flush.join(1.0)
+        thread = threading.Thread(target=flush, daemon=True)  # what the main thread has locked must not keep us
+        thread.start()
+        thread.join(1.0)
         os._exit(exit_code(cause.code, cause.summary))
 
     def _end_at_once(self) -> None:
@@ -263,7 +259,7 @@ class Watch:
             for child in multiprocessing.active_children():
                 child.kill()
             logging.shutdown()
-            _flush()
+            flush()
             os._exit(exit_code(self._code))
 
     # -- who is gone --------------------------------------------------------------------------------------------------
@@ -312,7 +308,7 @@ class Watch:
             summary = f"gone (killed?): {how}; it was last seen at update {beat.update}, in {beat.where}"
         cause = self._line.claim(Cause("gone", rank, beat.host, self.rank, summary))
         if cause.by == self.rank and cause.kind == "gone":
-            _write(f"rank {rank} of {self.world} on {beat.host} failed first: {summary}.")
+            write(f"rank {rank} of {self.world} on {beat.host} failed first: {summary}.")
         return cause
 
     # -- stalls -------------------------------------------------------------------------------------------------------
@@ -340,7 +336,7 @@ class Watch:
                 dumps = {rank: known or self._line.dump_of(rank) for rank, known in dumps.items()}
                 time.sleep(0.1)
             head = f"The run has stalled: rank {cause.rank} on {cause.host} saw {cause.summary}."
-            _write(report.stall_report(dumps, head))
+            write(report.stall_report(dumps, head))
             self._line.told(done=True)
 
     # -- the store ----------------------------------------------------------------------------------------------------
@@ -368,57 +364,4 @@ class Watch:
         below = [rank for rank, (beat, _) in self._seen.items() if 0 < rank < self.rank and not beat.left]
         if not below and not self._told_of_store.is_set():
             self._told_of_store.set()
-            _write(f"rank {self.rank} on {self._host}: {STORE_GONE}")
-
-
-class Clock:
-    """How long a run has stood still, and whether it has ever moved."""
-
-    def __init__(self) -> None:
-        self.begun = False
-        "Whether an update of this run, or a batch of its evaluation, is done."
-        self._last: tuple[int, ...] = ()
-        self._since = time.monotonic()
-
-    def restart(self) -> None:
-        self._since = time.monotonic()
-
-    def still_for(self, trainer: Trainer | None) -> float:
-        """Seconds since update, micro-batch and evaluated batches last changed."""
-        if trainer is not None:
-            update, step = trainer.progress.update, trainer.step
-            trained = step is not None and update != (trainer.resumed_from or 0)
-            self.begun = self.begun or trained or trainer.evaluated > 0
-            now = (update, step.micro if step is not None else -1, trainer.evaluated)
-            if now != self._last:
-                self._last = now
-                self.restart()
-        return time.monotonic() - self._since
-
-
-def _is_echo(error: BaseException) -> bool:
-    """Whether it sounds like the consequence of another rank's failure."""
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(ECHO.search(str(error))))
-
-
-def _write(text: str) -> None:
-    """Straight to stderr, in one piece: no lock of another thread is waited for, and no line of it torn."""
-    with suppress(OSError):
-        os.write(2, f"{text.rstrip()}\n".encode())
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _print_only_once() -> None:
-    """What was printed already is not printed again when it reaches the interpreter."""
-    before = sys.excepthook
-
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not getattr(error, "__forge_told__", False):
-            before(kind, error, trace)
-
-    sys.excepthook = hook
+            write(f"rank {self.rank} on {self._host}: {STORE_GONE}")

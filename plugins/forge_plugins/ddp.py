@@ -119,7 +119,7 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
-        if self._model is not None and len(step.window) > 1:
+        if self._model is not None and len(step.window) > 1 and step.trainer.env.world > 1:
             self._model.require_backward_grad_sync = step.micro == len(step.window) - 1
         return (yield)
 
@@ -162,7 +162,9 @@ class DDP(forge.Plugin):
             static_graph=config.static_graph,
             init_sync=False,  # rank 0's weights are everywhere already
         )
-        if config.compress is not None:
+        if self._env is not None and self._env.world == 1:
+            self._model.require_backward_grad_sync = False  # there is nothing to average
+        elif config.compress is not None:
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
 
