@@ -74,9 +74,10 @@ def find(choice: Choice) -> Checkpoint | None:
 
 def newest(trainer: Trainer) -> Checkpoint:
     """The newest valid checkpoint of the running fit, the one that is still being written included."""
-    settle()
     run_dir = trainer.run_dir
-    found = None if run_dir is None else trainer.env.from_first(checkpoints_of(run_dir).newest_valid)
+    with trainer.env.patience():
+        settle()
+        found = None if run_dir is None else trainer.env.from_first(checkpoints_of(run_dir).newest_valid)
     if found is None:
         raise CheckpointError("There is no checkpoint to go back to yet. Save more often: checkpoint.every.")
     return found

@@ -136,7 +136,8 @@ class Session:
         if trainer.verb == "fit":
             self._prepare_training()
         if trainer.verb == "fit":
-            self._open_run_dir()
+            with trainer.env.patience():
+                self._open_run_dir()
         elif trainer.wanted_run_dir:
             trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
         if trainer.hooks.forge_start is not None:
@@ -279,7 +280,8 @@ class Session:
             seed_all(seed_of(torch.initial_seed(), env.share))  # dropout must not be the same on all ranks
         trainer.at_boundary = True
         if self.checkpoint is not None:
-            resume(trainer, self.checkpoint)
+            with env.patience():
+                resume(trainer, self.checkpoint)
         elif trainer.resume is not None:
             trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
         if trainer.hooks.forge_save is not None:

@@ -258,11 +258,13 @@ class Trainer:
         self._log(self.optimizers.rates_used, tell=trained)
         self._deliver_log()
         if self.run_dir is not None:
-            self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
+            with self.env.patience():
+                self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
 
     def _is_saved(self) -> bool:
         """Whether the state after the last update is on disk by now."""
-        settle()
+        with self.env.patience():
+            settle()
         where = resumption.checkpoints_of(self.run_dir) if self.run_dir is not None else None
         failed = where is not None and where.folder.is_dir() and not where.path(self.progress.update).exists()
         return self._saved_at == self.progress.update and not failed
@@ -511,7 +513,9 @@ class Trainer:
             self._rewind()
             return
         self._saved_at = self.progress.update
-        self.hooks.forge_save(self, state)  # pyright: ignore[reportOptionalCall]  # asked for only where somebody saves
+        assert self.hooks.forge_save is not None  # asked for only where somebody saves
+        with self.env.patience():
+            self.hooks.forge_save(self, state)
 
     def _rewind(self) -> None:
         """Back to the newest valid checkpoint of this run; what else was asked for at this update is void."""

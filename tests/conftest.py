@@ -70,6 +70,14 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A strategy joins once for the life of its process; tests that follow begin without."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def syncs_are_errors() -> Iterator[forge.Plugin]:
     """A callback that makes every host sync an error from the second update on (the first batch is looked at)."""

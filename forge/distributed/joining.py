@@ -27,7 +27,7 @@ FLIGHT_RECORDER = (
 JOIN_TIMEOUT = timedelta(seconds=300)
 """So long a process waits for the others to come."""
 PATIENT = timedelta(days=1)
-"""forge's own words wait for as long as ranks differ; who stalls is found by the watch."""
+"""So long a collective may take; who stalls is found by the watch, which also says why."""
 
 
 @dataclass(slots=True)
@@ -75,10 +75,10 @@ def _init(setting: Setting, device: torch.device, backend: str) -> None:
         torch.cuda.set_device(device)
     if "nccl" in backend:
         os.environ.setdefault(FLIGHT_RECORDER, "2000")  # it is read after a stall
-    binding: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    options |= {"rank": setting.rank, "world_size": setting.world, "timeout": PATIENT}
     try:
-        store = _store(setting)
-        dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.world, **binding)
+        dist.init_process_group(backend, store=_store(setting), **options)
     except (RuntimeError, ValueError) as error:
         raise ForgeError(
             f"Rank {setting.rank} of {setting.world} could not join the others at {setting.address}:{setting.port} "
