@@ -94,7 +94,8 @@ def forge_build_model(trainer: Trainer, build: Build, phase: str) -> None:
 def forge_build_loader(trainer: Trainer, stage: str) -> Any:
     """Action. Return what to iterate for a stage ("train", "val", "test", "predict"), a dict of loaders, or None.
 
-    The default returns what the user passed, with the Trainer's seed handed on. Wrap: device prefetch.
+    The default returns what the user passed, with the Trainer's seed handed on; on several ranks it gives this rank's
+    portion of each batch (`forge.data.share.Portion`). Wrap: device prefetch.
     """
 
 
@@ -226,8 +227,8 @@ def forge_boundary(trainer: Trainer, step: Step) -> None:
 def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
     """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary.
 
-    It also fires at a granted stop and at the end of a fit. Tensors in `capture` are the live ones: whoever keeps them
-    copies them before this returns.
+    It also fires at a granted stop and at the end of a fit, on all ranks at the same update. Tensors in `capture` are
+    the live ones: whoever keeps them copies them before this returns.
     """
 
 
@@ -235,7 +236,7 @@ def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
 def forge_export(trainer: Trainer, path: Path) -> bool:
     """Action, once a fit has reached its end. Write the weights that the run was for to `path`, a safetensors file.
 
-    Wrap: put averaged weights in the task's place meanwhile. An owner returns True.
+    Called on all ranks; rank 0 writes. Wrap: put averaged weights in the task's place meanwhile. An owner returns True.
     """
     ...
 
