@@ -50,8 +50,8 @@ class DDP(forge.Plugin):
     class Config:
         backend: str | None = None
         "What gradients travel over: nccl, gloo, ...; null takes what suits the device."
-        bucket_mb: float = 25.0
-        "Gradients are sent in buckets of so many MiB, while the backward pass goes on."
+        bucket_mb: float | None = None
+        "Gradients are sent in buckets of so many MiB, while the backward pass goes on; null: 25, the first one 1."
         static_graph: bool = False
         "Promise that every step uses the same parameters in the same way: a little faster, and remat may be reentrant."
         find_unused: bool | None = None
@@ -73,8 +73,9 @@ class DDP(forge.Plugin):
     def __init__(self, *first: str | None, **values: Any):
         super().__init__(*first, **values)
         for name in ("bucket_mb", "watchdog"):
-            if getattr(self.config, name) <= 0:
-                raise RecipeError(f"ddp.{name} is {getattr(self.config, name):g}; it must be above 0.")
+            value = getattr(self.config, name)
+            if value is not None and value <= 0:
+                raise RecipeError(f"ddp.{name} is {value:g}; it must be above 0.")
         self._env: DistributedEnv | None = None
         self._inner: nn.Module | None = None
         self._model: Synchronised | None = None
