@@ -68,7 +68,7 @@ class Core(Plugin):
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
         env = trainer.env
-        return loader if env.shares == 1 else SharedLoader(loader, env.share, env.shares, stage)
+        return loader if env.shares == 1 else SharedLoader(loader, env.share, env.shares, stage, env.agree)
 
     @default
     def forge_build_optimizers(self, trainer: Trainer) -> Optimizers:

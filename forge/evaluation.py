@@ -38,7 +38,7 @@ def run(trainer: Trainer, stage: str) -> Any:
                     count(means, prefix, output, 0 if step.borrowed else trainer.task.num_items(raw), step)
         if stage == "predict":
             return _from_all_ranks(trainer, outputs)
-        ending = trainer.task.evaluation_end(stage) if trainer.env.is_main else {}
+        ending = trainer.task.evaluation_end(stage)
     return {**means.read().result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
 
 
@@ -119,7 +119,7 @@ def _from_all_ranks(trainer: Trainer, outputs: list[Any]) -> list[Any]:
 
 
 def _from_first_rank(trainer: Trainer, ending: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that rank 0 alone computed are known to all, because schedules and plugins may go by them."""
+    """Rank 0's numbers count on all ranks, because schedules and plugins may go by them."""
     numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
     return {**ending, **trainer.env.broadcast(numbers)}
 

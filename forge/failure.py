@@ -19,6 +19,14 @@ HINTS = {
     "inference tensor": (
         "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
     ),
+    "expected more than 1 value per channel": (
+        "BatchNorm needs two samples or more, and this batch, or this rank's share of it, has one: often the last one "
+        "of an epoch. Use drop_last=True, or another batch size."
+    ),
+    "expected to have finished reduction in the prior iteration": (
+        "Some parameters took no part in the last step, so their gradients never came. Set ddp.find_unused=true, or "
+        "freeze them."
+    ),
     "device-side assert": (
         "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."
     ),

@@ -270,6 +270,11 @@ class PendingMeans:
             self._arrived.record()
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self._names
+
+    @property
     def here(self) -> bool:
         """Whether the values are on the host already."""
         return not isinstance(self._packed, Tensor)

@@ -188,7 +188,7 @@ class Session:
     def _compare_data(self) -> None:
         from forge.distributed import alike
 
-        alike.refuse_different_lengths(self.trainer)
+        alike.refuse_different_data(self.trainer)
         if self.trainer.verb == "fit":
             alike.tell_shares(self.trainer)
 

@@ -35,6 +35,12 @@ class Signals:
         self._owner = os.getpid()
         self.received: signal.Signals | None = None
         self._at: float | None = None
+        self._agreed = False
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether a signal ends this fit; on several ranks only once all of them have agreed on it."""
+        return self.received is not None and (self._agreed or self._trainer.env.world == 1)
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -69,8 +75,8 @@ class Signals:
 
     def heard(self, request: Request | None) -> None:
         """A stop was agreed on: where another rank got the signal, this one leaves in the same way."""
-        if request is not None and request.asker == "signal" and self.received is None:
-            self.received = signal.Signals[request.reason]
+        if request is not None and request.asker == "signal":
+            self.received, self._agreed = self.received or signal.Signals[request.reason], True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a forked helper process: the main one decides

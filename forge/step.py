@@ -201,8 +201,7 @@ class Step:
     def closure(self) -> Callable[[], Tensor]:
         """What a closure optimizer calls: the window again, through all gradient phases. The first call is free: its
         gradients are there already."""
-        assert self.loss is not None
-        first = [self.loss]
+        first = [self._whole_loss()]
 
         def evaluate() -> Tensor:
             if first:
@@ -213,10 +212,15 @@ class Step:
             self._record = False
             self.gradient_phases()
             self._record = recorded
-            assert self.loss is not None
-            return self.loss
+            return self._whole_loss()
 
         return evaluate
+
+    def _whole_loss(self) -> Tensor:
+        """The window's loss over all ranks: a line search must decide the same on each of them."""
+        assert self.loss is not None
+        env = self.trainer.env
+        return self.loss if env.world == 1 else env.sum(self.loss) / env.world
 
 
 def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Tensor] | None]:

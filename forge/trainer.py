@@ -37,7 +37,7 @@ from forge.data.feed import Feed, batch_size, count_samples
 from forge.data.share import Portion
 from forge.dispatch import Hooks, Instrument
 from forge.env import Env
-from forge.errors import ForgeError, StackError, did_you_mean
+from forge.errors import DataError, ForgeError, StackError, did_you_mean
 from forge.metrics import Means, PendingMeans, publishable
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
@@ -233,9 +233,9 @@ class Trainer:
             self._signals = signals
             self._validates = "val" in self.loaders
             stop_reason = self._train()
-            if signals.received is None or self._end is not None:
+            if not signals.interrupts or self._end is not None:
                 self._finish()
-            if signals.received is not None:
+            if signals.interrupts:
                 raise signals.interruption(self._is_saved())
         numbers = {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
@@ -400,6 +400,8 @@ class Trainer:
             refuse_different_windows(self.env, len(portions), ends_epoch)
         batches, samples = [portion.batch for portion in portions], sum(portion.total for portion in portions)
         if not self.weighs_by_itself:
+            for portion in portions:
+                _refuse_other_size(portion)
             return batches, [portion.samples for portion in portions], samples, samples
         env = self.env
         items = [self.task.num_items(portion.batch) if portion.samples else 0 for portion in portions]
@@ -451,6 +453,8 @@ class Trainer:
         if self.means.empty and self.env.world == 1:
             return
         pending = self.means.read()
+        if pending.empty:
+            return
         if not tell:
             self.metrics |= {**pending.result(), **(rates or {})}
             return
@@ -548,6 +552,17 @@ def _stack_plugins(recipe: Recipe | None, given: Plugins | None) -> list[Plugin]
     own = make_plugins(given)
     names = {plugin.name for plugin in own}
     return [plugin for plugin in make_plugins(base) if plugin.name not in names] + own
+
+
+def _refuse_other_size(portion: Portion) -> None:
+    """What counts on several ranks is known by arithmetic, so a batch must have as many samples as were read for it."""
+    size = batch_size(portion.batch)
+    if size is not None and portion.samples and size != portion.samples:
+        raise DataError(
+            f"A batch of {portion.samples} samples came out of its collate_fn with {size}: on several ranks forge "
+            "cannot tell how the others' count. Say it yourself: define num_items(batch) on the task, as in "
+            "`return len(batch[0])`."
+        )
 
 
 def _at_least(name: str, value: Any, least: int) -> Any:

@@ -17,14 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 import forge
 from forge.data import Loader, TensorLoader
 from forge.data.share import cut
 from forge.errors import DataError, RecipeError
 from forge.testing import TinyGAN, TinyTask, tiny_batches
-from forge_plugins import AMP, DDP, EMA, SAM, Accumulate, Clip, Freeze, Remat, Schedule
+from forge_plugins import AMP, DDP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Remat, Schedule
 from tests.lasting_ranks import ranks
 
 SIZES = (8, 8, 8, 8, 5, 1)
@@ -56,6 +63,13 @@ class Weighs(Plain):
 
     def num_items(self, batch: Any) -> int:
         return int((batch[1] == 0).sum())
+
+
+class Searches(Plain):
+    """An optimizer that decides by the loss how often to look."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
 
 
 class PlainGAN(TinyGAN):
@@ -100,6 +114,7 @@ def stacks() -> dict[str, Any]:
         "items": lambda: (Weighs(), [Accumulate(2)]),
         "sam": lambda: (Plain(), [SAM(0.05), Accumulate(2)]),
         "two optimizers": lambda: (PlainGAN().double(), [Accumulate(2), Clip(0.5)]),
+        "line search": lambda: (Searches(), []),
         "thaw": lambda: (Plain(), [Freeze("net.0", thaw="1 epoch")]),
     }
 
@@ -112,8 +127,9 @@ def each_stack() -> dict[str, Any]:
 def test_several_ranks_train_what_one_process_trains(count: int) -> None:
     alone, together = each_stack(), ranks(count)(each_stack)
     for name in stacks():
+        tolerance = 1e-9 if name == "line search" else EXACT  # it decides by sums, and so makes more of their last bits
         for rank in together:
-            close(rank[name], alone[name])
+            close(rank[name], alone[name], tolerance)
         assert all(
             torch.equal(value, rank[name]["weights"][key])
             for rank in together
@@ -304,6 +320,45 @@ def with_other_metrics() -> None:
     train(LogsByRank(), [])
 
 
+class OwnOrder:
+    """Draws its order from the process's random numbers."""
+
+    def __iter__(self) -> Any:
+        batches = wide()
+        return iter([batches[i] for i in torch.randperm(4).tolist()])
+
+    def __len__(self) -> int:
+        return 4
+
+
+def with_an_order_of_its_own() -> None:
+    train(Plain(), [], OwnOrder(), allow_inexact=True)
+
+
+def with_another_seed() -> None:
+    data = TensorLoader(torch.zeros(8, 6).double(), torch.zeros(8).long(), batch_size=4, seed=int(os.environ["RANK"]))
+    train(Plain(), [], data)
+
+
+def with_another_split() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(Subset(numbers, [0, 1, 2, 3 + int(os.environ["RANK"])]), 2))
+
+
+def drops(samples: list[Any]) -> Any:
+    return default_collate(samples[1:])
+
+
+def with_a_collate_that_drops() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(numbers, 4, collate_fn=drops))
+
+
+def with_ready_batches() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(numbers, None))
+
+
 def with_another_model() -> None:
     task = Plain()
     if os.environ["RANK"] == "1":
@@ -328,6 +383,11 @@ def with_streams_of_different_lengths() -> None:
             "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
         ),
         (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
+        (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives other batches on another rank"),
+        (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
+        (with_another_split, "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0"),
+        (with_a_collate_that_drops, "DataError: A batch of 2 samples came out of its collate_fn with 1"),
+        (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
         (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
         (with_streams_of_different_lengths, "DataError: The ranks disagree on the number of batches: rank 0 has 1"),
     ],
@@ -379,6 +439,66 @@ def test_a_signal_that_one_rank_sees_has_all_ranks_save_and_leave_at_the_same_up
     assert left[0] == left[1]
     assert left[0][0] == 85
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("update-*"))] == [f"update-{left[0][1]:08d}"]
+
+
+def stop_and_signal() -> dict[str, Any]:
+    @forge.on("boundary")
+    def ask(trainer: forge.Trainer, step: forge.Step) -> None:
+        if step.index == 4:
+            if trainer.env.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            trainer.request_stop("enough", everywhere=True)
+
+    return train(Plain(), [ask], max_epochs=100, log_every=50)
+
+
+def test_a_signal_to_one_rank_as_all_stop_does_not_part_them() -> None:
+    stopped = ranks(2)(stop_and_signal)
+    assert [rank["updates"] for rank in stopped] == [5, 5]
+
+
+class Counts(Plain):
+    """Counts samples in a validation, over all ranks."""
+
+    def on_all(self) -> int:
+        assert self.trainer is not None
+        return sum(self.trainer.env.gather(self.seen))
+
+    def validation_step(self, batch: Any) -> Any:
+        self.seen = getattr(self, "seen", 0) + len(batch[1])
+        return super().training_step(batch)
+
+    def evaluation_end(self, stage: str) -> dict[str, float]:
+        seen, self.seen = self.on_all(), 0
+        return {"seen": float(seen)}
+
+
+def counts() -> dict[str, Any]:
+    data = [(x, y) for x, y in wide(1, (8, 6, 4))]
+    trainer = forge.Trainer(plugins=[DDP()], device="cpu")
+    return trainer.validate(Counts(), data)
+
+
+def test_what_a_task_keeps_during_a_validation_can_be_gathered_at_its_end() -> None:
+    assert [rank["val/seen"] for rank in ranks(2)(counts)] == [18.0, 18.0]
+
+
+class Averaged(TinyTask):
+    """With BatchNorm, whose statistics are estimated for an average; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+        self.double()
+
+
+def averaged() -> dict[str, float]:
+    return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
+
+
+def test_batch_statistics_are_estimated_for_an_average_on_several_ranks_too() -> None:
+    first, second = ranks(2)(averaged)
+    assert first == second
+    assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
 
 
 def draw() -> list[float]:

@@ -114,6 +114,11 @@ class Loader(OwnSeed):
 
     def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
         """One share of every batch from here on; the samples of other shares are not read."""
+        if self.batch_size is None:
+            raise DataError(
+                f"forge.data.Loader with batch_size=None gives what {type(self.dataset).__name__} gives, which forge "
+                "cannot divide among ranks. Give a batch_size, or a list of batches."
+            )
         plan, ranges = self._begin()
         ahead, ranges = itertools.tee(ranges)
         batches = self._fetch(plan, (cut(begin, end, share, shares)[:2] for begin, end in ahead))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.feed import batch_size
 from forge.errors import DataError
+
+Agree = Callable[[Sequence[int]], list[int]]
+"""The largest of each number over all ranks: `env.agree`."""
 
 
 class Portion(NamedTuple):
@@ -73,9 +77,10 @@ class SharedLoader:
     rank and cut.
     """
 
-    def __init__(self, loader: Any, share: int, shares: int, stage: str):
+    def __init__(self, loader: Any, share: int, shares: int, stage: str, agree: Agree | None = None):
         _refuse_divided(loader, stage)
         self.loader, self.share, self.shares, self.stage = loader, share, shares, stage
+        self._agree = agree
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -91,8 +96,10 @@ class SharedLoader:
         return getattr(self.loader, name)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Portion]:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             size = batch_size(batch)
+            if number == 0 and self._agree is not None:
+                self._refuse_another_order(batch, self._agree)
             if not size:
                 raise DataError(
                     f"The {self.stage} loader gives a {type(batch).__name__}, which cannot be divided among "
@@ -100,6 +107,28 @@ class SharedLoader:
                 )
             place = cut(0, size, self.share, self.shares)
             yield Portion(_part(batch, place, size), place.samples, size)
+
+    def _refuse_another_order(self, batch: Any, agree: Agree) -> None:
+        """A loader that draws its order from the process's own random numbers gives each rank another one."""
+        word = _digest(batch)
+        most = agree([word, -word])
+        if most[0] != -most[1]:
+            given = getattr(self.loader, "loader", self.loader)
+            raise DataError(
+                f"The {self.stage} loader {type(given).__name__} gives other batches on another rank: it draws "
+                "its order from random numbers, of which every rank has its own. Use forge.data.Loader(shuffle=True), "
+                "or draw from a generator that is seeded with the epoch."
+            )
+
+
+def _digest(batch: Any) -> int:
+    """A number for the first tensor of a batch: another one has another."""
+    if isinstance(batch, torch.Tensor):
+        plain = torch.view_as_real(batch) if batch.is_complex() else batch
+        raw = plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return int.from_bytes(hashlib.sha256(raw).digest()[:7])
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for part in parts if (found := _digest(part))), 0)
 
 
 def _part(value: Any, place: Cut, size: int) -> Any:

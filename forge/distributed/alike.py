@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Subset
 
 from forge.data.feed import length_of
+from forge.data.order import digest
 from forge.errors import DataError, TaskError
+from forge.state.fingerprint import differences
 
 if TYPE_CHECKING:
     from forge.env import Env
@@ -30,19 +34,39 @@ def refuse_different_models(trainer: Trainer) -> None:
             )
 
 
-def refuse_different_lengths(trainer: Trainer) -> None:
-    """Compare the number of batches of every loader over all ranks."""
+def refuse_different_data(trainer: Trainer) -> None:
+    """Compare the number of batches of every loader over all ranks, and what decides their order."""
     named = {(stage, name): loader for stage, each in trainer.loaders.items() for name, loader in each.items()}
     lengths = {stage if name is None else f"{stage}/{name}": length_of(x) for (stage, name), x in named.items()}
-    by_rank = trainer.env.gather(lengths)
+    orders = {stage: _order(loader) for stage, loader in zip(lengths, named.values(), strict=True)}
+    by_rank = trainer.env.gather((lengths, orders))
     for stage in lengths:
-        counts = [rank.get(stage) for rank in by_rank]
+        counts = [theirs.get(stage) for theirs, _ in by_rank]
         if len(set(counts)) > 1:
             told = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
             raise DataError(
                 f"The ranks disagree on the number of {stage} batches: {told}. Give every rank the same loader of "
                 "global batches; forge takes each rank's share of them."
             )
+        for rank, (_, theirs) in enumerate(by_rank):
+            odd = [name for name, _, _ in differences(by_rank[0][1][stage], theirs[stage])]
+            if odd:
+                raise DataError(
+                    f"The {stage} data of rank {rank} are not those of rank 0: they differ in {', '.join(odd)}. Every "
+                    "rank needs the same data in the same order (the same seed, the same split); forge takes each "
+                    "rank's share of it."
+                )
+
+
+def _order(loader: Any) -> dict[str, Any]:
+    """What decides which samples a loader gives, and when, as far as it can be told."""
+    tell = getattr(loader, "fingerprint", None)
+    told: dict[str, Any] = dict(tell()) if tell is not None else {}
+    dataset, depth = getattr(loader, "dataset", None), 0
+    while isinstance(dataset, Subset):
+        told[f"subset {depth}"] = digest(torch.as_tensor(list(dataset.indices), dtype=torch.int64))
+        dataset, depth = dataset.dataset, depth + 1
+    return told
 
 
 def refuse_different_windows(env: Env, batches: int, ends_epoch: bool) -> None:

@@ -14,6 +14,7 @@ import forge
 from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import set_epoch
 from forge.data.seeds import seeded
+from forge.data.share import Portion
 from forge.keeping import kept_buffers, uncompiled
 
 
@@ -67,14 +68,26 @@ def estimate(
                 module.momentum = None  # the mean of all batches instead of the last few
             set_epoch(loader, 0)
             for raw in itertools.islice(loader, limit):
+                if isinstance(raw, Portion):
+                    if not raw.samples:  # borrowed from another rank, which counts it
+                        continue
+                    raw = raw.batch
                 _forward(trainer, raw)
                 seen += 1
-            found = [(buffer, buffer.clone()) for buffer in moving]
+            found = [(buffer, _over_ranks(trainer, buffer, seen)) for buffer in moving]
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum
         trainer.means.back_to(means)
     return seen, found
+
+
+def _over_ranks(trainer: forge.Trainer, value: Tensor, seen: int) -> Tensor:
+    """The mean over all ranks, each by the batches that it saw."""
+    if trainer.env.world == 1:
+        return value.clone()
+    weight = torch.tensor(float(seen), device=value.device)
+    return trainer.env.sum(value * weight) / trainer.env.sum(weight)
 
 
 def _forward(trainer: forge.Trainer, raw: Any) -> None:

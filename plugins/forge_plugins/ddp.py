@@ -120,8 +120,12 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
-        if self._model is not None and len(step.window) > 1 and step.trainer.env.world > 1:
-            self._model.require_backward_grad_sync = step.micro == len(step.window) - 1
+        model, trainer = self._model, step.trainer
+        if model is not None and trainer.env.world > 1:
+            # gradients travel with the window's last micro-batch; a forward outside of the step has none
+            sync = step.micro == len(step.window) - 1 and step is trainer.step
+            if model.require_backward_grad_sync is not sync:
+                model.require_backward_grad_sync = sync
         return (yield)
 
     @forge.hookimpl
