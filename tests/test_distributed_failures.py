@@ -379,3 +379,11 @@ def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
         thread.join()
     assert "test_a_dump_is_plain_data" in " ".join(dump["main"])
     assert "waiter" in dump["others"]
+
+
+def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
+    def rank(latest: str) -> dict[str, Any]:
+        return {"main": [], "others": {}, "groups": {"control": {"number": 4, "latest": latest}}, "recorded": []}
+
+    text = report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
+    assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text

@@ -82,6 +82,9 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
                 f"{_ranks(waiting)} {_is_are(waiting)} in it, {_ranks(behind)} came no further than number "
                 f"{', '.join(str(inside[rank]['number']) for rank in behind)}."
             )
+        elif len({group["latest"] for group in inside.values()}) > 1:
+            told = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
+            lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {told}.")
     return lines or ["All ranks have begun the same collectives: none is missing. Their stacks say where they are."]
 
 

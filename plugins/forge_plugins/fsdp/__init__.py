@@ -183,7 +183,7 @@ class FSDP(forge.Plugin):
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
         shards = env.shares // self.config.replicate
-        if not blocks:
+        if not blocks and env.is_main:
             logger.warning(
                 "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or by "
                 "name: fsdp.blocks=...",

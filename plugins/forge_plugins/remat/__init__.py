@@ -94,7 +94,8 @@ class Remat(forge.Plugin):
         task, patterns = trainer.task, as_list(self.config.modules)
         self._blocks = chosen(task, patterns, "remat.modules") if patterns else repeated(task)
         if not self._blocks:
-            logger.warning(
+            logger.log(
+                logging.WARNING if trainer.env.is_main else logging.DEBUG,
                 "remat does nothing: %s repeats no blocks. Name some, by class or by name: remat.modules=%s",
                 type(task).__name__,
                 _example(task),
