@@ -226,10 +226,7 @@ class Trainer:
         """
         if self.max_epochs is None and self.max_updates is None:
             raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
-        with (
-            Signals(self) as signals,
-            Session(self, "fit", task, {"train": train, "val": val}, weights),
-        ):
+        with Signals(self) as signals, Session(self, "fit", task, {"train": train, "val": val}, weights):
             self._signals = signals
             self._validates = "val" in self.loaders
             stop_reason = self._train()
