@@ -327,7 +327,10 @@ class TestWorkers:
         loader = Loader(numbers(40), 1, num_workers=1)
         taken = iter(loader)
         next(taken)
-        worker: Any = loader.loader._iterator._workers[0]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        batches: Any = loader.loader._iterator
+        worker: Any = batches._workers[0]
+        while batches._worker_result_queue.qsize() < 2:  # busy, it may hold a lock of torch's, which waits for it then
+            time.sleep(0.01)
         worker.kill()
         worker.join()
         for _ in range(1000):  # torch's handler would raise somewhere here
