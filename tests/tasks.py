@@ -10,6 +10,19 @@ from torch import nn
 
 import forge
 from forge.env import Env
+from forge.testing import TinyGAN
+
+
+class PlainGAN(TinyGAN):
+    """Noise that is a function of the batch, so that it does not depend on the rank."""
+
+    def training_step(self, batch: Any, name: str) -> dict[str, torch.Tensor]:
+        real = batch[0]
+        fake = self.generator(real[:, :4].contiguous())
+        if name == "generator":
+            return {"loss": F.softplus(-self.discriminator(fake)).mean()}
+        right = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+        return {"loss": right / 2}
 
 
 class Classifier(forge.TaskModule):

@@ -137,8 +137,15 @@ def test_weights_drawn_on_the_host_are_those_of_a_task_made_in_full() -> None:
 
 @pytest.mark.parametrize("policy", ["stop", "rewind"])
 def test_nothing_waits_for_the_device(policy: Any, syncs_are_errors: forge.Plugin) -> None:
-    plugins = [Accumulate(2), Clip(0.5), EMA(0.9), Guard(policy), FSDP(), syncs_are_errors]
+    modes: list[int] = []
+
+    @forge.on("step_end")
+    def look(step: forge.Step) -> None:
+        modes.append(torch.cuda.get_sync_debug_mode())
+
+    plugins = [Accumulate(2), Clip(0.5), EMA(0.9), Guard(policy), FSDP(), look, syncs_are_errors]
     train(plugins, log_every=1000, validate_every=None, max_epochs=1)
+    assert modes == [0] + [2] * 5  # 2 is "error": from the second update on every wait would have raised
 
 
 def test_what_is_not_finite_stops_the_run_and_leaves_the_weights() -> None:

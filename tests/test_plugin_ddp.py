@@ -30,9 +30,10 @@ import forge
 from forge.data import Loader, TensorLoader
 from forge.data.share import cut
 from forge.errors import DataError, RecipeError
-from forge.testing import TinyGAN, TinyTask, tiny_batches
+from forge.testing import TinyTask, tiny_batches
 from forge_plugins import AMP, DDP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Remat, Schedule
 from tests.lasting_ranks import ranks
+from tests.tasks import PlainGAN
 
 SIZES = (8, 8, 8, 8, 5, 1)
 """Five samples on four ranks are uneven; one sample leaves all but one rank without any."""
@@ -70,18 +71,6 @@ class Searches(Plain):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-
-
-class PlainGAN(TinyGAN):
-    """Noise that is a function of the batch, so that it does not depend on the rank."""
-
-    def training_step(self, batch: Any, name: str) -> dict[str, Tensor]:
-        real = batch[0]
-        fake = self.generator(real[:, :4].contiguous())
-        if name == "generator":
-            return {"loss": F.softplus(-self.discriminator(fake)).mean()}
-        right = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-        return {"loss": right / 2}
 
 
 def wide(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[Any]:

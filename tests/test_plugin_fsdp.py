@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 import forge
 from forge import optimizer_state
 from forge.errors import NonFiniteError, PeerFailed, RecipeError, StackError, TaskError
-from forge.testing import TinyGAN, tiny_batches
+from forge.testing import tiny_batches
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Compile, Freeze, Guard, Remat, Schedule
 from forge_plugins.fsdp import FSDP
 from forge_plugins.fsdp.blocks import blocks_of
 from tests.lasting_ranks import ranks
+from tests.tasks import PlainGAN
 
 SIZES = (8, 8, 8, 8, 5, 1)
 """Five samples on four ranks are uneven; one sample leaves all but one rank without any."""
@@ -71,18 +72,6 @@ class Deep(forge.TaskModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr / 10)
-
-
-class PlainGAN(TinyGAN):
-    """Noise that is a function of the batch, so that it does not depend on the rank."""
-
-    def training_step(self, batch: Any, name: str) -> dict[str, Tensor]:
-        real = batch[0]
-        fake = self.generator(real[:, :4].contiguous())
-        if name == "generator":
-            return {"loss": F.softplus(-self.discriminator(fake)).mean()}
-        right = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-        return {"loss": right / 2}
 
 
 class Tied(Deep):
