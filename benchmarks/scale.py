@@ -195,16 +195,11 @@ def _share(batch: Batch) -> Batch:
 def ddp_by_hand(batches: Batches) -> Weights:
     network = _network()
     model = DistributedDataParallel(network, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    for index, batch in enumerate(batches, 1):
-        last = index % WINDOW == 0
+
+    def exchange(last: bool) -> None:
         model.require_backward_grad_sync = last  # what `no_sync` sets
-        (_loss(model, _share(batch)) / WINDOW).backward()
-        if last:
-            clip_grad_norm_(network.parameters(), MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-    return _whole(network)
+
+    return _train(model, network, batches, exchange)
 
 
 def fsdp_by_hand(batches: Batches) -> Weights:
@@ -212,11 +207,19 @@ def fsdp_by_hand(batches: Batches) -> Weights:
     for block in network.blocks.layers:
         fully_shard(block)
     model: Any = fully_shard(network)
+
+    def exchange(last: bool) -> None:
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+    return _train(model, network, batches, exchange)
+
+
+def _train(model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None]) -> Weights:
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     for index, batch in enumerate(batches, 1):
         last = index % WINDOW == 0
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+        exchange(last)
         (_loss(model, _share(batch)) / WINDOW).backward()
         if last:
             clip_grad_norm_(network.parameters(), MAX_NORM)
