@@ -42,6 +42,10 @@ class DeterminismError(ForgeError):
     """Only deterministic algorithms are allowed, and an operation has none."""
 
 
+class KernelError(ForgeError):
+    """An operator of forge.kernels was given arguments that make no sense together."""
+
+
 class Interrupted(SystemExit):
     """A signal ended a fit and its state was saved. Left alone it ends the process with exit code 85: resume me."""
 

@@ -30,6 +30,9 @@ settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in its interpreter
+
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
 

@@ -1,0 +1,48 @@
+"""swiglu and geglu against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge.errors import KernelError
+from forge.kernels.glu import GEGLU, SWIGLU, swiglu
+from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+
+both = pytest.mark.parametrize("kernel", [SWIGLU, GEGLU], ids=lambda kernel: kernel.name)
+shapes = st.lists(st.integers(0, 40), min_size=1, max_size=3)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def pair(shape, dtype, scale=1.0):
+    return [(torch.randn(shape, device=DEVICE) * scale).to(dtype).requires_grad_() for _ in range(2)]
+
+
+@both
+@given(shape=shapes, dtype=dtypes, scale=st.sampled_from([0.1, 1.0, 30.0]))
+def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale):
+    check_against_reference(kernel, pair(shape, dtype, scale))
+
+
+@both
+def test_strides_do_not_matter(kernel):
+    whole = torch.randn(33, 2, 20, device=DEVICE).transpose(0, 2).requires_grad_()
+    check_against_reference(kernel, [whole[:, 0], whole[:, 1].detach().requires_grad_()])
+
+
+@both
+def test_compiles_whole(kernel):
+    check_compiles_whole(kernel, pair((3, 100), torch.float32))
+
+
+def test_the_operator_is_registered_as_torch_asks():
+    from forge.kernels.triton.glu import glu
+
+    torch.library.opcheck(glu, (*pair((3, 5), torch.float32), 0))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(KernelError, match=r"same shape.*\(3, 5\).*\(5, 3\)"):
+        swiglu(torch.ones(3, 5, device=DEVICE), torch.ones(5, 3, device=DEVICE))
