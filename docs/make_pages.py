@@ -14,7 +14,7 @@ from forge.cli import page
 
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
-    "Speed and memory": ["amp", "compile", "remat", "prefetch"],
+    "Speed and memory": ["amp", "compile", "cuda_graph", "kernels", "remat", "prefetch"],
     "Many processes": ["ddp", "fsdp", "tensor_parallel"],
     "Training": ["accumulate", "clip", "schedule", "ema", "swa", "sam", "freeze", "early_stop"],
     "Safety": ["checkpoint", "guard", "anomaly"],

@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -93,6 +93,7 @@ class Means:
         self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
+        self._settle: Callable[[], None] | None = None
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
         """Count `value` in the mean of `name`."""
@@ -125,16 +126,32 @@ class Means:
                 sums[1] += mass
 
     def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
+        self.settle()
         for name, value in metrics.items():
-            values, weights = self._kept.setdefault(prefix + name, ([], []))
-            values.append(_detached(prefix + name, value) if isinstance(value, Tensor) else float(value))
-            weights.append(weight)
-            if len(values) >= FOLD_AFTER:
-                total, mass = self._reduce(values, weights)
-                self._kept[prefix + name] = ([total / mass], [mass])
+            self.keep(prefix + name, _detached(prefix + name, value) if isinstance(value, Tensor) else value, weight)
+
+    def keep(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
+        """On an accelerator: count a value that nobody will change any more."""
+        values, weights = self._kept.setdefault(name, ([], []))
+        values.append(value if isinstance(value, Tensor) else float(value))
+        weights.append(weight)
+        if len(values) >= FOLD_AFTER:
+            total, mass = self._reduce(values, weights)
+            self._kept[name] = ([total / mass], [mass])
+
+    def settle_with(self, settle: Callable[[], None] | None) -> None:
+        """Call this before anything is looked at or counted: it hands over, by `keep`, what a replayed step has written
+        down on the device meanwhile."""
+        self._settle = settle
+
+    def settle(self) -> None:
+        """Have all there is handed over."""
+        if self._settle is not None:
+            self._settle()
 
     @property
     def empty(self) -> bool:
+        self.settle()
         return not self._sums and not self._kept
 
     def total(self, name: str) -> float:
@@ -144,16 +161,19 @@ class Means:
 
     def latest(self, name: str, count: int) -> list[Tensor | float]:
         """On an accelerator: the last `count` values of `name`, not read; what was folded together is one value."""
+        self.settle()
         return self._kept[name][0][-count:] if name in self._kept else []
 
     def mark(self) -> Mapping[str, Any]:
         """Where counting stands now, for `back_to`; cheap enough for every window."""
+        self.settle()
         if self.on_host:
             return {name: list(pair) for name, pair in self._sums.items()}
         return {name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}
 
     def back_to(self, mark: Mapping[str, Any]) -> None:
         """Forget what was counted since `mark`; nothing may have been read in between."""
+        self.settle()
         if self.on_host:
             self._sums = dict(mark)
         else:
@@ -164,6 +184,7 @@ class Means:
 
         On several ranks they are the means over all of them, and all of them must ask.
         """
+        self.settle()
         if self._env is not None:
             return self._read_together(self._env)
         if self.on_host:
@@ -188,11 +209,13 @@ class Means:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
+        self.settle()
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
         return {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a state; one from another kind of device is turned into this one's."""
+        self.settle()
         if "by_rank" in state:
             self._load_by_rank(state["by_rank"])
             return

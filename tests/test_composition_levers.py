@@ -41,6 +41,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 """Levers, with the options that they are drawn with."""
 OBSERVERS: dict[str, dict[str, Any]] = {
     "anomaly": {},
+    "cuda_graph": {},
     "jsonl": {},
     "ledger": {},
     "monitor": {"every": "2 updates", "histograms": True},
@@ -51,7 +52,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "throughput": {},
     "guard": {},
 }
-"""What only looks, guard among them: with finite numbers it changes nothing."""
+"""What only looks, guard among them: with finite numbers it changes nothing; nor does cuda_graph off CUDA."""
 EPOCHS, SEED, MOST_UPDATES = 3, 7, 30
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -75,8 +76,9 @@ def made(stack: Stack) -> list[forge.Plugin]:
 def clashes(stack: Stack) -> list[tuple[str, str]]:
     """Pairs of plugins in a stack that cannot stand together."""
     there = dict(stack)
-    found = [("amp", "sam")] if there.get("amp", {}).get("dtype") == "fp16" and "sam" in there else []
-    return [*found, *([("ema", "swa")] if {"ema", "swa"} <= there.keys() else [])]
+    scaled = there.get("amp", {}).get("dtype") == "fp16"
+    pairs = [("ema", "swa"), ("cuda_graph", "sam"), *([("amp", "sam"), ("amp", "cuda_graph")] if scaled else [])]
+    return [pair for pair in pairs if set(pair) <= there.keys()]
 
 
 def trained(stack: Stack, data: Any, folder: Path, task: Net, **options: Any) -> forge.FitResult:

@@ -313,13 +313,17 @@ class HostFlag(Flag):
     """The device's flag in host memory; what was sent arrives when it is asked for."""
 
     def __init__(self) -> None:
-        self.value, self._one, self._here = torch.zeros(()), torch.ones(()), torch.zeros(())
+        self._both, self._one, self._here = torch.zeros(2), torch.ones(()), torch.zeros(2)
+        self.value, self._loss = self._both
 
     def send(self) -> None:
-        self._here.copy_(self.value)
+        self._here.copy_(self._both)
+
+    def is_heard_now(self) -> bool:
+        return True
 
     def arrived(self) -> bool:
-        return bool(self._here.item())
+        return bool(self._here[0].item())
 
 
 class LateGuard(Guard):

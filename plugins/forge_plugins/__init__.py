@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
+    from forge_plugins.cuda_graph import CudaGraph
     from forge_plugins.ddp import DDP
     from forge_plugins.early_stop import EarlyStop
     from forge_plugins.ema import EMA
@@ -50,6 +51,7 @@ __all__ = [
     "Checkpoint",
     "Clip",
     "Compile",
+    "CudaGraph",
     "EarlyStop",
     "Freeze",
     "Guard",

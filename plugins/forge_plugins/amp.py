@@ -89,7 +89,7 @@ class AMP(forge.Plugin):
 
     def _take(self, dtype: str) -> None:
         """Decide for a type, and so for what this instance owns: nothing with bf16."""
-        self.dtype = dtype
+        self.dtype, self.capturable = dtype, dtype == "bf16"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
             if dtype == "fp16":

@@ -90,6 +90,8 @@ class Guard(forge.Plugin):
         self._skipped, self._rewinds, self._bad_turn = 0, 0, False
         self._in_a_row: dict[str, int] = {}
         self._held: list[Tensor] | None = None
+        self._plain: list[float] = []
+        "Losses of the last update that are plain numbers, no tensors."
         self._sharded = self._together = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class Guard(forge.Plugin):
         # losses differ by rank, and so do gradients that are divided; one rank alone can stop the run, but do no more
         self._together = trainer.env.world > 1 and (self._sharded or self.config.policy != "stop")
         device = trainer.env.device
+        self.capturable = False
         if device.type == "cpu":
             return
         deaf = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
@@ -113,6 +116,7 @@ class Guard(forge.Plugin):
             self._told = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
         if self._told:
             self._flag = Flag(device)
+            self.capturable = self._told == set(trainer.optimizers) and not self._together
         if self.config.policy == "skip":
             logger.info("guard reads the device once per update: %s.", READS["skip"])
         elif owners:
@@ -247,24 +251,38 @@ class Guard(forge.Plugin):
     # -- on a CUDA device, one update late ----------------------------------------------------------------------------
 
     def _look_later(self, step: forge.Step, flag: Flag) -> None:
-        if self._sent is not None and self._sent.index != step.index:
+        """Have the device look, and leave the update out if it must. This may run inside a CUDA graph: what the host
+        has to do comes in forge_step_end then."""
+        if flag.is_heard_now() and self._sent is not None and self._sent.index != step.index:
             self._receive(step, flag)
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
         tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
-        flag.mark(tensors if self._only_loss else [*gradients(step), *tensors])
-        self._sent = Sent(step.index, step.epoch, losses)
+        self._plain += [loss for loss in losses if not isinstance(loss, Tensor)]
+        flag.mark(tensors, [] if self._only_loss else gradients(step))
         if self._together:
-            flag.share(step.trainer.env, self._sent.plain_loss_is_bad)
+            flag.share(step.trainer.env, self._plain_loss_is_bad())
         step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
-        flag.send()
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        if self._flag is None or step.skip_reason is not None:
+            return
+        self._receive(step, self._flag)
+        self._sent, self._plain = Sent(step.index, step.epoch, self._plain_loss_is_bad()), []
+        self._flag.send()
+
+    def _plain_loss_is_bad(self) -> bool:
+        """A loss that is a plain number never passes through the device."""
+        return any(not math.isfinite(loss) for loss in self._plain)
 
     def _receive(self, step: forge.Step, flag: Flag) -> None:
         """Hear of the last update that was looked at, and act."""
         sent, self._sent = self._sent, None
         if sent is None or not (flag.arrived() or sent.plain_loss_is_bad):
             return
-        flag.value.zero_()  # what comes now is stopped or rewound anyhow, and a restored run starts clean
-        self._act(step, Bad(sent.index, sent.epoch, sent.loss_is_bad, None))
+        bad = Bad(sent.index, sent.epoch, sent.plain_loss_is_bad or flag.loss_was_bad(), None)
+        flag.clear()  # what comes now is stopped or rewound anyhow, and a restored run starts clean
+        self._act(step, bad)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
@@ -304,7 +322,8 @@ class Guard(forge.Plugin):
     def _refuse_unheard(self, trainer: forge.Trainer, why: str) -> None:
         sent, flag = self._sent, self._flag
         if sent is not None and flag is not None and (flag.arrived() or sent.plain_loss_is_bad):
-            raise self._error(trainer, Bad(sent.index, sent.epoch, sent.loss_is_bad, None), why)
+            bad_loss = sent.plain_loss_is_bad or flag.loss_was_bad()
+            raise self._error(trainer, Bad(sent.index, sent.epoch, bad_loss, None), why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,35 +349,32 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The last update whose flag is on its way to the host, with its losses."""
+    """The last update whose flag is on its way to the host."""
 
     index: int
     epoch: int
-    losses: list[Tensor | float]
-
-    @property
-    def plain_loss_is_bad(self) -> bool:
-        """A loss that is a plain number never passed through the device."""
-        return any(loss != loss or abs(loss) == float("inf") for loss in self.losses if not isinstance(loss, Tensor))
-
-    @property
-    def loss_is_bad(self) -> bool:
-        tensors = [loss for loss in self.losses if isinstance(loss, Tensor)]
-        return self.plain_loss_is_bad or not all_finite(tensors)
+    plain_loss_is_bad: bool
 
 
 class Flag:
-    """A number on the device that becomes 1 when something is not finite, stays so, and is read without waiting."""
+    """A number on the device that becomes 1 when something is not finite, stays so, and is read without waiting; beside
+    it one for the loss alone."""
 
     def __init__(self, device: torch.device):
-        self.value = torch.zeros((), device=device)
+        self._both = torch.zeros(2, device=device)
+        self.value, self._loss = self._both[0], self._both[1]
         self._one = torch.ones((), device=device)
-        self._here = torch.zeros((), pin_memory=True)
+        self._here = torch.zeros(2, pin_memory=True)
         self._event = torch.cuda.Event()
 
-    def mark(self, tensors: list[Tensor]) -> None:
-        """Set the flag if any entry is NaN or infinite."""
-        mark_bad(tensors, self.value, self._one)
+    def mark(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
+        """Set the flags if any entry is NaN or infinite."""
+        mark_bad([*gradients, *losses], self.value, self._one)
+        mark_bad(losses, self._loss, self._one)
+
+    def clear(self) -> None:
+        """Nothing was found."""
+        self._both.zero_()
 
     def share(self, env: Env, bad: bool) -> None:
         """Take over what any rank has found, without waiting for it."""
@@ -368,13 +384,21 @@ class Flag:
 
     def send(self) -> None:
         """Start the copy to the host."""
-        self._here.copy_(self.value, non_blocking=True)
+        self._here.copy_(self._both, non_blocking=True)
         self._event.record()
+
+    def is_heard_now(self) -> bool:
+        """Whether this is no capture, in which nothing can be waited for."""
+        return not torch.cuda.is_current_stream_capturing()
 
     def arrived(self) -> bool:
         """What was sent; waits for it where it must."""
         self._event.synchronize()
-        return bool(self._here.item())
+        return bool(self._here[0].item())
+
+    def loss_was_bad(self) -> bool:
+        """Of what has arrived: whether it was the loss."""
+        return bool(self._here[1].item())
 
 
 def takes_flag(optimizer: Optimizer, device: torch.device) -> bool:

@@ -91,6 +91,8 @@ class Compile(forge.Plugin):
             raise RecipeError(
                 "compile.blocks is an empty list. Name some modules, or leave it out to compile the whole."
             )
+        if config.mode in CUDA_GRAPHS:
+            self.provides = ("compile", "compiled_graphs")
         if not config.compare:
             self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
         self._begin()

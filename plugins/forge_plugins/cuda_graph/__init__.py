@@ -1,0 +1,244 @@
+"""The whole step in one CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import forge
+from forge.errors import RecipeError, StackError
+from forge.optimizers import Optimizers
+from forge_plugins.cuda_graph import fitness
+from forge_plugins.cuda_graph.audit import reads_of_the_device
+from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
+from forge_plugins.cuda_graph.rates import Rates
+from forge_plugins.cuda_graph.window import Unsuitable, Window
+
+logger = logging.getLogger("forge")
+
+
+class CudaGraph(forge.Plugin):
+    """Run the whole update as one CUDA graph: the host gives one order where it gave a thousand.
+
+    The first `warmup` updates run as always. Then one is captured: forward, backward, the gradients' phases, the
+    optimizer's step and the means for the log, over all micro-batches of a window. From then on every update copies its
+    batch into the graph's memory (from pinned memory, on a stream of its own, while the last replay runs) and replays
+    it. All else stays outside and as it is: learning rates, averages, logs, evaluation, checkpoints. Small models gain
+    most, because they wait for the host; a model that keeps the device busy by itself gains nothing.
+
+    A replay computes what the update would have: the same kernels on the same numbers, so the weights are those of a
+    run without it, bit for bit, and a resumed run ends in the same bits. Two things are done to the optimizer, from the
+    first update on: Adam, AdamW and SGD of torch are made `fused` and `capturable`, and its learning rate is handed
+    over as a float32 number on the device, as torch asks for in a graph.
+
+    A batch of another shape, such as an epoch's last, runs uncaptured, and gets a graph of its own when it comes again,
+    up to `graphs` of them. What acts only now and then (a monitor, a callback with an interval) acts in an uncaptured
+    update. After a rewind or a thaw the step is captured anew. What cannot be captured is named, and the run goes on
+    without: a training step that reads the device (`.item()`, `print`, `if loss > 3`), plugins that do so, several
+    optimizers, several ranks. With `strict` that is an error. What Python does in `training_step` beside the tensors, a
+    counter say, is done once, at the capture; a metric that is no tensor is therefore refused.
+
+    ::
+
+        forge fit quickstart -p cuda_graph trainer.max_epochs=3
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        warmup: int = 3
+        "Updates that run as always before one is captured."
+        graphs: int = 4
+        "Shapes of windows that get a graph of their own; others run uncaptured."
+        strict: bool = False
+        "Stop with an error where a step cannot be captured, instead of going on without."
+
+    config: Config
+    provides = ("step_capture",)
+    capturable = True
+    conflicts = {
+        "grad_scaler": "A loss scaler must read the device to skip an update; use amp.dtype=bf16, which needs none.",
+        "sam": "It decides on the host what it runs twice. Remove one of them.",
+        "compiled_graphs": "Both capture graphs. Set compile.mode=default (or max-autotune-no-cudagraphs): the whole "
+        "step is captured then, compiled.",
+        "strategy": "Steps of several ranks are not captured. Remove one of them.",
+    }
+
+    def __init__(self, *first: int, **values: Any):
+        super().__init__(*first, **values)
+        if self.config.warmup < 2:
+            raise RecipeError(
+                f"cuda_graph.warmup is {self.config.warmup}; it must be at least 2: the first update makes the "
+                "optimizer's state, and the last is looked at for what cannot be captured."
+            )
+        if self.config.graphs < 1:
+            raise RecipeError(f"cuda_graph.graphs is {self.config.graphs}; it must be at least 1.")
+        self._forget()
+
+    def _forget(self) -> None:
+        """What belongs to one run."""
+        self.replayed = 0
+        "Updates that were replayed in the last run."
+        self._off: str | None = None
+        self._rates: Rates | None = None
+        self._drop()
+        self._done, self._seen, self._told = 0, {}, set()
+
+    def _drop(self) -> None:
+        """Let go of every graph, and of their memory; the next update is a warm-up again."""
+        self._graphs: dict[Any, Captured] = {}
+        self._pool: Any = None
+        self._fitness: fitness.Fitness | None = None
+        self._look_again = False
+        self._done, self._seen = 0, {}
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl(wrapper=True)
+    def forge_build_optimizers(self, trainer: forge.Trainer) -> Generator[None, Optimizers, Optimizers]:
+        built = yield
+        self._forget()
+        self._off = fitness.of_the_run(trainer, built)
+        if self._off is None:
+            fitness.make_capturable(built[None])
+        return built
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.verb != "fit":
+            return
+        if self._off is None and trainer.keep_batches:
+            self._off = "the window is run more than once"
+        if self._off is not None:
+            self._give_up(self._off)
+            return
+        self._rates = Rates(trainer.optimizers[None], trainer.env.device)
+
+    @forge.hookimpl
+    def forge_train_step(self, step: forge.Step) -> bool | None:
+        if self._off is not None:
+            return None
+        trainer = step.trainer
+        if self._fitness is None:
+            self._fitness = fitness.Fitness(trainer)
+            reason = self._fitness.of_the_stack()
+            if reason is not None:
+                return self._give_up(reason)
+        elif self._has_changed(self._fitness):
+            self._drop()
+            return None
+        if self._done < self.config.warmup or self._fitness.somebody_is_due(step):
+            return self._run_uncaptured(step)
+        try:
+            window = Window(step, trainer.env.device)
+        except Unsuitable as reason:
+            return self._give_up(str(reason))
+        graph = self._graphs.get(window.key)
+        if graph is None:
+            return self._first_of_its_kind(step, window)
+        self._replay(graph, window, step)
+        return True
+
+    @forge.hookimpl(wrapper=True)
+    def forge_optimizer_step(self) -> Generator[None, Any, Any]:
+        """Captured or not, the optimizer gets its rates as numbers on the device: so all updates are alike."""
+        if self._rates is None:
+            return (yield)
+        with self._rates.in_place():
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        self._look_again = True
+        return (yield)
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if self._rates is not None:
+            done = trainer.progress.update - (trainer.resumed_from or 0)
+            logger.info("cuda_graph: %d of %d updates were replayed.", self.replayed, max(done, self.replayed))
+            trainer.means.settle_with(None)
+        replayed = self.replayed
+        self._forget()
+        self.replayed = replayed
+
+    # -- one update ---------------------------------------------------------------------------------------------------
+
+    def _run_uncaptured(self, step: forge.Step) -> bool | None:
+        """As core does it; the last warm-up is watched for reads of the device, which a capture would not bear."""
+        self._done += 1
+        if self._done != self.config.warmup:
+            return None
+        with reads_of_the_device() as found:
+            step.trainer.core.forge_train_step(step)
+        if found:
+            self._give_up(f"the step reads the device at {found[0]}")
+        return True
+
+    def _first_of_its_kind(self, step: forge.Step, window: Window) -> bool | None:
+        """Another shape: the first one is captured at once, others when they have come before."""
+        seen = self._seen[window.key] = self._seen.get(window.key, 0) + 1
+        if self._graphs and (seen < 2 or len(self._graphs) >= self.config.graphs):
+            self._tell_of_many(window)
+            return None
+        try:
+            graph = self._capture(step, window)
+        except CaptureFailed as failure:
+            return self._give_up(str(failure), failure.__cause__)
+        self._replay(graph, window, step)
+        return True
+
+    def _capture(self, step: forge.Step, window: Window) -> Captured:
+        assert self._rates is not None
+        self._rates.write()
+        graph = Captured(step, window, self._pool)
+        if not self._graphs:
+            logger.info("cuda_graph: from update %d on the step is replayed.", step.index)
+            step.trainer.means.settle_with(self._settle)
+        self._pool = graph.pool
+        self._graphs[window.key] = graph
+        return graph
+
+    def _replay(self, graph: Captured, window: Window, step: forge.Step) -> None:
+        assert self._rates is not None
+        self._rates.write()
+        others = [other for other in self._graphs.values() if other is not graph and other.rows]
+        for other in others:  # values are handed over in the order of their updates
+            other.settle()
+        graph.replay(window, step)
+        step.updated = True
+        self.replayed += 1
+
+    def _settle(self) -> None:
+        for graph in self._graphs.values():
+            if graph.rows:
+                graph.settle()
+
+    # -- what stands in the way ---------------------------------------------------------------------------------------
+
+    def _has_changed(self, known: fitness.Fitness) -> bool:
+        """Whether graphs hold on to what is no more: the model, the set of trained parameters, the optimizer's state
+        after a rewind. Addresses are compared after every evaluation, which may have moved things."""
+        look, self._look_again = self._look_again, False
+        if not self._graphs or not known.is_stale(closely=look):
+            return False
+        self._settle()
+        logger.info("cuda_graph: what is trained has changed; the step will be captured anew.")
+        return True
+
+    def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        """From now on every update runs uncaptured."""
+        self._settle()
+        self._off = reason
+        self._graphs, self._pool = {}, None
+        told = f"cuda_graph: updates run uncaptured, because {reason}."
+        if self.config.strict:
+            raise StackError(f"{told} Mend that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
+        logger.warning(told)
+
+    def _tell_of_many(self, window: Window) -> None:
+        if len(self._seen) > 2 * self.config.graphs and "many" not in self._told:
+            self._told.add("many")
+            text = "cuda_graph: windows come in many shapes (the last: %s); only %d of them get a graph, others run"
+            logger.warning(f"{text} uncaptured. Pad batches to few lengths.", window, self.config.graphs)

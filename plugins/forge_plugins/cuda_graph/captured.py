@@ -1,0 +1,140 @@
+"""One captured update: its graph, the memory it reads from, and the metrics it writes down."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forge
+from forge.metrics import Means
+from forge.places import near
+from forge_plugins.cuda_graph.inputs import Inputs
+from forge_plugins.cuda_graph.window import Window
+
+ROWS, PLACES = 1024, 2**16
+"""Updates whose metrics are kept on the device before they must be handed over, and values in all."""
+
+
+class CaptureFailed(Exception):
+    """Why a step could not be captured."""
+
+
+class Captured:
+    """An update as a CUDA graph. Making it runs nothing on the device; `replay` runs it."""
+
+    def __init__(self, step: forge.Step, window: Window, pool: Any = None):
+        device = step.trainer.env.device
+        self.rows = 0
+        self._means = step.trainer.means
+        self._inputs = Inputs(window.tensors, device)
+        self._columns: list[tuple[str, int | None]] = []
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        # made before the capture: memory that is given out within it is written over in every replay
+        self._table = torch.empty(PLACES, device=device)
+        self._weights: list[list[Any]] = []
+        self._graph = torch.cuda.CUDAGraph()
+        self._record(step, window, pool)
+        self.pool = self._graph.pool()
+
+    def replay(self, window: Window, step: forge.Step) -> None:
+        """Run the update on this window."""
+        if self.rows == len(self._table):
+            self.settle()
+        self._inputs.load(window.tensors)
+        self._graph.replay()
+        self._weights.append(list(step.items))
+        self.rows += 1
+
+    def settle(self) -> None:
+        """Hand over the metrics of all replays so far, as if each had been counted when its update was made."""
+        count, self.rows = self.rows, 0
+        weights, self._weights = self._weights, []
+        if not self._columns:
+            return
+        values = self._table[:count].clone().unbind()
+        self._cursor.zero_()
+        for row, items in zip(values, weights, strict=True):
+            for (name, micro), value in zip(self._columns, row.unbind(), strict=True):
+                self._means.keep(name, value, 1 if micro is None else items[micro])
+
+    # -- the capture --------------------------------------------------------------------------------------------------
+
+    def _record(self, step: forge.Step, window: Window, pool: Any) -> None:
+        trainer = step.trainer
+        given, factors, means = step.window, step._factors, trainer.means
+        means.settle()
+        noted = Noted(trainer.env.device, len(step.window))
+        static = self._inputs.tensors
+        if factors is not None:
+            step._factors = list(static[-1].unbind())
+        step.window, trainer.means = window.with_tensors(static), noted
+        failure: BaseException | None = None
+        try:
+            # other threads (a loader's, a checkpoint's writer) may go on with what they do
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                try:
+                    trainer.core.forge_train_step(step)
+                    self._write_down(noted)
+                except BaseException as error:
+                    failure = error
+                    raise
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise CaptureFailed(_reason(failure or error)) from (failure or error)
+        finally:
+            step.window, step._factors, trainer.means = given, factors, means
+        if step.skip_reason is not None:
+            raise CaptureFailed(f"the update was skipped while it was captured: {step.skip_reason}")
+
+    def _write_down(self, noted: Noted) -> None:
+        """The last act of the graph: this update's metrics become the next row of a table."""
+        frozen = sorted({name for name, value, _ in noted.values if not isinstance(value, Tensor)})
+        if frozen:
+            raise RuntimeError(
+                f"the metric {frozen[0]!r} is a plain number, which a graph would repeat for ever; make it a tensor"
+            )
+        self._columns = [(name, micro) for name, _, micro in noted.values]
+        if not self._columns:
+            return
+        row = torch.stack([value.detach().float().reshape(()) for _, value, _ in noted.values])
+        rows = min(ROWS, PLACES // len(row))
+        self._table = self._table[: rows * len(row)].view(rows, len(row))
+        self._table.index_copy_(0, self._cursor, row[None])
+        self._cursor.add_(1)
+
+
+class Noted(Means):
+    """Stands in for a run's means while a step is captured: what is counted, and for which micro-batch."""
+
+    def __init__(self, device: torch.device, micros: int):
+        super().__init__(device)
+        self.on_host = False
+        self.values: list[tuple[str, Any, int | None]] = []
+        self._micros, self._micro = micros, 0
+
+    def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
+        self._note("", {name: value}, None)
+
+    def add_all(self, prefix: str, metrics: Any, weight: int | Tensor) -> None:
+        self._note(prefix, metrics, self._micro)
+        self._micro += 1
+
+    def _note(self, prefix: str, metrics: Any, micro: int | None) -> None:
+        for name, value in metrics.items():
+            self.values.append((prefix + name, value, micro))
+
+    def latest(self, name: str, count: int) -> list[Tensor | float]:
+        return [value.detach() if isinstance(value, Tensor) else value for n, value, _ in self.values if n == name][
+            -count:
+        ]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, and the last line of the user's code that it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = ("/torch/", "/forge/", "/forge_plugins/", "/pluggy/")
+    own = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in inside)]
+    where = f" at {near(own[-1].filename)}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    return f"it cannot be captured{where}: {str(error).strip().splitlines()[0]}"

@@ -1,0 +1,58 @@
+"""Tensors at fixed addresses, filled while the device is busy with the step before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SLOTS = 2
+"""Batches that may be on their way: one is copied in while another is read."""
+
+
+class Inputs:
+    """The memory that a graph reads its window from.
+
+    A batch in host memory is copied from pinned memory on a side stream into one of two places, while the replay before
+    it runs, and from there into the graph's memory in the order of computing, which takes a few microseconds.
+    """
+
+    def __init__(self, tensors: list[Tensor], device: torch.device):
+        self.device = device
+        self.tensors = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        self._stream = torch.cuda.Stream(device)
+        self._slots: list[Slot] = []
+        self._next = 0
+
+    def load(self, tensors: list[Tensor]) -> None:
+        """Bring these into the graph's memory; nothing is waited for."""
+        if all(tensor.is_cuda for tensor in tensors):
+            torch._foreach_copy_(self.tensors, tensors)
+            return
+        compute = torch.cuda.current_stream(self.device)
+        slot = self._slot()
+        self._stream.wait_event(slot.free)
+        with torch.cuda.stream(self._stream):
+            for there, here in zip(slot.tensors, tensors, strict=True):
+                if here.is_cpu and not here.is_pinned():
+                    here = here.pin_memory()
+                there.copy_(here, non_blocking=True)
+            slot.full.record(self._stream)
+        compute.wait_event(slot.full)
+        torch._foreach_copy_(self.tensors, slot.tensors)
+        slot.free.record(compute)
+
+    def _slot(self) -> Slot:
+        if len(self._slots) < SLOTS:
+            self._slots.append(Slot(self.tensors))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._next = (self._next + 1) % len(self._slots)
+        return self._slots[self._next]
+
+
+class Slot:
+    """A place for one batch, and who waits for whom: it is full when copied in, and free when copied on."""
+
+    def __init__(self, like: list[Tensor]):
+        self.tensors = [torch.empty_like(tensor) for tensor in like]
+        self.full, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.free.record()

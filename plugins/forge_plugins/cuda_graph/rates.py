@@ -1,0 +1,54 @@
+"""Learning rates on the device, for an optimizer that runs inside a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Rates:
+    """A number on the device for each parameter group's rate.
+
+    Groups keep their plain numbers between steps, so that schedules and logs never read the device; only while the
+    optimizer steps do they hold these.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device):
+        self._optimizer, self._device = optimizer, device
+        self._tensors: list[Tensor] = []
+        self._written: list[float] = []
+
+    def write(self) -> None:
+        """Bring the device up to date, without waiting for it."""
+        groups = self._optimizer.param_groups
+        for at, group in enumerate(groups):
+            rate: Any = group["lr"]
+            if at == len(self._tensors):
+                self._tensors.append(torch.full((), float(rate), device=self._device))
+                self._written.append(float(rate))
+            elif isinstance(rate, Tensor):
+                if rate is not self._tensors[at]:
+                    self._tensors[at].copy_(rate)
+            elif rate != self._written[at]:
+                self._tensors[at].fill_(rate)
+                self._written[at] = rate
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The groups hold the numbers on the device meanwhile."""
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            self.write()
+        groups = self._optimizer.param_groups
+        plain = [group["lr"] for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=True):
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, plain, strict=True):
+                group["lr"] = rate
