@@ -7,10 +7,14 @@
     python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: what a strategy costs on one GPU
 
 Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand once more
-(what differs is noise), and with forge; in turn, in one process each, from the same weights. The time is wall time from
-the batch that opens an update to the one that opens the next, on rank 0, because waiting for the other rank is part of
-it. A round's figure is the median over its updates, and the table shows the median over rounds of each round's ratio to
-the loop by hand; "quiet" compares the fastest rounds.
+(what differs is noise), and with forge, from the same weights. They take turns update by update, inside one run: when
+forge asks for the batch that opens its next update, the loops by hand make one each first, in an order drawn anew. So
+whatever else the machine does meets all of them alike. Every turn begins at a barrier. Its time is wall time on rank 0,
+since waiting for the other rank is part of it; its CPU time is that of the main thread, which other work disturbs less.
+
+The table shows the median over all turns, the median of each turn's ratio to the loop by hand in the same update, and
+the ratio of the fastest tenths ("quiet"). Work that falls between turns or outside of the main thread would be
+missed by that, so forge's watch is asked for its own CPU time, which is told below the table.
 
 With `--gpu` one rank trains a GPT of 12 layers, width 768 and batch 32 in bf16, compiled, without a strategy, with ddp
 and with fsdp, in turn.
@@ -24,17 +28,19 @@ every gradient once (p); FSDP2 gathers a block's parameters for forward and agai
 from __future__ import annotations
 
 import argparse
-import itertools
+import collections
 import json
 import os
+import random
 import socket
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,7 +67,19 @@ COLLECTIVES = {"ddp": ("gloo:all_reduce",), "fsdp": ("c10d::_allgather_base", "c
 """What torch's profiler calls them, where it knows their sizes; gloo scatters by reducing, so that is not counted."""
 FEW = 64
 
+BY_HAND = ("by hand", "by hand again")
+
 Weights = list[Tensor]
+Hand = Iterator[Weights]
+"""A loop by hand: makes an update each time it is asked for its weights."""
+
+
+class Times(NamedTuple):
+    """What a turn took, in milliseconds: on the clock, of the main thread's CPU, and of the watch's."""
+
+    wall: float
+    cpu: float
+    watch: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +91,8 @@ class Row:
     ms: float
     ratio: float
     quiet_ratio: float
+    cpu_ratio: float
+    watch_ms_per_second: float
     collectives: float
     megabytes: float
     expected_megabytes: float
@@ -132,18 +152,18 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
     dist.init_process_group("gloo")
     hand = ddp_by_hand if strategy == "ddp" else fsdp_by_hand
     contenders: dict[str, Callable[[Batches], Weights]] = {
-        "by hand": hand,
-        "by hand again": hand,
+        **dict.fromkeys(BY_HAND, lambda batches: _to_the_end(hand(batches))),
         "forge": lambda batches: with_forge(strategy, batches),
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    weights: dict[str, Weights] = {}
     seen = {name: _traffic(train, COLLECTIVES[strategy]) for name, train in contenders.items()}
-    for _ in range(rounds):
-        for name, train in contenders.items():
-            batches = Batches(updates)
-            weights[name] = train(batches)
-            times[name].append(statistics.median(batches.each()))
+    times: dict[str, list[Times]] = {name: [] for name in contenders}
+    weights: dict[str, Weights] = {}
+    for number in range(rounds):
+        turns = Turns(updates, hand, random.Random(number))
+        weights = {"forge": with_forge(strategy, turns)}
+        weights |= {name: _whole(own) for name, own in turns.weights.items()}
+        for name in contenders:
+            times[name] += turns.times[name][WARM_UP : WARM_UP + updates]
     if rank == 0:
         found.put([_row(strategy, name, times, seen, weights) for name in contenders])
     with suppress(RuntimeError):
@@ -154,11 +174,10 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
 
 
 class Batches:
-    """Global batches in memory, with stamps of the time at which each update's first one is asked for."""
+    """Global batches in memory."""
 
     def __init__(self, updates: int):
         self.updates = WARM_UP + updates + 1
-        self.stamps: list[float] = []
         generator = torch.Generator().manual_seed(1)
         tokens = [torch.randint(64, (2, BATCH, 32), generator=generator) for _ in range(8)]
         self.pool: list[Batch] = [(x, y) for x, y in tokens]
@@ -168,13 +187,50 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
-            if index % WINDOW == 0:
-                self.stamps.append(time.perf_counter())
             yield self.pool[index % len(self.pool)]
 
-    def each(self) -> list[float]:
-        """Milliseconds of each update after the warm-up."""
-        return [(after - before) * 1e3 for before, after in itertools.pairwise(self.stamps[WARM_UP:])]
+
+class Turns(Batches):
+    """Forge's batches; before each of its updates every loop by hand makes one."""
+
+    def __init__(self, updates: int, hand: Callable[[Batches], Hand], order: random.Random):
+        super().__init__(updates)
+        self.order = order
+        self.hands = {name: hand(Batches(updates)) for name in BY_HAND}
+        self.times: dict[str, list[Times]] = {name: [] for name in (*BY_HAND, "forge")}
+        self.weights: dict[str, Weights] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        opened = None
+        for index, batch in enumerate(super().__iter__()):
+            if index % WINDOW == 0:
+                if opened is not None:
+                    self.times["forge"].append(opened.until_now())
+                for name in self.order.sample(BY_HAND, len(BY_HAND)):
+                    opened = Opened()
+                    self.weights[name] = next(self.hands[name])
+                    self.times[name].append(opened.until_now())
+                opened = Opened()
+            yield batch
+
+
+class Opened:
+    """A turn that has begun, on all ranks at once."""
+
+    def __init__(self) -> None:
+        dist.barrier()
+        self.watched = _watched()
+        self.cpu, self.wall = time.thread_time(), time.perf_counter()
+
+    def until_now(self) -> Times:
+        wall, cpu = time.perf_counter() - self.wall, time.thread_time() - self.cpu
+        return Times(wall * 1e3, cpu * 1e3, (_watched() - self.watched) * 1e3)
+
+
+def _watched() -> float:
+    """Seconds of CPU that forge's watch has used."""
+    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-watch" in t.name]
+    return sum(map(time.clock_gettime, clocks))
 
 
 def _loss(network: nn.Module, batch: Batch) -> Tensor:
@@ -192,7 +248,7 @@ def _share(batch: Batch) -> Batch:
     return batch[0][rank * size : (rank + 1) * size], batch[1][rank * size : (rank + 1) * size]
 
 
-def ddp_by_hand(batches: Batches) -> Weights:
+def ddp_by_hand(batches: Batches) -> Hand:
     network = _network()
     model = DistributedDataParallel(network, gradient_as_bucket_view=True)
 
@@ -202,7 +258,7 @@ def ddp_by_hand(batches: Batches) -> Weights:
     return _train(model, network, batches, exchange)
 
 
-def fsdp_by_hand(batches: Batches) -> Weights:
+def fsdp_by_hand(batches: Batches) -> Hand:
     network = _network()
     for block in network.blocks.layers:
         fully_shard(block)
@@ -215,7 +271,7 @@ def fsdp_by_hand(batches: Batches) -> Weights:
     return _train(model, network, batches, exchange)
 
 
-def _train(model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None]) -> Weights:
+def _train(model: nn.Module, network: nn.Module, batches: Batches, exchange: Callable[[bool], None]) -> Hand:
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     for index, batch in enumerate(batches, 1):
         last = index % WINDOW == 0
@@ -225,7 +281,11 @@ def _train(model: nn.Module, network: nn.Module, batches: Batches, exchange: Cal
             clip_grad_norm_(network.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
-    return _whole(network)
+            yield list(network.parameters())
+
+
+def _to_the_end(hand: Hand) -> Weights:
+    return _whole(collections.deque(hand, maxlen=1).pop())
 
 
 class Task(forge.TaskModule):
@@ -248,15 +308,15 @@ def with_forge(strategy: str, batches: Batches) -> Weights:
     @forge.on("boundary")
     def keep(trainer: forge.Trainer, step: forge.Step) -> None:
         if step.ends_epoch:
-            kept.extend(_whole(task))
+            kept.extend(_whole(task.parameters()))
 
     options: dict[str, Any] = {"max_epochs": 1, "run_dir": False, "device": "cpu"}
     forge.Trainer(plugins=[*plugins, keep], **options).fit(task, batches)
     return kept
 
 
-def _whole(network: nn.Module) -> Weights:
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in network.parameters()]
+def _whole(parameters: Iterable[Tensor]) -> Weights:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------
@@ -306,18 +366,25 @@ def _numbers(shape: Any) -> int:
 
 
 def _row(
-    strategy: str, name: str, times: dict[str, list[float]], seen: dict[str, Traffic], weights: dict[str, Weights]
+    strategy: str,
+    name: str,
+    times: dict[str, list[Times]],
+    seen: dict[str, Traffic],
+    weights: dict[str, Weights],
 ) -> Row:
     own, base = times[name], times["by hand"]
     network = _network()
     every, blocks = (sum(p.nbytes for p in module.parameters()) for module in (network, network.blocks.layers))
     expected = every if strategy == "ddp" else 2 * WINDOW * blocks + WINDOW * (every - blocks) + every
+    everybody = [each for turns in times.values() for each in turns]
     return Row(
         strategy,
         name,
-        statistics.median(own),
-        statistics.median(a / b for a, b in zip(own, base, strict=True)),
-        min(own) / min(base),
+        statistics.median(each.wall for each in own),
+        statistics.median(a.wall / b.wall for a, b in zip(own, base, strict=True)),
+        _fastest_tenth(own) / _fastest_tenth(base),
+        statistics.median(a.cpu / b.cpu for a, b in zip(own, base, strict=True)),
+        1e3 * sum(each.watch for each in everybody) / sum(each.wall for each in everybody),
         seen[name].collectives,
         seen[name].bytes / 1e6,
         expected / 1e6,
@@ -325,9 +392,17 @@ def _row(
     )
 
 
+def _fastest_tenth(times: list[Times]) -> float:
+    fastest = sorted(each.wall for each in times)
+    return statistics.mean(fastest[: max(1, len(fastest) // 10)])
+
+
 def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table:
-    table = Table(title=f"{strategy}: {WORLD} ranks over gloo, {options.rounds} rounds of {options.updates} updates")
-    for heading in ("", "ms/update", "ratio", "quiet ratio", "collectives", "MB", "MB expected", "identical"):
+    table = Table(
+        title=f"{strategy}: {WORLD} ranks over gloo, {options.rounds} rounds of {options.updates} updates",
+        caption=f"forge's watch: {rows[0].watch_ms_per_second:.2f} ms of CPU a second",
+    )
+    for heading in ("", "ms/update", "ratio", "quiet", "CPU", "collectives", "MB", "MB expected", "identical"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -335,6 +410,7 @@ def _table(strategy: str, rows: list[Row], options: argparse.Namespace) -> Table
             f"{row.ms:.2f}",
             f"{row.ratio:.3f}×",
             f"{row.quiet_ratio:.3f}×",
+            f"{row.cpu_ratio:.3f}×",
             f"{row.collectives:g}",
             f"{row.megabytes:.2f}",
             f"{row.expected_megabytes:.2f}",
@@ -348,8 +424,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     parser.add_argument("--strategies", type=some_of(STRATEGIES), default=list(STRATEGIES), help="of ddp,fsdp")
     parser.add_argument("--gpu", action="store_true", help="one rank over NCCL instead, on this machine's GPU")
-    parser.add_argument("--updates", type=int, default=40, help="updates timed in each run (default 40)")
-    parser.add_argument("--rounds", type=int, default=15, help="runs of each contender (default 15)")
+    parser.add_argument("--updates", type=int, default=40, help="updates timed in each round (default 40)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="runs of forge, each with its loops by hand (default 10)"
+    )
     return parser
 
 

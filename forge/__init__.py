@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forge.errors import (
         CheckpointError,
         DataError,
+        DeterminismError,
         ForgeError,
         Interrupted,
         NonFiniteError,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CheckpointError": "forge.errors",
     "DataError": "forge.errors",
+    "DeterminismError": "forge.errors",
     "FitResult": "forge.trainer",
     "ForgeError": "forge.errors",
     "Histogram": "forge.metrics",
@@ -66,6 +68,7 @@ _HOME = {
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DeterminismError",
     "FitResult",
     "ForgeError",
     "Histogram",

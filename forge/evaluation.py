@@ -121,7 +121,8 @@ def _from_all_ranks(trainer: Trainer, outputs: list[Any]) -> list[Any]:
 def _from_first_rank(trainer: Trainer, ending: dict[str, Any]) -> dict[str, Any]:
     """Rank 0's numbers count on all ranks, because schedules and plugins may go by them."""
     numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
-    return {**ending, **trainer.env.broadcast(numbers)}
+    others = {name: value for name, value in ending.items() if name not in numbers}
+    return {**others, **trainer.env.broadcast(numbers)}
 
 
 def _to_host(output: Any) -> Any:

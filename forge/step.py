@@ -228,7 +228,7 @@ def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Ten
 
     Tensors are never compared, because that would read the device.
     """
-    if not items:
+    if len(items) < 2:  # one batch counts whole, whatever it weighs
         return 1, None
     if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
         return len(items), None  # nearly always

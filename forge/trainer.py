@@ -402,13 +402,13 @@ class Trainer:
             return batches, [portion.samples for portion in portions], samples, samples
         env = self.env
         items = [self.task.num_items(portion.batch) if portion.samples else 0 for portion in portions]
-        own = torch.stack([torch.as_tensor(n, dtype=torch.float32).reshape(()) for n in items]).to(
-            env.device, non_blocking=True
-        )
+        here = env.device.type == "cpu"
+        kind = torch.float64 if here else torch.float32  # on the host there is no reason to round what was given
+        own = torch.stack([torch.as_tensor(n, dtype=kind).reshape(()) for n in items]).to(env.device, non_blocking=True)
         total = env.sum(own.sum()) * env.shares / env.world
-        if env.device.type == "cpu":
-            return batches, own.tolist(), samples, float(total)
-        return batches, list(own), samples, total
+        if here:  # nothing to divide by: what one process makes of it
+            return batches, own.tolist(), samples, float(total) or None
+        return batches, list(own), samples, total.clamp(min=1e-30)  # 0 items weigh 0, and not 0/0
 
     @property
     def _end(self) -> str | None:

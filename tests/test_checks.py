@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -277,10 +278,12 @@ class TestLoss:
 
         assert fit(Sure(), max_updates=1).updates == 1
 
-    def test_a_run_without_mistakes_warns_of_nothing(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+    def test_a_run_without_mistakes_warns_of_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             fit(val=make_batches(1))
+        assert [str(each.message) for each in said] == []
+        assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 class TestData:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +71,29 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_the_lock(gate: Any = None) -> None:
+    """What a worker that is killed at the wrong moment does: nobody else gets the lock of torch's event any more."""
+    if gate is not None:
+        gate.wait()
+    frame: Any = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    frame.f_locals["done_event"]._cond.acquire()
+    die()
+
+
 def hang() -> None:
     threading.Event().wait()
 
 
 def leave() -> None:
     os._exit(3)
+
+
+def drop(held: list[Any]) -> None:
+    """Let go of the last references to what is held."""
+    held.clear()
+    gc.collect()
 
 
 def numbers(count: int) -> TensorDataset:
@@ -329,14 +350,54 @@ class TestWorkers:
         next(taken)
         batches: Any = loader.loader._iterator
         worker: Any = batches._workers[0]
-        while batches._worker_result_queue.qsize() < 2:  # busy, it may hold a lock of torch's, which waits for it then
-            time.sleep(0.01)
         worker.kill()
         worker.join()
         for _ in range(1000):  # torch's handler would raise somewhere here
             pass
         with pytest.raises(forge.DataError, match="killed by signal 9"):
             list(taken)
+
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_a_worker_that_is_killed_with_a_lock_of_torch_is_named_in_any_thread(
+        self, persistent: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)
+        loader = Loader(Faulty(die_with_the_lock), 2, num_workers=2, persistent_workers=persistent)
+        said: list[str] = []
+
+        def read() -> None:  # no signal tells this thread of a death
+            try:
+                list(loader)
+            except forge.DataError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert "was killed by signal 9" in said[0]
+        loader.seek(0, 6)
+        assert batches(loader) == [[6, 7]]
+
+    @pytest.mark.parametrize("persistent", [True, False])
+    def test_workers_are_ended_although_one_was_killed_with_a_lock_of_torch(
+        self, persistent: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)
+        gate, others = multiprocessing.Event(), set(multiprocessing.active_children())
+        deed = functools.partial(die_with_the_lock, gate)
+        loader = Loader(Faulty(deed), 1, num_workers=2, prefetch_factor=4, persistent_workers=persistent)
+        taken = iter(loader)
+        next(taken)
+        workers = set(multiprocessing.active_children()) - others
+        gate.set()
+        assert wait([worker.sentinel for worker in workers], timeout=60)
+        thread = threading.Thread(target=drop, args=([taken, loader],), daemon=True)
+        del taken, loader
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
     def test_a_worker_that_hangs_is_named_with_its_stack(self) -> None:
         with pytest.raises(

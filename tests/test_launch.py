@@ -282,6 +282,22 @@ def test_other_ranks_than_the_first_only_warn(capsys: pytest.CaptureFixture[str]
     assert not logger.filters
 
 
+def test_of_several_ranks_the_first_alone_writes_predictions(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["predict", "quickstart", "-p", "no:progress", "trainer.device=cpu", "--out", "p.safetensors"]) == 0
+    assert not (empty_folder / "p.safetensors").exists()
+    assert "p.safetensors" not in capsys.readouterr().out
+
+
 def test_torch_is_told_to_share_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     from forge.distributed.launch import _environment
 

@@ -31,7 +31,7 @@ from forge.data import Loader, TensorLoader
 from forge.data.share import cut
 from forge.errors import DataError, RecipeError
 from forge.testing import TinyTask, tiny_batches
-from forge_plugins import AMP, DDP, EMA, SAM, SWA, Accumulate, Clip, Freeze, Remat, Schedule
+from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
 from tests.lasting_ranks import ranks
 from tests.tasks import PlainGAN
 
@@ -64,6 +64,23 @@ class Weighs(Plain):
 
     def num_items(self, batch: Any) -> int:
         return int((batch[1] == 0).sum())
+
+
+class Fractions(Plain):
+    """Samples with weights that are no whole numbers."""
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        weights = self.weights(batch)
+        return {"loss": (F.cross_entropy(self(x), y, reduction="none") * weights).sum() / weights.sum()}
+
+    validation_step = training_step
+
+    def weights(self, batch: Any) -> Tensor:
+        return 0.3 + 0.1 * batch[0][:, 0].abs()
+
+    def num_items(self, batch: Any) -> Tensor:
+        return self.weights(batch).sum()
 
 
 class Searches(Plain):
@@ -101,6 +118,8 @@ def stacks() -> dict[str, Any]:
         "window 3": lambda: (Plain(), [Accumulate(3)]),
         "levers": lambda: (Plain(), [Accumulate(3), Clip(0.5), EMA(0.9), Remat("net"), Schedule("linear")]),
         "items": lambda: (Weighs(), [Accumulate(2)]),
+        "batches without an item": lambda: (Weighs(), []),
+        "fractions of items": lambda: (Fractions(), [Accumulate(2)]),
         "sam": lambda: (Plain(), [SAM(0.05), Accumulate(2)]),
         "two optimizers": lambda: (PlainGAN().double(), [Accumulate(2), Clip(0.5)]),
         "line search": lambda: (Searches(), []),
@@ -446,6 +465,20 @@ def test_a_signal_to_one_rank_as_all_stop_does_not_part_them() -> None:
     assert [rank["updates"] for rank in stopped] == [5, 5]
 
 
+def stops_early() -> dict[str, Any]:
+    """The second validation is worse than the first, long before ranks would meet again."""
+    watch = EarlyStop("val/loss", patience=1)
+    return train(Plain(lr=3.0), [watch], wide(0, (8,) * 60), validate_every="3 updates", log_every=500)
+
+
+def test_a_validation_that_ends_the_run_ends_it_at_the_update_at_which_one_process_ends() -> None:
+    alone = stops_early()
+    assert alone["updates"] == 6
+    for rank in ranks(2)(stops_early):
+        close(rank, alone)
+        assert rank["stop"] == alone["stop"]
+
+
 class Counts(Plain):
     """Counts samples in a validation, over all ranks."""
 
@@ -459,7 +492,8 @@ class Counts(Plain):
 
     def evaluation_end(self, stage: str) -> dict[str, float]:
         seen, self.seen = self.on_all(), 0
-        return {"seen": float(seen)}
+        assert self.trainer is not None
+        return {"seen": float(seen), **({} if self.trainer.env.is_main else {"mine": 1.0})}
 
 
 def counts() -> dict[str, Any]:
@@ -469,7 +503,9 @@ def counts() -> dict[str, Any]:
 
 
 def test_what_a_task_keeps_during_a_validation_can_be_gathered_at_its_end() -> None:
-    assert [rank["val/seen"] for rank in ranks(2)(counts)] == [18.0, 18.0]
+    first, second = ranks(2)(counts)
+    assert first == second  # what rank 0 does not know is nobody's
+    assert first["val/seen"] == 18.0
 
 
 class Averaged(TinyTask):
@@ -488,6 +524,40 @@ def test_batch_statistics_are_estimated_for_an_average_on_several_ranks_too() ->
     first, second = ranks(2)(averaged)
     assert first == second
     assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
+
+
+class Series(forge.TaskModule):
+    """BatchNorm along a series, so that one sample is enough for it; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(12, 1)).double()
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
+    """Batches of one sample: all ranks but the last only ever borrow."""
+    several = [strategy()] if "RANK" in os.environ else []
+    noise = torch.Generator().manual_seed(0)
+    data = TensorLoader(*(torch.randn(4, *size, generator=noise).double() for size in ((2, 6), (1,))), batch_size=1)
+    options: dict[str, Any] = {"device": "cpu", "run_dir": False, "seed": 0, "validate_every": "2 updates"}
+    trainer = forge.Trainer(max_epochs=2, plugins=[SWA(0, every="2 updates"), *several], **options)
+    return trainer.fit(Series(), data, data).metrics
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_a_rank_without_samples_of_its_own_helps_to_estimate_batch_statistics(strategy: type[forge.Plugin]) -> None:
+    alone = averaged_alone(strategy)
+    for rank in ranks(2)(averaged_alone, strategy):
+        assert rank == pytest.approx(alone, rel=1e-9)
 
 
 def draw() -> list[float]:
@@ -559,7 +629,8 @@ def shares_told() -> list[str]:
 
 
 def test_the_batch_of_each_rank_is_told() -> None:
-    even, uneven = ranks(2)(shares_told)[0]
+    (even, uneven), others = ranks(2)(shares_told)
+    assert others == []
     assert even == "A global batch of 4 samples is 2 on each of 2 ranks."
     assert uneven.startswith("A global batch of 5 samples on 2 ranks is 2 or 3 each")
 

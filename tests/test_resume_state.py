@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import forge
-from forge.testing import TinyTask, assert_same_weights
+from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.tasks import fit, make_batches
 from tests.test_resume import die, live, log_of
@@ -29,7 +29,8 @@ class Built(TinyTask):
         return self.make(self.parameters())
 
 
-def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options: Any) -> None:
+def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options: Any) -> Any:
+    """The resumed task, after it was held equal to one that ran straight."""
     saver = Checkpoint(every="1 update")
     straight, expected = live(folder / "straight", [saver, JSONL()], task=make(), **options)
     die(folder / "cut", [Checkpoint(every="1 update"), JSONL()], cut, task=make(), **options)
@@ -37,6 +38,7 @@ def ends_the_same(folder: Path, make: Callable[[], Any], cut: int = 4, **options
     assert_same_weights(resumed, straight)
     assert result.metrics == expected.metrics
     assert log_of(folder / "cut") == log_of(folder / "straight")
+    return resumed
 
 
 class Finer(torch.optim.SGD):
@@ -130,7 +132,9 @@ class Thaws(TinyTask):
 
 
 def test_what_was_thawed_or_put_to_rest_on_the_way_stays_so(tmp_path: Path) -> None:
-    ends_the_same(tmp_path, Thaws, cut=7)
+    resumed = ends_the_same(tmp_path, Thaws, cut=7)
+    assert resumed.net[0].weight.requires_grad
+    assert not resumed.net[1].training
 
 
 class Remembers(TinyTask):
@@ -152,7 +156,8 @@ class Remembers(TinyTask):
 
 
 def test_extra_state_may_change_its_size(tmp_path: Path) -> None:
-    ends_the_same(tmp_path, Remembers)
+    resumed = ends_the_same(tmp_path, Remembers)
+    assert len(resumed.seen) == 3 * len(tiny_batches())
 
 
 class Numbers(TinyTask):

@@ -133,6 +133,7 @@ def test_freezing_and_thawing_wait_for_nothing(syncs_are_errors: forge.Plugin) -
     plugins = [Freeze("net.[01]", thaw=thaw), Clip(0.1), noting(modes), syncs_are_errors]
     task = fit(plugins, train=batches(30), max_epochs=None, max_updates=8)
     assert modes == [DEFAULT] + 7 * [ERROR]
+    torch.cuda.set_sync_debug_mode("default")
     assert all(
         not torch.equal(p.cpu(), start) for p, start in zip(task.parameters(), Fused().parameters(), strict=True)
     )

@@ -102,10 +102,14 @@ def test_a_forked_worker_neither_has_the_lock_nor_drops_it(tmp_path: Path) -> No
 def test_releasing_twice_or_without_a_lock_does_nothing(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
     held.release()
+    assert can_acquire(tmp_path)
     held.acquire()
+    assert not can_acquire(tmp_path)
     held.release()
     held.release()
+    assert can_acquire(tmp_path)
     held.acquire()
+    assert not can_acquire(tmp_path)
     held.release()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import show, target
+from forge.cli import ranks, show, target
 from forge.cli.measure import measuring_parser, warn_without_weights
 from forge.errors import DataError, ForgeError, TaskError
 
@@ -34,6 +34,8 @@ def run(args: Namespace) -> int:
         raise DataError(f"The data of {args.target!r} have neither a predict nor a test split.")
     warn_without_weights(args)
     tensors = gather(trainer.predict(task, loader, weights=args.weights))
+    if ranks.rank() != 0:  # every rank has all predictions; one of them writes the file
+        return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out)
     grid = show.table("name", "shape", "type")

@@ -104,6 +104,7 @@ class Pool:
         batches._timeout = min(self.data_timeout, _LOOK_EVERY)
         if batches is running:
             return batches
+        batches._workers_done_event = _Done(batches._workers_done_event, batches._workers)
         if self.loader.persistent_workers:
             # torch ends workers in __del__: too late where the loader is part of a cycle, whose queues go first
             self._end = weakref.finalize(self, batches._shutdown_workers)
@@ -219,11 +220,37 @@ class Pool:
         for worker in batches._workers:
             worker.kill()
         for worker in batches._workers:
-            worker.join()
+            worker.join(_LOOK_EVERY)
         batches._shutdown = True
         if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
             done.set()
         self.loader._iterator = None
+
+
+class _Done:
+    """The event by which torch tells its workers that all is over, as the main process uses it.
+
+    Its lock goes with a worker that is killed while it looks, and torch would wait for it forever: to mark the worker
+    as dead, and to end the others. Only the main process sets the event, so it knows without asking; where the lock
+    does not come back, the workers that wait for it too are ended at once.
+    """
+
+    def __init__(self, event: Any, workers: list[Any]):
+        self._event, self._workers = event, workers
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        lock = self._event._cond
+        if lock.acquire(timeout=_LOOK_EVERY):
+            self._event._flag.release()  # what its own `set` does, which would take the lock without a limit
+            lock.release()
+            return
+        for worker in self._workers:
+            worker.kill()
 
 
 class WorkerStart:

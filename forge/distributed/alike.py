@@ -86,10 +86,10 @@ def refuse_different_windows(env: Env, batches: int, ends_epoch: bool) -> None:
 
 
 def tell_shares(trainer: Trainer) -> None:
-    """Say once what a global batch comes to on each rank."""
+    """Say once, on rank 0, what a global batch comes to on each rank."""
     env, loader = trainer.env, trainer.loaders["train"][None]
     size = getattr(loader, "batch_size", None)
-    if env.shares == 1 or not isinstance(size, int):
+    if env.shares == 1 or not env.is_main or not isinstance(size, int):
         return
     each, rest = divmod(size, env.shares)
     if rest:

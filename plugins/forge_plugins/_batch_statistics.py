@@ -4,10 +4,11 @@ run or at its end, without a trace in the run."""
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
@@ -68,13 +69,13 @@ def estimate(
                 module.momentum = None  # the mean of all batches instead of the last few
             set_epoch(loader, 0)
             for raw in itertools.islice(loader, limit):
-                if isinstance(raw, Portion):
-                    if not raw.samples:  # borrowed from another rank, which counts it
-                        continue
-                    raw = raw.batch
-                _forward(trainer, raw)
-                seen += 1
+                borrowed = isinstance(raw, Portion) and not raw.samples
+                # a sample of another rank, which counts it: it runs here for company, since a forward may wait for all
+                with kept_buffers(nn.ModuleList(modules)) if borrowed else nullcontext():
+                    _forward(trainer, raw.batch if isinstance(raw, Portion) else raw)
+                seen += not borrowed
             found = [(buffer, _over_ranks(trainer, buffer, seen)) for buffer in moving]
+            seen = trainer.env.agree([seen])[0]  # a rank that only borrowed knows what the others found
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum

@@ -79,6 +79,7 @@ class DDP(forge.Plugin):
         self._env: DistributedEnv | None = None
         self._inner: nn.Module | None = None
         self._model: Synchronised | None = None
+        self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
         self._finds_unused = self._failed = False
         self._cleanup = ExitStack()
@@ -90,6 +91,7 @@ class DDP(forge.Plugin):
         self._failed = self._finds_unused = False
         self._cleanup.close()
         self._model = self._inner = None
+        self._parameters, self._trained = [], []
         self._env = DistributedEnv(
             trainer.device, trainer=trainer, backend=self.config.backend, watchdog=self.config.watchdog
         )
@@ -105,7 +107,7 @@ class DDP(forge.Plugin):
         elif phase == "parallel":
             trainer.env.copy_from_first(build.task)
             self._inner = build.model
-            if trainer.verb == "fit" and any(p.requires_grad for p in build.task.parameters()):
+            if trainer.verb == "fit":
                 build.model = self._wrapped(build.task)
 
     @forge.hookimpl
@@ -131,10 +133,9 @@ class DDP(forge.Plugin):
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
         """A parameter that was thawed since the wrapper was made would never be averaged."""
-        task = step.trainer.task
-        if [p.requires_grad for p in task.parameters()] != self._trained:
+        if [p.requires_grad for p in self._parameters] != self._trained:
             logger.info("ddp: other parameters are trained from here on, so the wrapper is made anew.")
-            step.trainer.replace_model(self._wrapped(task))
+            step.trainer.replace_model(self._wrapped(step.trainer.task))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ class DDP(forge.Plugin):
     def forge_end(self) -> None:
         self._cleanup.close()
         self._model = self._inner = None
+        self._parameters, self._trained = [], []
         env, self._env = self._env, None
         if env is not None:
             env.close(self._failed)
@@ -155,7 +157,8 @@ class DDP(forge.Plugin):
     def _wrapped(self, task: nn.Module) -> nn.Module:
         config, inner = self.config, self._inner
         assert inner is not None
-        self._trained = [p.requires_grad for p in task.parameters()]
+        self._parameters = list(task.parameters())  # looked at after every update, which need not walk the modules
+        self._trained = [p.requires_grad for p in self._parameters]
         self._model = None
         if not any(self._trained):
             return inner

@@ -131,9 +131,12 @@ class EarlyStop(forge.Plugin):
         if value is None:
             return
         if config.target is not None and math.isfinite(value) and self._sign * (value - config.target) >= 0:
-            trainer.request_stop(f"{config.monitor} is {value:.5g}, and the target was {config.target:g}")
+            reason = f"{config.monitor} is {value:.5g}, and the target was {config.target:g}"
         elif self._waited >= config.patience:
-            trainer.request_stop(self._reason())
+            reason = self._reason()
+        else:
+            return
+        trainer.request_stop(reason, everywhere=True)  # metrics of a validation are equal on all ranks
 
     def _value(self, metrics: Mapping[str, Any]) -> float:
         monitor = self.config.monitor
