@@ -73,7 +73,9 @@ def broken_plugin(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in VERBS)])
 def test_help_and_lists_do_not_import_torch(words):
     code = f"import sys; from forge.cli import main; code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_help_names_every_verb(forge):
@@ -290,7 +292,10 @@ def test_plan_shows_the_hooks_of_the_task(forge, ring):
     hook = "    @forge.hookimpl\n    def forge_step_end(self, step): pass\n\n    validation_step ="
     ring.write_text(ring.read_text().replace("    validation_step =", hook))
     plan = json.loads(forge("plan", "ring.py:Ring", "--json"))
-    assert plan["hooks"]["forge_step_end"] == [{"plugin": "task", "role": "event"}]
+    assert {"plugin": "task", "role": "event"} in plan["hooks"]["forge_step_end"]
+    assert json.loads(forge("plan", "quickstart", "--json"))["hooks"]["forge_step_end"] == [
+        {"plugin": "guard", "role": "event"}
+    ]
 
 
 # -- recipes and plugins ----------------------------------------------------------------------------------------------

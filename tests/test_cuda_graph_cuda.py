@@ -220,6 +220,23 @@ def test_a_plain_number_among_the_metrics_is_refused_by_name(caplog: pytest.LogC
     assert logs == plain_logs
 
 
+def test_a_capture_that_breaks_off_leaves_a_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Waits(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            torch.cuda.synchronize()  # of this torch does not warn, and a capture does not bear it
+            return out
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Waits())
+    assert graph.replayed == 0
+    assert "it cannot be captured at" in caplog.text
+    assert "torch.cuda.synchronize()" in caplog.text
+    plain, _, plain_logs = run([], task=Waits())
+    assert_same_weights(task, plain)
+    assert logs == plain_logs
+
+
 @pytest.mark.parametrize("where", [6, 9])
 def test_guard_stops_a_captured_run(where: int) -> None:
     data = batches()

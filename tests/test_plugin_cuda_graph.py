@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from forge.errors import RecipeError, StackError
 from forge.step import Step
 from forge.testing import assert_same_weights
 from forge_plugins import AMP, DDP, SAM, Compile, CudaGraph
+from forge_plugins.cuda_graph.audit import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
 from forge_plugins.cuda_graph.window import Unsuitable, Window
@@ -39,7 +42,7 @@ def test_strict_refuses_a_cpu() -> None:
     ("other", "instead"),
     [
         (lambda: AMP("fp16"), "use amp.dtype=bf16"),
-        (SAM, "decides on the host what it runs twice"),
+        (SAM, "A graph runs the window once"),
         (lambda: Compile("reduce-overhead"), "Set compile.mode=default"),
         (DDP, "several ranks are not captured"),
     ],
@@ -128,3 +131,21 @@ def test_a_batch_that_hides_its_tensors_is_unsuitable() -> None:
 
     with pytest.raises(Unsuitable, match="a batch holds a Opaque"):
         window(Opaque())
+
+
+# -- where a step reads the device ------------------------------------------------------------------------------------
+
+
+def test_the_line_that_is_shown_is_the_users_own() -> None:
+    def reads() -> str:
+        return own_line(traceback.extract_stack())
+
+    shown = reads()
+    assert shown.endswith("(return own_line(traceback.extract_stack()))")
+    assert Path(__file__).name in shown
+
+
+def test_of_an_error_within_torch_the_users_line_is_shown() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2).view(3)
+    assert "(torch.ones(2).view(3))" in own_line(traceback.extract_tb(caught.tb))

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.backends import cudnn
+
 import forge
 from forge.errors import RecipeError, StackError
 from forge.optimizers import Optimizers
@@ -51,6 +53,8 @@ class CudaGraph(forge.Plugin):
         "Updates that run as always before one is captured."
         graphs: int = 4
         "Shapes of windows that get a graph of their own; others run uncaptured."
+        benchmark: bool = False
+        "Let cuDNN measure which of its convolutions are fastest. It may choose others in another run: bits may differ."
         strict: bool = False
         "Stop with an error where a step cannot be captured, instead of going on without."
 
@@ -59,7 +63,7 @@ class CudaGraph(forge.Plugin):
     capturable = True
     conflicts = {
         "grad_scaler": "A loss scaler must read the device to skip an update; use amp.dtype=bf16, which needs none.",
-        "sam": "It decides on the host what it runs twice. Remove one of them.",
+        "second_pass": "A graph runs the window once. Remove one of them.",
         "compiled_graphs": "Both capture graphs. Set compile.mode=default (or max-autotune-no-cudagraphs): the whole "
         "step is captured then, compiled.",
         "strategy": "Steps of several ranks are not captured. Remove one of them.",
@@ -82,6 +86,7 @@ class CudaGraph(forge.Plugin):
         "Updates that were replayed in the last run."
         self._off: str | None = None
         self._rates: Rates | None = None
+        self._measured_before: bool | None = None
         self._drop()
         self._done, self._seen, self._told = 0, {}, set()
 
@@ -114,6 +119,8 @@ class CudaGraph(forge.Plugin):
             self._give_up(self._off)
             return
         self._rates = Rates(trainer.optimizers[None], trainer.env.device)
+        if self.config.benchmark and not trainer.deterministic:
+            self._measured_before, cudnn.benchmark = cudnn.benchmark, True
 
     @forge.hookimpl
     def forge_train_step(self, step: forge.Step) -> bool | None:
@@ -159,6 +166,8 @@ class CudaGraph(forge.Plugin):
             done = trainer.progress.update - (trainer.resumed_from or 0)
             logger.info("cuda_graph: %d of %d updates were replayed.", self.replayed, max(done, self.replayed))
             trainer.means.settle_with(None)
+        if self._measured_before is not None:
+            cudnn.benchmark = self._measured_before
         replayed = self.replayed
         self._forget()
         self.replayed = replayed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,23 +14,36 @@ from forge.places import near
 
 SYNC = "called a synchronizing CUDA operation"
 """What torch's sync debug mode says."""
+WITHIN = ("/torch/", "/forge/", "/forge_plugins/", "/pluggy/", "warnings.py")
+"""Files that are never the line to look at."""
 
 
 @contextmanager
 def reads_of_the_device() -> Iterator[list[str]]:
-    """The places where the host waits for the device meanwhile, filled in at the end: `model.py:12 (loss.item())`."""
+    """The places where the host waits for the device meanwhile, in the order found: `model.py:12 (loss.item())`."""
     found: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        told = warnings.showwarning
+
+        def listen(message: Warning | str, *others: Any, **named: Any) -> None:
+            # torch warns from inside the call, so the stack still shows where it is
+            if SYNC in str(message):
+                found.append(own_line(traceback.extract_stack()))
+            elif "prototype feature" not in str(message):  # it says so of the mode itself
+                told(message, *others, **named)
+
+        warnings.showwarning = listen
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for warning in caught:
-        if SYNC in str(warning.message):
-            line = linecache.getline(warning.filename, warning.lineno).strip()
-            found.append(f"{near(warning.filename)}:{warning.lineno} ({line})")
-        elif "prototype feature" not in str(warning.message):  # it says so of the mode itself
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def own_line(frames: traceback.StackSummary) -> str:
+    """The innermost line that is neither torch's nor forge's, as `file:line (code)`; else the innermost of all."""
+    own = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in WITHIN)]
+    frame = (own or list(frames))[-1]
+    return f"{near(frame.filename)}:{frame.lineno} ({frame.line})"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import forge
 from forge.metrics import Means
-from forge.places import near
+from forge.optimizers import drop_gradients
+from forge_plugins.cuda_graph.audit import own_line
 from forge_plugins.cuda_graph.inputs import Inputs
 from forge_plugins.cuda_graph.window import Window
 
@@ -72,6 +73,8 @@ class Captured:
             step._factors = list(static[-1].unbind())
         step.window, trainer.means = window.with_tensors(static), noted
         failure: BaseException | None = None
+        generator = torch.cuda.default_generators[trainer.env.device.index or 0]
+        before = generator.get_state()
         try:
             # other threads (a loader's, a checkpoint's writer) may go on with what they do
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -82,6 +85,11 @@ class Captured:
                     failure = error
                     raise
         except (RuntimeError, torch.AcceleratorError) as error:
+            # a capture that broke off leaves the generator waiting for its end: let it go on from a state of its own
+            afresh = torch.Generator(trainer.env.device)
+            afresh.set_state(before)
+            generator.graphsafe_set_state(afresh.graphsafe_get_state())
+            drop_gradients(step.optimizer)
             raise CaptureFailed(_reason(failure or error)) from (failure or error)
         finally:
             step.window, step._factors, trainer.means = given, factors, means
@@ -133,8 +141,5 @@ class Noted(Means):
 
 def _reason(error: BaseException) -> str:
     """What went wrong, and the last line of the user's code that it went through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = ("/torch/", "/forge/", "/forge_plugins/", "/pluggy/")
-    own = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in inside)]
-    where = f" at {near(own[-1].filename)}:{own[-1].lineno} ({own[-1].line})" if own else ""
-    return f"it cannot be captured{where}: {str(error).strip().splitlines()[0]}"
+    where = own_line(traceback.extract_tb(error.__traceback__))
+    return f"it cannot be captured at {where}: {str(error).strip().splitlines()[0]}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -68,8 +66,10 @@ class Fitness:
         self._at_intervals = [p for p in self._plugins if not p.capturable and _has_due(p)]
         self._model, self._restores = trainer.model, trainer.restores
         self._parameters = list(trainer.task.parameters())
-        self._trained = self._requires_grad()
-        self._options = self._group_options()
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        groups = trainer.optimizers[None].param_groups
+        self._options = [(g, key, value) for g in groups for key, value in g.items() if key not in MOVES]
+        "What a graph has as constants: momentum, decay, betas."
         self._places: list[int] | None = None
 
     def of_the_stack(self) -> str | None:
@@ -90,22 +90,16 @@ class Fitness:
         trainer = self._trainer
         if trainer.model is not self._model or trainer.restores != self._restores:
             return True
-        if self._requires_grad() != self._trained or self._group_options() != self._options:
-            return True
+        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+            if parameter.requires_grad is not trained:
+                return True
+        for group, key, value in self._options:
+            if group[key] is not value:
+                return True
         if not closely:
             return False
         before, self._places = self._places, self._addresses()
         return before is not None and before != self._places
-
-    def _requires_grad(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
-
-    def _group_options(self) -> list[Any]:
-        """All that a graph has as constants: momentum, decay, betas."""
-        groups = self._trainer.optimizers[None].param_groups
-        return [
-            [value for key, value in group.items() if key not in ("params", "lr", "initial_lr")] for group in groups
-        ]
 
     def _addresses(self) -> list[int]:
         optimizer, task = self._trainer.optimizers[None], self._trainer.task

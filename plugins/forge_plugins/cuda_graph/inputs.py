@@ -7,35 +7,43 @@ from torch import Tensor
 
 SLOTS = 2
 """Batches that may be on their way: one is copied in while another is read."""
+SMALL = 2**20
+"""Bytes that are copied in the order of computing: at that size a stream of their own takes longer than it saves."""
 
 
 class Inputs:
     """The memory that a graph reads its window from.
 
     A batch in host memory is copied from pinned memory on a side stream into one of two places, while the replay before
-    it runs, and from there into the graph's memory in the order of computing, which takes a few microseconds.
+    it runs, and from there into the graph's memory in the order of computing, which takes a few microseconds. A small
+    one is copied straight there.
     """
 
     def __init__(self, tensors: list[Tensor], device: torch.device):
         self.device = device
         self.tensors = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        self._small = sum(tensor.nbytes for tensor in self.tensors) <= SMALL
         self._stream = torch.cuda.Stream(device)
         self._slots: list[Slot] = []
         self._next = 0
 
     def load(self, tensors: list[Tensor]) -> None:
         """Bring these into the graph's memory; nothing is waited for."""
-        if all(tensor.is_cuda for tensor in tensors):
+        if self._small:
+            for there, here in zip(self.tensors, tensors, strict=True):
+                there.copy_(_pinned(here), non_blocking=True)
+        elif all(tensor.is_cuda for tensor in tensors):
             torch._foreach_copy_(self.tensors, tensors)
-            return
+        else:
+            self._load_beside(tensors)
+
+    def _load_beside(self, tensors: list[Tensor]) -> None:
         compute = torch.cuda.current_stream(self.device)
         slot = self._slot()
         self._stream.wait_event(slot.free)
         with torch.cuda.stream(self._stream):
             for there, here in zip(slot.tensors, tensors, strict=True):
-                if here.is_cpu and not here.is_pinned():
-                    here = here.pin_memory()
-                there.copy_(here, non_blocking=True)
+                there.copy_(_pinned(here), non_blocking=True)
             slot.full.record(self._stream)
         compute.wait_event(slot.full)
         torch._foreach_copy_(self.tensors, slot.tensors)
@@ -56,3 +64,8 @@ class Slot:
         self.tensors = [torch.empty_like(tensor) for tensor in like]
         self.full, self.free = torch.cuda.Event(), torch.cuda.Event()
         self.free.record()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """In memory from which the device copies without the host waiting for it."""
+    return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import forge
 
@@ -24,32 +24,47 @@ class Window:
     """
 
     def __init__(self, step: forge.Step, device: torch.device):
-        leaves, self.spec = pytree.tree_flatten(list(step.window))
+        self.batches = step.window
         self.tensors: list[Tensor] = []
-        kinds: list[Any] = []
-        for leaf in leaves:
-            if type(leaf) is Tensor and leaf.layout is torch.strided:
-                self.tensors.append(leaf)
-                kinds.append((leaf.shape, leaf.dtype))
-            elif isinstance(leaf, PLAIN):
-                kinds.append(leaf)
-            else:
-                raise Unsuitable(f"a batch holds a {type(leaf).__name__}, whose tensors are not known")
-        self.leaves = leaves
+        kinds = tuple([_kind(batch, self.tensors) for batch in step.window])  # on every update, hence so plain
         factors = step._factors
         if factors is not None:
             self.tensors.append(_vector(factors, device))
-        self.key = (str(self.spec), tuple(kinds), step._divisor, factors is None)
+        self.key = (kinds, step._divisor, factors is None)
 
     def with_tensors(self, tensors: list[Tensor]) -> list[Any]:
         """The window's batches with these in the place of its own."""
         given = iter(tensors)
-        return pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec
-        )
+        return [_rebuilt(batch, given) for batch in self.batches]
 
     def __str__(self) -> str:
         return ", ".join("×".join(map(str, tensor.shape)) or "a number" for tensor in self.tensors)
+
+
+def _kind(value: Any, tensors: list[Tensor]) -> Any:
+    """What a graph has to know of a value before it can be given one; its tensors are added to the list."""
+    kind = type(value)
+    if kind is Tensor and value.layout is torch.strided:
+        tensors.append(value)
+        return (value.shape, value.dtype)
+    if isinstance(value, (tuple, list)):
+        return (kind, *[_kind(item, tensors) for item in value])
+    if kind is dict:
+        return (kind, *[(key, _kind(item, tensors)) for key, item in value.items()])
+    if isinstance(value, PLAIN):
+        return (kind, value)
+    raise Unsuitable(f"a batch holds a {kind.__name__}, whose tensors are not known")
+
+
+def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        items = [_rebuilt(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _rebuilt(item, tensors) for key, item in value.items()}
+    return value
 
 
 def _vector(factors: list[float | Tensor], device: torch.device) -> Tensor:

@@ -1,0 +1,419 @@
+"""Milliseconds per update on a GPU: a loop by hand, forge, Lightning and accelerate, each in a process of its own.
+
+    python -m benchmarks.gpu                                   # everything; about 8 minutes on an H200
+    python -m benchmarks.gpu --cases mlp,resnet18              # where the host is the limit
+    python -m benchmarks.gpu --cases gpt2 --rows bare,forge    # some rows
+    python -m benchmarks.gpu --json > gpu.jsonl                # one JSON object a line: the machine, then the rows
+    python -m benchmarks.gpu --tiny                            # anywhere, in a minute: does it run?
+
+Every row trains the same network (the recipes' own) with the same optimizer from the same batches in pinned host
+memory. The clock runs between two synchronisations, after a warm-up that compilation, allocation and capture fall into,
+in five blocks: the figure is the median block, the spread half of what lies between the extremes. The first row runs
+once more at the end, so that drift shows. "loss" is the mean of the last block's losses that were logged, or the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks import machine
+from benchmarks.command_line import some_of
+
+LOG_EVERY = 50
+PEAK = 989e12
+"""What the data sheet of an H200 says of dense bf16 products per second; MFU is a share of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    what: str
+    build: Callable[..., Any]
+    "The task, tiny or not."
+    batch: Callable[[bool, torch.Generator], tuple[Tensor, Tensor]]
+    bf16: bool
+    clip: float | None
+    updates: int
+    warm_up: int
+    tokens: int = 0
+    "Tokens per update, where there are any."
+
+
+def _mlp(tiny: bool, **options: Any) -> Any:
+    from forge_recipes.mlp import MLP
+
+    return MLP(hidden=32 if tiny else 512)
+
+
+def _vectors(tiny: bool, make: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(128, 784, generator=make), torch.randint(10, (128,), generator=make)
+
+
+def _resnet(tiny: bool, **options: Any) -> Any:
+    from forge_recipes.resnet import ResNet18
+
+    return ResNet18()
+
+
+def _images(tiny: bool, make: torch.Generator) -> tuple[Tensor, Tensor]:
+    size = 2 if tiny else 128
+    return torch.randn(size, 3, 32, 32, generator=make), torch.randint(10, (size,), generator=make)
+
+
+def _gpt(tiny: bool, **options: Any) -> Any:
+    from forge_recipes.gpt import GPT
+
+    sizes = {"layers": 1, "width": 32, "heads": 2, "context": 16, "vocabulary": 100} if tiny else {}
+    return GPT(**sizes, **options)
+
+
+def _tokens(tiny: bool, make: torch.Generator) -> tuple[Tensor, Tensor]:
+    batch, length, vocabulary = (2, 16, 100) if tiny else (64, 1024, 50257)
+    text = torch.randint(vocabulary, (batch, length + 1), generator=make)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+CASES = {
+    "mlp": Case("mlp", "MLP 784-512-512-10, batch 128, float32", _mlp, _vectors, False, None, 2000, 300),
+    "resnet18": Case("resnet18", "ResNet-18 32×32, batch 128, bf16", _resnet, _images, True, None, 400, 60),
+    "gpt2": Case("gpt2", "GPT-2 124M, T=1024, batch 64, bf16, clip", _gpt, _tokens, True, 1.0, 40, 12, 65536),
+}
+ROWS = {
+    "bare": "the loop by hand; GPT-2 compiled",
+    "bare compiled": "the loop by hand, torch.compile",
+    "bare reduce-overhead": "the loop by hand, torch.compile(mode='reduce-overhead')",
+    "forge": "recipe default: jsonl and tensorboard every 50 updates, guard, checkpoint; GPT-2 compiled",
+    "forge off": "plugins=[] but what the case needs; GPT-2 compiled",
+    "forge cuda_graph": "jsonl and tensorboard every 50 updates, cuda_graph",
+    "forge cuda_graph compiled": "jsonl and tensorboard every 50 updates, compile, cuda_graph (benchmark=true)",
+    "forge kernels": "forge's loss, MLP and clip + AdamW, cuDNN's attention; jsonl and tensorboard",
+    "forge kernels attention": "the same with forge's attention",
+    "forge kernels bf16": "the same with cuDNN's attention, and blocks that add in bf16, as in the recipe gpt2_124m",
+    "lightning off": "barebones=True; GPT-2 compiled",
+    "lightning default": "progress bar, logger, checkpoint, self.log",
+    "accelerate": "the user's loop under Accelerator; GPT-2 compiled",
+    "bare again": "the first row once more: what differs is drift",
+}
+SMALL = [name for name in ROWS if "kernels" not in name]
+LARGE = ["bare", "forge off", "forge", "forge cuda_graph compiled", "forge kernels"]
+LARGE += ["forge kernels attention", "forge kernels bf16"]
+LARGE += ["lightning off", "lightning default", "accelerate", "bare again"]
+OF_CASE = {"mlp": SMALL, "resnet18": SMALL, "gpt2": LARGE}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    case: str
+    row: str
+    ms_per_update: float | None
+    ms_spread: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_gb: float | None
+    loss: float | None
+    note: str = ""
+
+
+class Batches:
+    """Hands out batches, and takes the time between blocks of updates; with a length, as the peers ask for."""
+
+    BLOCKS = 5
+
+    def __init__(self, case: Case, tiny: bool):
+        self.block = max(1, (10 if tiny else case.updates) // self.BLOCKS)
+        self.warm_up = 6 if tiny else case.warm_up
+        make = torch.Generator().manual_seed(1)
+        made = [case.batch(tiny, make) for _ in range(4 if tiny else 16)]
+        self.kept = [tuple(t.pin_memory() if torch.cuda.is_available() else t for t in batch) for batch in made]
+        self.times: list[float] = []
+
+    def __len__(self) -> int:
+        return self.warm_up + self.BLOCKS * self.block + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        stamps = range(self.warm_up, len(self), self.block)
+        for index in range(len(self)):
+            if index in stamps:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self.times.append(time.perf_counter())
+            yield self.kept[index % len(self.kept)]
+
+    @property
+    def seconds(self) -> list[float]:
+        return sorted((b - a) / self.block for a, b in zip(self.times, self.times[1:], strict=False))
+
+
+Train = Callable[[Case, Batches, bool, Path], float]
+"""Train a case to its end; return its last loss."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The contenders
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def bare(mode: str | None) -> Train:
+    def train(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+        torch.manual_seed(0)
+        task = case.build(tiny).to(device()).train()
+        compiled = mode or ("default" if case.name == "gpt2" else None)
+        step = torch.compile(task.training_step, mode=compiled) if compiled else task.training_step
+        optimizer = task.configure_optimizers()
+        loss = torch.zeros(())
+        for batch in batches:
+            inputs = tuple(t.to(device(), non_blocking=True) for t in batch)
+            with torch.autocast(device(), torch.bfloat16, enabled=case.bf16):
+                output = step(inputs)
+                loss = output["loss"] if isinstance(output, dict) else output
+            loss.backward()
+            if case.clip:
+                nn.utils.clip_grad_norm_(task.parameters(), case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss)
+
+    return train
+
+
+def ours(logs: bool = True, default: bool = False, compiled: bool = False, task: Any = None, **plugins: Any) -> Train:
+    def train(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+        import forge
+
+        stack: dict[str, Any] = {"jsonl": {}, "tensorboard": {}} if logs else {}
+        if case.bf16:
+            stack["amp"] = {"dtype": "bf16"}
+        if case.clip and "max_norm" not in (task or {}):
+            stack["clip"] = {"max_norm": case.clip}
+        if compiled or case.name == "gpt2":
+            stack["compile"] = {}
+        torch.manual_seed(0)
+        made = case.build(tiny, **(task or {}))
+        options: dict[str, Any] = {"recipe": "default"} if default else {}
+        trainer = forge.Trainer(
+            max_epochs=1,
+            seed=0,
+            device=device(),
+            log_every=LOG_EVERY,
+            allow_inexact=True,  # the batches count time, and cannot be continued
+            run_dir=folder if logs or default else False,
+            plugins={**stack, **plugins},
+            **options,
+        )
+        return trainer.fit(made, batches).metrics["train/loss"]
+
+    return train
+
+
+def lightning(logs: bool) -> Train:
+    def train(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+        import lightning.pytorch as pl
+
+        class Module(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.task = case.build(tiny)
+                self.step = torch.compile(self.task.training_step) if case.name == "gpt2" else self.task.training_step
+                self.last = torch.zeros(())
+
+            def training_step(self, batch: Any) -> Tensor:
+                output = self.step(batch)
+                loss = output["loss"] if isinstance(output, dict) else output
+                if logs:
+                    self.log("loss", loss, prog_bar=True)
+                self.last = loss.detach()
+                return loss
+
+            def configure_optimizers(self) -> Any:
+                return self.task.configure_optimizers()
+
+        torch.manual_seed(0)
+        module = Module()
+        options: dict[str, Any] = {"default_root_dir": folder} if logs else {"barebones": True}
+        if case.clip:
+            options["gradient_clip_val"] = case.clip
+        precision = "bf16-mixed" if case.bf16 else "32-true"
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+        trainer = pl.Trainer(max_epochs=1, accelerator=accelerator, devices=1, precision=precision, **options)
+        trainer.fit(module, batches)
+        return float(module.last)
+
+    return train
+
+
+def accelerated(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16" if case.bf16 else "no", cpu=not torch.cuda.is_available())
+    torch.manual_seed(0)
+
+    class Shell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.task = case.build(tiny)
+
+        def forward(self, batch: Any) -> Any:
+            output = self.task.training_step(batch)
+            return output["loss"] if isinstance(output, dict) else output
+
+    shell = Shell().to(device())
+    optimizer = shell.task.configure_optimizers()
+    model, optimizer = accelerator.prepare(torch.compile(shell) if case.name == "gpt2" else shell, optimizer)
+    loss = torch.zeros(())
+    for batch in batches:
+        loss = model(tuple(t.to(device(), non_blocking=True) for t in batch))
+        accelerator.backward(loss)
+        if case.clip:
+            accelerator.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss)
+
+
+FUSED: dict[str, Any] = {"attention": "cudnn", "loss": "chunked", "max_norm": 1.0}
+SWAPPED: dict[str, Any] = {"use": ["mlp"]}
+CONTENDERS: dict[str, Train] = {
+    "bare": bare(None),
+    "bare compiled": bare("default"),
+    "bare reduce-overhead": bare("reduce-overhead"),
+    "bare again": bare(None),
+    "forge": ours(default=True),
+    "forge off": ours(logs=False),
+    "forge cuda_graph": ours(cuda_graph={}),
+    "forge cuda_graph compiled": ours(compiled=True, cuda_graph={"benchmark": True}),
+    "forge kernels": ours(task=FUSED, kernels=SWAPPED),
+    "forge kernels attention": ours(task={**FUSED, "attention": "forge"}, kernels=SWAPPED),
+    "forge kernels bf16": ours(task={**FUSED, "residual": "bf16"}, kernels=SWAPPED),
+    "lightning off": lightning(False),
+    "lightning default": lightning(True),
+    "accelerate": accelerated,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def measure(case: Case, row: str, tiny: bool) -> Row:
+    """One row, in this process."""
+    batches = Batches(case, tiny)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        loss = CONTENDERS[row](case, batches, tiny, Path(folder) / "run")
+    seconds = batches.seconds
+    middle = seconds[len(seconds) // 2]
+    rate = case.tokens / middle if case.tokens and not tiny else None
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    return Row(
+        case.name,
+        row,
+        round(1e3 * middle, 4),
+        round(1e3 * (seconds[-1] - seconds[0]) / 2, 4),
+        None if rate is None else round(rate),
+        None if rate is None else round(rate * flops_per_token() / PEAK, 4),
+        None if peak is None else round(peak, 2),
+        round(loss, 4),
+    )
+
+
+def flops_per_token() -> float:
+    """GPT-2 124M at T=1024 by the usual count: 6 per parameter without positions, 12 per layer, width and position."""
+    return 6 * (50304 * 768 + 12 * 12 * 768 * 768) + 12 * 12 * 768 * 1024
+
+
+def in_its_own_process(case: str, row: str, tiny: bool) -> Row:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one", case, row, *(["--tiny"] if tiny else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Row(case, row, None, None, None, None, None, None, told[:300])
+    return Row(**json.loads(last[0]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.one:
+        print(json.dumps(asdict(measure(CASES[options.one[0]], options.one[1], options.tiny))))
+        return 0
+    if not torch.cuda.is_available() and not options.tiny:
+        print("There is no CUDA device here. To see that it runs: python -m benchmarks.gpu --tiny", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({"machine": describe()}), flush=True)
+    rows: list[Row] = []
+    for case in options.cases:
+        for row in [row for row in OF_CASE[case] if row in options.rows]:
+            rows.append(in_its_own_process(case, row, options.tiny))
+            if options.json:
+                print(json.dumps(asdict(rows[-1])), flush=True)
+            else:
+                print(f"{case} {row}: {rows[-1].ms_per_update} ms {rows[-1].note}", file=sys.stderr, flush=True)
+    if not options.json:
+        print(f"{describe()['gpu']}; {machine.sentence()}")
+        Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    return 0
+
+
+def describe() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    versions = {name: machine.version(name) for name in ("triton", "lightning", "accelerate")}
+    return {"gpu": gpu, **machine.describe(), **{k: v for k, v in versions.items() if v}}
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table()
+    shown.add_column("case", no_wrap=True)
+    shown.add_column("", no_wrap=True)
+    for heading in ("ms/update", "±", "speed", "tokens/s", "MFU", "peak GB", "loss"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("", overflow="fold")
+    for row in rows:
+        base = next((r.ms_per_update for r in rows if r.case == row.case and r.row == "bare"), None)
+        ms = row.ms_per_update
+        shown.add_row(
+            row.case,
+            row.row,
+            "" if ms is None else f"{ms:.3f}",
+            "" if row.ms_spread is None else f"{row.ms_spread:.3f}",
+            f"{base / ms:.3f}×" if base and ms else "",
+            "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+            "" if row.mfu is None else f"{100 * row.mfu:.1f} %",
+            "" if row.peak_gb is None else f"{row.peak_gb:.2f}",
+            "" if row.loss is None else f"{row.loss:.3f}",
+            row.note or ROWS[row.row],
+        )
+    return shown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--cases", type=some_of(CASES), default=list(CASES), help="names with commas between")
+    parser.add_argument("--rows", type=some_of(ROWS), default=list(ROWS), help="names with commas between")
+    parser.add_argument("--tiny", action="store_true", help="tiny networks, to see that it runs")
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "ROW"), help="one row in this process, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TERM", "xterm-256color")
+    sys.exit(main())
