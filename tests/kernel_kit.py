@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.kernels.contract import Kernel
+from forge.kernels.contract import INTERPRETED, Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -97,3 +97,34 @@ def check_compiles_whole(kernel: Kernel, args: Sequence[Any], options: Mapping[s
     results = run(compiled, args, options)
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, equal_nan=True)
+
+
+def mend_interpreter() -> None:
+    """Two things that Triton's interpreter gets wrong: loop bounds known at run time (in 3.6 NumPy 2.4 refuses them),
+    and products of bfloat16 matrices (it multiplies their bits as integers)."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch: Any = interpreter._patch_lang_tensor
+    builder: Any = interpreter.InterpreterBuilder
+    create_dot: Any = builder.create_dot
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        bits = x.data.view("uint16").astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, wide(a), wide(b), *rest)
+
+    interpreter._patch_lang_tensor = mended
+    builder.create_dot = dot
+
+
+if INTERPRETED:
+    mend_interpreter()

@@ -43,6 +43,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "anomaly": {},
     "cuda_graph": {},
     "jsonl": {},
+    "kernels": {},
     "ledger": {},
     "monitor": {"every": "2 updates", "histograms": True},
     "prefetch": {},
@@ -52,7 +53,8 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "throughput": {},
     "guard": {},
 }
-"""What only looks, guard among them: with finite numbers it changes nothing; nor does cuda_graph off CUDA."""
+"""What only looks, guard among them: with finite numbers it changes nothing; nor do cuda_graph and kernels off
+CUDA."""
 EPOCHS, SEED, MOST_UPDATES = 3, 7, 30
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}

@@ -13,6 +13,7 @@ import forge
 from forge import registry
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge.trainer import Trainer
+from tests import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
 
 ACTING: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},
@@ -22,6 +23,7 @@ ACTING: dict[str, dict[str, Any]] = {
     "compile": {"backend": "eager"},
     "early_stop": {"target": 100.0, "after": "4 updates"},
     "ema": {"decay": 0.9, "start": 1},
+    "kernels": {"use": ["cross_entropy"]},
     "freeze": {"modules": "*.[01]", "thaw": {"*.0.weight": "2 updates", "*": "5 updates"}},
     "monitor": {"every": "2 updates", "histograms": "3 updates"},
     "profiler": {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "memory": True},

@@ -26,6 +26,7 @@ VERBS = {
     "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",
     "recipes": "List recipes, show one, or copy one to start from.",
     "plugins": "List installed plugins, or show one's options and hooks.",
+    "kernels": "List installed kernels, show one's contract, or measure them.",
     "new": "Start a task or a plugin package from a working template.",
 }
 

@@ -13,20 +13,61 @@ installed, and the plugin `kernels` swaps them into a model.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge.kernels.ops.attention import attention
+    from forge.kernels.ops.clip_adamw import clip_adamw
+    from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
+    from forge.kernels.ops.cpp import all_finite
+    from forge.kernels.ops.cross_entropy import cross_entropy
+    from forge.kernels.ops.glu import geglu, swiglu
+    from forge.kernels.ops.linear_cross_entropy import linear_cross_entropy
+    from forge.kernels.ops.matmul import matmul
+    from forge.kernels.ops.mlp import mlp
+    from forge.kernels.ops.norms import layer_norm, rms_norm
+    from forge.kernels.ops.rope import rope
+    from forge.kernels.ops.softmax import softmax
 
 _HOME = {
+    "all_finite": "cpp",
+    "attention": "attention",
+    "ClipAdamW": "clip_adamw_optimizer",
+    "clip_adamw": "clip_adamw",
+    "cross_entropy": "cross_entropy",
     "geglu": "glu",
+    "layer_norm": "norms",
+    "linear_cross_entropy": "linear_cross_entropy",
+    "matmul": "matmul",
+    "mlp": "mlp",
+    "rms_norm": "norms",
+    "rope": "rope",
+    "softmax": "softmax",
     "swiglu": "glu",
 }
 
-__all__ = ["geglu", "swiglu"]
+__all__ = [
+    "ClipAdamW",
+    "all_finite",
+    "attention",
+    "clip_adamw",
+    "cross_entropy",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "matmul",
+    "mlp",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'forge.kernels' has no attribute {name!r}")
-    value = getattr(import_module(f"forge.kernels.{_HOME[name]}"), name)
+    value = getattr(import_module(f"forge.kernels.ops.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forge_plugins.fsdp import FSDP
     from forge_plugins.guard import Guard
     from forge_plugins.jsonl import JSONL
+    from forge_plugins.kernels import Kernels
     from forge_plugins.ledger import Ledger
     from forge_plugins.monitor import Monitor
     from forge_plugins.prefetch import Prefetch
@@ -55,6 +56,7 @@ __all__ = [
     "EarlyStop",
     "Freeze",
     "Guard",
+    "Kernels",
     "Ledger",
     "Monitor",
     "Prefetch",

@@ -11,10 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forge
-from forge.kernels.attention import attention as forge_attention
-from forge.kernels.clip_adamw_optimizer import ClipAdamW
-from forge.kernels.cross_entropy import cross_entropy
-from forge.kernels.linear_cross_entropy import linear_cross_entropy
+from forge import kernels
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,7 +35,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         if self.kind == "forge":
-            mixed = forge_attention(q, k, v, causal=True)
+            mixed = kernels.attention(q, k, v, causal=True)
         elif self.kind == "cudnn":
             with sdpa_kernel(FASTEST_FIRST, set_priority=True):
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -110,10 +107,10 @@ class GPT(forge.TaskModule):
         inputs, targets = batch
         hidden = self(inputs)
         if self.loss_kind == "chunked":
-            return linear_cross_entropy(hidden.flatten(0, 1), self.tokens.weight, targets.flatten())
+            return kernels.linear_cross_entropy(hidden.flatten(0, 1), self.tokens.weight, targets.flatten())
         logits = F.linear(hidden, self.tokens.weight).flatten(0, 1)
         if self.loss_kind == "fused":
-            return cross_entropy(logits, targets.flatten())
+            return kernels.cross_entropy(logits, targets.flatten())
         return F.cross_entropy(logits, targets.flatten())
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
@@ -127,7 +124,7 @@ class GPT(forge.TaskModule):
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         if self.max_norm is not None:
-            return ClipAdamW(groups, lr=self.lr, betas=(0.9, 0.95), max_norm=self.max_norm)
+            return kernels.ClipAdamW(groups, lr=self.lr, betas=(0.9, 0.95), max_norm=self.max_norm)
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=next(self.parameters()).is_cuda)
 
 

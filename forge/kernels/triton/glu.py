@@ -8,7 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-BLOCK = 1024
+from forge.kernels.triton.rows import as_rows
+
+FORWARD, BACKWARD = (2048, 4), (1024, 4)
+"""Entries of a program, and its warps."""
 
 
 @triton.jit
@@ -27,34 +30,61 @@ def _activation(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _forward(gate, up, out, count, kind: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0).to(tl.float32)
+def _forward(gate, up, out, width, blocks, gate_stride, up_stride, kind: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
     value, _ = _activation(g, kind)
-    tl.store(out + at, value * u, mask=inside)
+    tl.store(out + row * width + column, value * u, mask=inside)
 
 
 @triton.jit
-def _backward(grad, gate, up, grad_gate, grad_up, count, kind: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    d = tl.load(grad + at, mask=inside, other=0).to(tl.float32)
-    g = tl.load(gate + at, mask=inside, other=0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0).to(tl.float32)
+def _backward(
+    grad,
+    gate,
+    up,
+    grad_gate,
+    grad_up,
+    width,
+    blocks,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    kind: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what was written last is still in the cache
+    row = (program // blocks).to(tl.int64)
+    column = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    d = tl.load(grad + row * grad_stride + column, mask=inside, other=0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
     value, slope = _activation(g, kind)
-    tl.store(grad_gate + at, d * u * slope, mask=inside)
-    tl.store(grad_up + at, d * value, mask=inside)
+    tl.store(grad_gate + row * width + column, d * u * slope, mask=inside)
+    tl.store(grad_up + row * width + column, d * value, mask=inside)
+
+
+def _as_rows(*tensors: Tensor) -> list[Tensor]:
+    """As rows that need not follow each other (halves of a wider tensor do not); as one long row where all do."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(1, -1) for tensor in tensors]
+    return [as_rows(tensor) for tensor in tensors]
 
 
 @custom_op("forge::glu", mutates_args=())
 def glu(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
-        grid = (triton.cdiv(out.numel(), BLOCK),)
-        _forward[grid](gate, up, out, out.numel(), kind, BLOCK)
+        gate, up = _as_rows(gate, up)
+        rows, width = gate.shape
+        block, warps = FORWARD
+        blocks = triton.cdiv(width, block)
+        _forward[(rows * blocks,)](
+            gate, up, out, width, blocks, gate.stride(0), up.stride(0), kind, block, num_warps=warps
+        )
     return out
 
 
@@ -65,11 +95,27 @@ def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 @custom_op("forge::glu_backward", mutates_args=())
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if grad.numel():
-        grid = (triton.cdiv(grad.numel(), BLOCK),)
-        _backward[grid](grad, gate, up, grad_gate, grad_up, grad.numel(), kind, BLOCK)
+        grad, gate, up = _as_rows(grad, gate, up)
+        rows, width = gate.shape
+        block, warps = BACKWARD
+        blocks = triton.cdiv(width, block)
+        _backward[(rows * blocks,)](
+            grad,
+            gate,
+            up,
+            grad_gate,
+            grad_up,
+            width,
+            blocks,
+            grad.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            kind,
+            block,
+            num_warps=warps,
+        )
     return grad_gate, grad_up
 
 

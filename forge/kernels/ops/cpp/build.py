@@ -1,0 +1,118 @@
+"""Compile a C++ file against torch and load it, at its first use: only a compiler is needed, no ninja and no nvcc.
+
+The library is kept in the user's folder of torch extensions under a name made of everything that decides what is in it,
+so that it is built once, and anew when the source, torch or the compiler changes. It appears there whole or not at all.
+A process that builds holds a lock that the system takes back even if the process is killed; others wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from forge.errors import KernelError
+
+logger = logging.getLogger("forge")
+
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
+if sys.platform == "linux" and torch.backends.openmp.is_available():
+    FLAGS.append("-fopenmp")  # at::parallel_for is in torch's headers, and serial without it
+LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
+
+
+@cache
+def missing(source: Path) -> str | None:
+    """Load a C++ file's operators, building them if need be; says why they are not there, or None where they are."""
+    try:
+        torch.ops.load_library(str(build(source)))
+    except KernelError as error:
+        return str(error)
+    except OSError as error:
+        return f"{source.name} was built but cannot be loaded: {error}"
+    return None
+
+
+def build(source: Path, flags: Sequence[str] = ()) -> Path:
+    """The library built from a C++ file, from the cache where it is there; a KernelError says what is in the way."""
+    command = [*_compiler(), *_flags(), *flags]
+    library = _folder(source) / f"{source.stem}-{_key(source, command)}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(library.with_suffix(".lock")):
+            if not library.exists():
+                logger.info("forge builds %s; this happens once.", library)
+                _run(command, source, library)
+    return library
+
+
+def _run(command: list[str], source: Path, library: Path) -> None:
+    handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    try:
+        line = [*command, str(source), "-o", made, *_linked()]
+        done = subprocess.run(line, capture_output=True, text=True)
+        if done.returncode:
+            log = library.with_suffix(".log")
+            log.write_text(f"{shlex.join(line)}\n\n{done.stdout}{done.stderr}")
+            first = next((text for text in done.stderr.splitlines() if "error:" in text), "it gave no reason")
+            raise KernelError(f"{source.name} could not be compiled: {first.strip()} (all of it is in {log})")
+        os.replace(made, library)
+    finally:
+        Path(made).unlink(missing_ok=True)
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler that torch would take: CXX, or c++."""
+    words = shlex.split(os.environ.get("CXX", "c++"))
+    if sys.platform == "win32" or not words or shutil.which(words[0]) is None:
+        raise KernelError(f"there is no C++ compiler {' '.join(words) or 'c++'} (CXX names another)")
+    return words
+
+
+def _flags() -> list[str]:
+    from torch.utils import cpp_extension  # brings setuptools along: not at import
+
+    folders = [f"-isystem{folder}" for folder in cpp_extension.include_paths("cpu")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [*FLAGS, abi, *folders]
+
+
+def _linked() -> list[str]:
+    from torch.utils import cpp_extension
+
+    return [*(f"-L{folder}" for folder in cpp_extension.library_paths("cpu")), *LIBRARIES]
+
+
+def _folder(source: Path) -> Path:
+    from torch.utils import cpp_extension
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return Path(root) / f"forge_{source.stem}"
+
+
+def _key(source: Path, command: list[str]) -> str:
+    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True).stdout
+    parts = [source.read_text(), torch.__version__, shlex.join(command), version]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time. The system forgets the lock with the process that held it."""
+    import fcntl  # not on every platform that imports forge
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

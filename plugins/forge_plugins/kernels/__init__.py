@@ -1,0 +1,300 @@
+"""Fast kernels in the place of torch's functions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import forge
+from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
+from forge.keeping import untouched
+from forge.kernels import registry, swapping
+from forge.kernels.caching import Cache, default_folder, key_of
+from forge.kernels.calls import Call, pattern_of
+from forge.kernels.choosing import Candidate, Choice, choose
+from forge.kernels.contract import INTERPRETED, Functional
+from forge.kernels.measuring import Stopwatch
+from forge.kernels.swapping import StandIns, SwappedModules
+from forge.model import Build
+from forge_plugins._patterns import MANY, as_list, listed
+from forge_plugins.kernels.looking import Seen, look
+from forge_plugins.kernels.report import table
+
+logger = logging.getLogger("forge")
+
+AUTO, ALL = "auto", "all"
+
+
+class Kernels(forge.Plugin):
+    """Run forge's kernels in the place of torch's functions and modules, where they are faster.
+
+    The task stays as it is written. While it trains or evaluates, functions such as `torch.nn.functional.layer_norm`
+    are those of a kernel, wherever they are called from: `F.layer_norm` and `nn.LayerNorm` alike, but not a name that
+    was imported by itself (`from torch.nn.functional import layer_norm`). Between updates, and at the end of the run,
+    everything is torch's own again. `forge kernels` lists what is installed, third parties' kernels too, and what each
+    replaces.
+
+    With `use: auto` the first training batch runs forward once, without a trace in the run, to see which calls there
+    are. Each is then measured on this device, with its shapes, forward and backward, beside what it replaces; where the
+    stack compiles, beside what torch.compile makes of it. A kernel that is at least 3 % faster, and computes the same
+    within its tolerance, is used for calls of just this kind; all others run as written. The table is in the log. It is
+    kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels, because others would round
+    otherwise. On several ranks the first one measures for all.
+
+    What is measured are calls one by one. A compiler may fuse such a call with its neighbours, and a kernel stands in
+    the way of that: the whole step decides, and `leave_out` takes a kernel out. `use` can also name kernels, or be
+    `all`: then nothing is measured, and they take every call that they support.
+
+    Kernels run on CUDA. Elsewhere nothing is swapped, the run is bit for bit what it is without this plugin, and the
+    log says so.
+
+    ::
+
+        forge fit quickstart -p kernels
+        forge fit quickstart -p kernels kernels.use=all
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        use: str | list[str] = AUTO
+        "Which kernels: auto (where they are faster, by measurement), all, or names."
+        leave_out: str | list[str] | None = None
+        "Kernels not to use."
+        cache: bool | str = True
+        "Where measurements are kept for the next run: true is the user's cache, a path is a folder, false is nowhere."
+
+    config: Config
+    provides = ("kernels",)
+    capturable = True
+
+    def __init__(self, *first: str | list[str], **values: Any):
+        super().__init__(*first, **values)
+        config, known = self.config, registry.names()
+        named = [] if config.use in (AUTO, ALL) else as_list(config.use)
+        if config.use == []:
+            raise RecipeError("kernels.use is an empty list. Name some kernels, or write auto or all.")
+        for option, names in (("use", named), ("leave_out", as_list(config.leave_out))):
+            for name in names:
+                if name not in known:
+                    also = [AUTO, ALL] if option == "use" else []
+                    raise RecipeError(
+                        f"kernels.{option} names {name!r}, which no kernel is called."
+                        f"{did_you_mean(name, [*known, *also])}"
+                    )
+        self._named = named
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one run."""
+        self._candidates: list[Candidate] = []
+        self._measures = False
+        self._stand_ins = StandIns()
+        self._modules = SwappedModules()
+        self._looked: list[str | None] = []
+        "The optimizers whose first batch was looked at."
+        self._choices: list[Choice] = []
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    @forge.hookimpl
+    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+        if phase != "surgery":
+            return
+        self._begin()
+        device = trainer.env.device
+        if not self._acts_on(device):
+            logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
+            return
+        self._candidates = self._load()
+        swapping.settle_names(soon=_compiles(trainer))
+        if self.config.use == AUTO:
+            self._measures = trainer.verb == "fit"
+            if not self._measures:
+                logger.info(
+                    "kernels.use=auto measures the first training batch: %s runs as written. Name kernels to use them.",
+                    trainer.verb,
+                )
+            return
+        self._swap_all(build)
+
+    def _acts_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" or (INTERPRETED and device.type == "cpu" and bool(self._named))
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        if self._measures and step.name not in self._looked:
+            self._decide(step)
+        with self._stand_ins:
+            return (yield)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        with self._stand_ins:
+            return (yield)
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"looked": list(self._looked), "choices": [choice.as_data() for choice in self._choices]}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+        if self.config.use != AUTO or not state["looked"]:
+            return
+        choices, before = [Choice.from_data(data) for data in state["choices"]], self._choices
+        self._looked, self._choices = list(state["looked"]), choices
+        if self._measures and choices != before:  # at a rewind they are what they were
+            self._refuse_missing()
+            self._apply(trainer)
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self._modules.put_back()
+        self._begin()
+
+    # -- which kernels ------------------------------------------------------------------------------------------------
+
+    def _load(self) -> list[Candidate]:
+        """The kernels to use, or to choose from, with what they replace. A broken package breaks those who name it."""
+        left_out, found = as_list(self.config.leave_out), []
+        for name in self._named or registry.names():
+            if name in left_out:
+                continue
+            try:
+                kernel = registry.load(name)
+                for replaces in kernel.replaces:
+                    swapping.refuse_unknown(replaces.target, name)
+            except ForgeError as error:
+                if self._named:
+                    raise
+                logger.warning("kernels: %s", error)
+                continue
+            if self._named and not kernel.replaces:
+                raise RecipeError(
+                    f"kernels.use names {name!r}, which replaces nothing by itself: call forge.kernels.{name} in your "
+                    "task instead."
+                )
+            found += [Candidate(kernel, replaces) for replaces in kernel.replaces]
+        return found
+
+    def _swap_all(self, build: Build) -> None:
+        """Without measuring: every candidate takes what it supports."""
+        functions: dict[str, Any] = {}
+        takers: dict[str, str] = {}
+        for candidate in self._candidates:
+            name, target = candidate.kernel.name, candidate.target
+            if target in takers:
+                raise RecipeError(
+                    f"kernels.use: {takers[target]!r} and {name!r} both replace {target}. Leave one of them out: "
+                    f"kernels.leave_out={name}"
+                )
+            takers[target] = name
+            if isinstance(candidate.replaces, Functional):
+                functions[target] = swapping.always(target, candidate.replaces.call)
+            else:
+                paths = swapping.modules_of(build.task, target)
+                done = self._modules.put(build.task, paths, candidate.replaces.swap, name)
+                if done:
+                    logger.info("kernels: %s takes the place of %s.", name, listed(done, MANY))
+        self._stand_ins = StandIns(functions)
+        if functions:
+            replaced = (f"{target.rpartition('.')[2]} ({takers[target]})" for target in functions)
+            logger.info("kernels: in the place of torch's own: %s.", ", ".join(replaced))
+
+    # -- auto ---------------------------------------------------------------------------------------------------------
+
+    def _decide(self, step: forge.Step) -> None:
+        """Look at the first batch, measure what it calls, and use what is faster."""
+        trainer = step.trainer
+        self._looked.append(step.name)
+        seen = look(step, self._candidates, _compiles(trainer))
+        # shares of a batch may differ by a sample, so the first rank measures what any of them calls
+        everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
+        others = (Call.from_data(data) for there in everywhere for data in there)
+        calls = {**{call.kind: call for call in others}, **seen.calls}
+        with trainer.env.patience():
+            made = trainer.env.from_first(lambda: self._measure(trainer, list(calls.values()), seen))
+        choices = [Choice.from_data(data) for data in made["choices"]]
+        known = {choice.call.kind for choice in self._choices}
+        self._choices += [choice for choice in choices if choice.call.kind not in known]
+        self._apply(trainer)
+        if trainer.env.is_main:
+            self._tell(trainer, choices, seen, made["measured"])
+
+    def _measure(self, trainer: forge.Trainer, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
+        """On the first rank: what is known already from disk, the rest by measuring."""
+        device, compiled = trainer.env.device, _compiles(trainer)
+        cache = Cache(self._folder())
+        stopwatch: Stopwatch | None = None
+        choices, measured = [], 0
+        with untouched(trainer):
+            for call in calls:
+                rivals = [candidate for candidate in self._candidates if candidate.target == call.target]
+                paths = seen.modules.get(call.kind, [])
+                key = key_of(call, rivals, device, compiled)
+                choice = cache.get(key, call)
+                if choice is None:
+                    stopwatch = stopwatch or Stopwatch(device, quick=True)
+                    module = trainer.task.get_submodule(paths[0]) if paths else None
+                    choice = choose(call, rivals, device, stopwatch, compiled, module)
+                    cache.put(key, choice)
+                    measured += 1
+                choices.append(replace(choice, paths=tuple(paths)).as_data())
+        cache.write()
+        del stopwatch
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was measured with is of other sizes than what the run needs
+        return {"choices": choices, "measured": measured}
+
+    def _folder(self) -> Path | None:
+        cache = self.config.cache
+        if isinstance(cache, str):
+            return Path(cache).expanduser()
+        return default_folder() if cache else None
+
+    def _apply(self, trainer: forge.Trainer) -> None:
+        """Have the chosen kernels run from now on."""
+        chosen: dict[str, list[swapping.Chosen]] = {}
+        decided: set[str] = set()
+        self._modules.put_back()
+        for choice in self._choices:
+            paths = [path for path in choice.paths if path not in decided]
+            decided |= set(paths)  # what is called in several ways is decided by the first
+            for candidate in self._candidates:
+                if candidate.kernel.name != choice.kernel or candidate.target != choice.call.target:
+                    continue
+                if isinstance(candidate.replaces, Functional):
+                    entry = pattern_of(choice.call), candidate.replaces.call
+                    chosen.setdefault(candidate.target, []).append(entry)
+                else:
+                    self._modules.put(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
+        swapping.settle_names()
+        self._stand_ins = StandIns(
+            {target: swapping.where_chosen(target, entries) for target, entries in chosen.items()}
+        )
+
+    def _tell(self, trainer: forge.Trainer, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
+        if not choices:
+            logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
+            return
+        device = trainer.env.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        logger.info("%s", table(choices, seen.counts, measured, _compiles(trainer), name))
+
+    def _refuse_missing(self) -> None:
+        """A run that used a kernel cannot go on exactly without it."""
+        there = {candidate.kernel.name for candidate in self._candidates}
+        missing = sorted({choice.kernel for choice in self._choices if choice.kernel} - there)
+        if missing:
+            raise StackError(
+                f"The run that is resumed used the kernel {missing[0]!r}, which is not there any more. Install its "
+                "package again, or take it out of kernels.leave_out; kernels.use=all goes on with what there is."
+            )
+
+
+def _compiles(trainer: forge.Trainer) -> bool:
+    return any("compile" in plugin.provides for plugin in trainer.stack)
