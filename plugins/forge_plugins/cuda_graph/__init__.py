@@ -20,6 +20,9 @@ from forge_plugins.cuda_graph.window import Unsuitable, Window
 
 logger = logging.getLogger("forge")
 
+FEW, MANY = 3, 20
+"""A change that comes so often for the same reason, after fewer replays than that, makes capturing pointless."""
+
 
 class CudaGraph(forge.Plugin):
     """Run the whole update as one CUDA graph: the host gives one order where it gave a thousand.
@@ -88,7 +91,9 @@ class CudaGraph(forge.Plugin):
         self._rates: Rates | None = None
         self._measured_before: bool | None = None
         self._drop()
-        self._done, self._seen, self._told = 0, {}, set()
+        self._told: set[str] = set()
+        self._changes: list[str] = []
+        "Why graphs were dropped."
 
     def _drop(self) -> None:
         """Let go of every graph, and of their memory; the next update is a warm-up again."""
@@ -96,7 +101,8 @@ class CudaGraph(forge.Plugin):
         self._pool: Any = None
         self._fitness: fitness.Fitness | None = None
         self._look_again = False
-        self._done, self._seen = 0, {}
+        self._done, self._replays = 0, 0
+        self._seen: dict[Any, int] = {}
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -218,6 +224,7 @@ class CudaGraph(forge.Plugin):
         graph.replay(window, step)
         step.updated = True
         self.replayed += 1
+        self._replays += 1
 
     def _settle(self) -> None:
         for graph in self._graphs.values():
@@ -230,10 +237,15 @@ class CudaGraph(forge.Plugin):
         """Whether graphs hold on to what is no more: the model, the set of trained parameters, the optimizer's state
         after a rewind. Addresses are compared after every evaluation, which may have moved things."""
         look, self._look_again = self._look_again, False
-        if not self._graphs or not known.is_stale(closely=look):
+        change = known.change(closely=look) if self._graphs else None
+        if change is None:
             return False
         self._settle()
-        logger.info("cuda_graph: what is trained has changed; the step will be captured anew.")
+        self._changes.append(change)
+        if len(self._changes) >= FEW and len(set(self._changes[-FEW:])) == 1 and self._replays < MANY:
+            self._give_up(f"{change} again and again, and a graph holds it as a constant")
+            return True
+        logger.info("cuda_graph: %s; the step will be captured anew.", change)
         return True
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:

@@ -12,6 +12,7 @@ import forge
 from forge.metrics import Means
 from forge.optimizers import drop_gradients
 from forge_plugins.cuda_graph.audit import own_line
+from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
 from forge_plugins.cuda_graph.window import Window
 
@@ -34,11 +35,16 @@ class Captured:
         self._columns: list[tuple[str, int | None]] = []
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         # made before the capture: memory that is given out within it is written over in every replay
-        self._table = torch.empty(PLACES, device=device)
+        self._places = torch.empty(PLACES, device=device)
+        self._table = self._places.view(1, -1)
         self._weights: list[list[Any]] = []
-        self._graph = torch.cuda.CUDAGraph()
-        self._record(step, window, pool)
-        self.pool = self._graph.pool()
+        self._graph = Graph(device, pool)
+        self._record(step, window)
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, for other graphs to share."""
+        return self._graph.pool
 
     def replay(self, window: Window, step: forge.Step) -> None:
         """Run the update on this window."""
@@ -63,36 +69,30 @@ class Captured:
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
-    def _record(self, step: forge.Step, window: Window, pool: Any) -> None:
+    def _record(self, step: forge.Step, window: Window) -> None:
         trainer = step.trainer
-        given, factors, means = step.window, step._factors, trainer.means
-        means.settle()
-        noted = Noted(trainer.env.device, len(step.window))
-        static = self._inputs.tensors
-        if factors is not None:
-            step._factors = list(static[-1].unbind())
-        step.window, trainer.means = window.with_tensors(static), noted
-        failure: BaseException | None = None
-        generator = torch.cuda.default_generators[trainer.env.device.index or 0]
-        before = generator.get_state()
+        given, factors = step.window, step._factors
+        trainer.means.settle()
+        inputs = self._inputs.tensors
+        lying = window.with_tensors(inputs)
+
+        def update() -> None:
+            means, noted = trainer.means, Noted(trainer.env.device)
+            step.window, trainer.means = lying, noted
+            if factors is not None:
+                step._factors = list(inputs[-1].unbind())
+            try:
+                trainer.core.forge_train_step(step)
+                self._write_down(noted)
+            finally:
+                step.window, step._factors, trainer.means = given, factors, means
+
         try:
-            # other threads (a loader's, a checkpoint's writer) may go on with what they do
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                try:
-                    trainer.core.forge_train_step(step)
-                    self._write_down(noted)
-                except BaseException as error:
-                    failure = error
-                    raise
-        except (RuntimeError, torch.AcceleratorError) as error:
-            # a capture that broke off leaves the generator waiting for its end: let it go on from a state of its own
-            afresh = torch.Generator(trainer.env.device)
-            afresh.set_state(before)
-            generator.graphsafe_set_state(afresh.graphsafe_get_state())
+            self._graph.capture(update)
+        except RuntimeError as error:
             drop_gradients(step.optimizer)
-            raise CaptureFailed(_reason(failure or error)) from (failure or error)
-        finally:
-            step.window, step._factors, trainer.means = given, factors, means
+            raise CaptureFailed(_reason(error)) from error
+        self._cursor.zero_()
         if step.skip_reason is not None:
             raise CaptureFailed(f"the update was skipped while it was captured: {step.skip_reason}")
 
@@ -108,7 +108,7 @@ class Captured:
             return
         row = torch.stack([value.detach().float().reshape(()) for _, value, _ in noted.values])
         rows = min(ROWS, PLACES // len(row))
-        self._table = self._table[: rows * len(row)].view(rows, len(row))
+        self._table = self._places[: rows * len(row)].view(rows, len(row))
         self._table.index_copy_(0, self._cursor, row[None])
         self._cursor.add_(1)
 
@@ -116,11 +116,11 @@ class Captured:
 class Noted(Means):
     """Stands in for a run's means while a step is captured: what is counted, and for which micro-batch."""
 
-    def __init__(self, device: torch.device, micros: int):
+    def __init__(self, device: torch.device):
         super().__init__(device)
         self.on_host = False
         self.values: list[tuple[str, Any, int | None]] = []
-        self._micros, self._micro = micros, 0
+        self._micro = 0
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
         self._note("", {name: value}, None)

@@ -85,21 +85,23 @@ class Fitness:
         """Whether a plugin that cannot be captured acts in this update."""
         return any(plugin.due(step) for plugin in self._at_intervals)
 
-    def is_stale(self, closely: bool) -> bool:
-        """Whether graphs made before would compute something else than the run does now."""
+    def change(self, closely: bool) -> str | None:
+        """Why graphs made before would compute something else than the run does now; None where they would not."""
         trainer = self._trainer
-        if trainer.model is not self._model or trainer.restores != self._restores:
-            return True
+        if trainer.model is not self._model:
+            return "the model is another one"
+        if trainer.restores != self._restores:
+            return "the run was restored"
         for parameter, trained in zip(self._parameters, self._trained, strict=True):
             if parameter.requires_grad is not trained:
-                return True
+                return "other parameters are trained"
         for group, key, value in self._options:
-            if group[key] is not value:
-                return True
+            if group[key] is not value and group[key] != value:
+                return f"the optimizer's {key} changed"
         if not closely:
-            return False
+            return None
         before, self._places = self._places, self._addresses()
-        return before is not None and before != self._places
+        return "tensors have moved" if before is not None and before != self._places else None
 
     def _addresses(self) -> list[int]:
         optimizer, task = self._trainer.optimizers[None], self._trainer.task

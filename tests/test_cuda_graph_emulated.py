@@ -1,0 +1,269 @@
+"""cuda_graph's own logic without a CUDA device: a graph that runs its update again takes the place of a real one.
+
+Everything but the capture itself is the plugin's: keys and windows, metrics handed over late, rates, updates that must
+run uncaptured, graphs that are stale. tests/test_cuda_graph_cuda.py says the same of real graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.seeding import RNGState
+from forge.testing import assert_same_weights
+from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Guard, Monitor, Schedule
+from forge_plugins import cuda_graph as module
+from forge_plugins.cuda_graph import captured
+from tests.test_resume import PowerCut, cut_at, log_of
+
+
+class Again:
+    """A graph in host memory: its capture leaves no trace, and a replay runs the update again."""
+
+    pool = None
+
+    def __init__(self, device: torch.device, pool: Any = None):
+        self.body: Callable[[], None] = lambda: None
+        self.optimizer: Any = None
+
+    def capture(self, body: Callable[[], None]) -> None:
+        self.body = body
+        task, optimizer = RUNNING["task"], RUNNING["trainer"].optimizers[None]
+        weights, state = copy.deepcopy(task.state_dict()), copy.deepcopy(optimizer.state_dict())
+        now = RNGState.capture(torch.device("cpu"))
+        try:
+            body()
+        finally:
+            task.load_state_dict(weights)
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                for parameter, index in zip(group["params"], saved["params"], strict=True):
+                    for key, value in state["state"].get(index, {}).items():
+                        optimizer.state[parameter][key].copy_(value)
+            now.restore(torch.device("cpu"))
+
+    def replay(self) -> None:
+        self.body()
+
+
+class Straight:
+    """Inputs in host memory."""
+
+    def __init__(self, tensors: list[Tensor], device: torch.device):
+        self.tensors = [tensor.clone() for tensor in tensors]
+
+    def load(self, tensors: list[Tensor]) -> None:
+        for there, here in zip(self.tensors, tensors, strict=True):
+            there.copy_(here)
+
+
+RUNNING: dict[str, Any] = {}
+
+
+class OnADevice(forge.Plugin):
+    """Means stay where they are, as on an accelerator."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        trainer.means.on_host = False
+        RUNNING.update(task=trainer.task, trainer=trainer)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "Graph", Again)
+    monkeypatch.setattr(captured, "Inputs", Straight)
+    monkeypatch.setattr(module.fitness, "of_the_run", lambda trainer, optimizers: None)
+    monkeypatch.setattr(module, "reads_of_the_device", lambda: nullcontext([]))
+
+
+class Shrink(forge.Plugin):
+    """Clipping whose norm stays a tensor on the CPU too."""
+
+    capturable = True
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        gradients = [p.grad for p in step.parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm.clamp(min=0.1))
+        step.record("norm", norm)
+
+
+class Net(forge.TaskModule):
+    """Dropout, BatchNorm, two metrics."""
+
+    def __init__(self, kind: str = "AdamW", **options: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.kind, self.options = kind, options
+
+    def training_step(self, batch: Any) -> Any:
+        out = self.net(batch[0])
+        accuracy = (out.argmax(-1) == batch[1]).float().mean()
+        return {"loss": F.cross_entropy(out.float(), batch[1]), "accuracy": accuracy}
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(self.net(batch[0]).float(), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=2.0**-7, fused=True, **self.options)
+
+
+def batches(count: int = 12, last: int | None = None) -> list[Any]:
+    make = torch.Generator().manual_seed(1)
+    sizes = [8] * (count - 1) + [last or 8]
+    return [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
+
+
+def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, list[Any]]:
+    task = Net() if task is None else task
+    logs: list[Any] = []
+
+    @forge.on("log")
+    def keep(update: int, metrics: dict[str, Any]) -> None:
+        logs.append((update, dict(metrics)))
+
+    settings = {"max_epochs": 3, "seed": 3, "device": "cpu", "log_every": 5, "run_dir": False, **options}
+    trainer = forge.Trainer(plugins=[OnADevice(), *plugins, keep], **settings)
+    trainer.fit(task, batches() if data is None else data, None)
+    return task, logs
+
+
+def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **options: Any) -> CudaGraph:
+    graph = CudaGraph(strict=True)
+    plain, plain_logs = run(plugins(), data, task(), **options)
+    ours, logs = run([*plugins(), graph], data, task(), **options)
+    assert graph.replayed >= least
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+    return graph
+
+
+STACKS = {
+    "nothing": lambda: [],
+    "clip": lambda: [Shrink()],
+    "accumulate": lambda: [Accumulate(3), Shrink()],
+    "bf16": lambda: [AMP("bf16")],
+    "ema": lambda: [EMA(0.9), Shrink()],
+    "all": lambda: [AMP("bf16"), Accumulate(2), Shrink(), EMA(0.9)],
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS.keys())
+def test_a_run_with_replays_is_the_run_without(stack: Any, kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    compare(stack, 7, task=lambda: Net(kind, **options))
+
+
+def test_another_shape_runs_uncaptured_and_gets_a_graph_when_it_comes_again() -> None:
+    graph = compare(lambda: [Shrink()], 0, batches(6, last=3), max_epochs=5)
+    assert graph.replayed == 30 - 3 - 1
+
+
+def test_more_shapes_than_graphs_run_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    make = torch.Generator().manual_seed(1)
+    sizes = [8, 8, 8, 8, 7, 6, 5, 4]
+    data = [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
+    graph, plain = CudaGraph(graphs=2), run([], data, max_epochs=6)[0]
+    ours, _ = run([graph], data, max_epochs=6)
+    assert_same_weights(ours, plain)
+    assert 0 < graph.replayed < 48 - 3
+    assert caplog.text.count("windows come in many shapes") == 1
+
+
+def test_weights_that_differ_by_window_reach_the_graph() -> None:
+    class Weighed(Net):
+        def num_items(self, batch: Any) -> int:
+            return int((batch[1] != 0).sum())
+
+    compare(lambda: [Accumulate(2)], 10, task=Weighed)
+
+
+def test_what_is_due_now_and_then_runs_uncaptured() -> None:
+    graph = compare(lambda: [Monitor(every="10 updates")], 25)
+    assert graph.replayed == 36 - 3 - 3  # at updates 10, 20 and 30; the warm-up ends before
+
+
+def test_a_thaw_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="forge"):
+        graph = compare(lambda: [Freeze(modules="net.0", thaw={"net.0": "1 epoch"})], 25)
+    assert graph.replayed <= 36 - 6
+    assert "other parameters are trained; the step will be captured anew" in caplog.text
+
+
+def test_a_schedule_that_moves_momentum_is_named_after_a_few_captures(caplog: pytest.LogCaptureFixture) -> None:
+    plain, _ = run([Schedule("one_cycle", warmup=5)], task=Net("SGD", momentum=0.9))
+    graph = CudaGraph()
+    ours, _ = run([Schedule("one_cycle", warmup=5), graph], task=Net("SGD", momentum=0.9))
+    assert graph.replayed == 3  # each finds the momentum moved
+    assert "because the optimizer's momentum changed again and again" in caplog.text
+    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):  # rates are float32 with the plugin
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Net):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "answer": 42.0}
+
+    graph = CudaGraph()
+    ours, logs = run([graph], task=Counts())
+    plain, plain_logs = run([], task=Counts())
+    assert graph.replayed == 0
+    assert "the metric 'train/answer' is a plain number" in caplog.text
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+
+
+def test_one_plugin_object_serves_several_runs() -> None:
+    graph = CudaGraph(strict=True)
+    first, first_logs = run([graph])
+    assert graph.replayed == 33
+    second, second_logs = run([graph])
+    assert graph.replayed == 33
+    assert_same_weights(second, first)
+    assert first_logs == second_logs
+
+
+def live(folder: Path, *more: Any) -> nn.Module:
+    graph = CudaGraph(strict=True)
+    plugins = [OnADevice(), Accumulate(2), Shrink(), Schedule("cosine", warmup=3), EMA(0.9), graph]
+    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
+    trainer = forge.Trainer(
+        plugins=plugins, run_dir=folder, resume="auto", seed=3, device="cpu", log_every=4, max_epochs=6
+    )
+    task, data = Net(), batches(14, last=4)
+    trainer.fit(task, data, data[:3])
+    assert graph.replayed > 5
+    return task
+
+
+@pytest.mark.parametrize("update", [4, 17, 30])
+def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
+    straight = live(tmp_path / "straight")
+    with pytest.raises(PowerCut):
+        live(tmp_path / "cut", cut_at(update))
+    resumed = live(tmp_path / "cut")
+    assert_same_weights(resumed, straight)
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+
+
+def test_guard_is_named_where_it_must_read_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    graph = CudaGraph()
+    run([Guard("skip"), graph])
+    assert graph.replayed == 0
+    assert "'guard' acts inside every update" in caplog.text
