@@ -85,7 +85,7 @@ def test_large_scores_neither_overflow_nor_vanish(dtype):
 
 def test_scores_far_below_zero_leave_finite_gradients_at_ragged_edges():
     q, k, v = (x.detach().abs() * 20 for x in tensors(s=33, t=37))
-    check_against_reference(ATTENTION, [q.requires_grad_(), (-k).requires_grad_(), v.requires_grad_()], tolerance=1e-4)
+    check_against_reference(ATTENTION, [q.requires_grad_(), (-k).requires_grad_(), v.requires_grad_()], tolerance=1e-3)
 
 
 def test_a_scale_can_be_given():
