@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import startup
+from benchmarks import gpu, startup
 from benchmarks.command_line import some_of
 
 ROOT = Path(__file__).parent.parent
@@ -78,3 +79,23 @@ def test_startup_stops_at_a_program_that_fails() -> None:
 def test_a_name_on_the_command_line_that_is_not_known_is_refused_with_what_there_is() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="'lightening' is not one of lightning, hf, all"):
         some_of(["lightning", "hf"], all=["lightning", "hf"])("lightening")
+
+
+def test_gpu_measures_the_same_training_by_hand_and_with_forge(tmp_path: Path) -> None:
+    case = gpu.CASES["mlp"]
+    rows = [gpu.measure(case, row, tiny=True) for row in ("bare", "forge off")]
+    assert all(row.ms_per_update > 0 for row in rows if row.ms_per_update is not None)
+    # forge logs the mean of the last interval, the loop its last loss: both are of the same few updates
+    assert rows[0].loss == pytest.approx(rows[1].loss, rel=0.2)
+
+
+def test_gpu_names_every_row_and_refuses_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.ROWS.keys() == gpu.CONTENDERS.keys()
+    assert {row for rows in gpu.OF_CASE.values() for row in rows} == gpu.ROWS.keys()
+    if not torch.cuda.is_available():
+        assert gpu.main(["--cases", "mlp"]) == 2
+        assert "There is no CUDA device here" in capsys.readouterr().err
+
+
+def test_gpus_mfu_counts_what_gpt2_computes() -> None:
+    assert gpu.flops_per_token() == pytest.approx(6 * 123.57e6 + 12 * 12 * 768 * 1024, rel=1e-3)

@@ -16,11 +16,15 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from forge.errors import KernelError
 
 logger = logging.getLogger("forge")
 
@@ -28,6 +32,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU too: for tests, and very slow."""
 
+PLAIN = (Tensor, nn.Parameter)
 HALF_TO_FULL = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that most kernels compute in; all of them accumulate in float32."""
 
@@ -114,6 +119,30 @@ def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_
         if tensor.dtype not in dtypes:
             return f"it has no {dtype_name(tensor.dtype)}"
     return None
+
+
+def plain(*values: Any) -> bool:
+    """Whether a kernel may stand in for torch's own function on these without anybody noticing: tensors of torch's own
+    classes (or no tensors), outside of functorch's transforms and of forward-mode differentiation."""
+    if torch.compiler.is_compiling():  # it traces neither
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    return all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Around a launch: Triton takes the current device and its stream, which need not be the tensor's."""
+    return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
+
+
+def refuse_second_derivative(name: str) -> None:
+    """In a backward that cannot be differentiated again: an error where that is asked for, not a wrong gradient."""
+    if torch.is_grad_enabled():
+        raise KernelError(
+            f"forge.kernels.{name} can be differentiated once: its backward was run with create_graph=True. Use plain "
+            "torch there (leave the kernel out: kernels.leave_out)."
+        )
 
 
 _told: set[tuple[str, str]] = set()
