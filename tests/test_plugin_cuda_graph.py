@@ -28,7 +28,8 @@ def test_on_a_cpu_it_says_so_once_and_changes_nothing(caplog: pytest.LogCaptureF
     fit(plain)
     torch.manual_seed(0)
     task = Classifier()
-    fit(task, plugins=[CudaGraph()])
+    with caplog.at_level("INFO", logger="forge"):
+        fit(task, plugins=[CudaGraph()])
     assert_same_weights(task, plain)
     assert caplog.text.count("there are graphs on CUDA only, and the run is on cpu") == 1
 
@@ -102,12 +103,13 @@ def test_windows_of_one_shape_share_a_key_whatever_their_numbers() -> None:
     [
         ({"x": torch.ones(3, 3)},),
         ({"x": torch.ones(2, 3, dtype=torch.float64)},),
+        ({"x": torch.ones(3, 2).T},),
         ({"y": torch.ones(2, 3)},),
         ({"x": torch.ones(2, 3)}, {"x": torch.ones(2, 3)}),
         ({"x": torch.ones(2, 3), "kind": 1},),
     ],
 )
-def test_another_shape_dtype_name_length_or_plain_value_has_another_key(other: Any) -> None:
+def test_another_shape_dtype_layout_name_length_or_plain_value_has_another_key(other: Any) -> None:
     assert window(*other).key != window({"x": torch.ones(2, 3)}).key
 
 

@@ -255,6 +255,8 @@ class Guard(forge.Plugin):
         has to do comes in forge_step_end then."""
         if flag.is_heard_now() and self._sent is not None and self._sent.index != step.index:
             self._receive(step, flag)
+            if step.skip_reason is not None:  # this window goes too: what it would mark is void
+                return
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
         tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
         self._plain += [loss for loss in losses if not isinstance(loss, Tensor)]

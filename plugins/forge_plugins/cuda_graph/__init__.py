@@ -22,6 +22,10 @@ logger = logging.getLogger("forge")
 
 FEW, MANY = 3, 20
 """A change that comes so often for the same reason, after fewer replays than that, makes capturing pointless."""
+CHANGED = ("capturable", "fused", "foreach")
+"""The options of an optimizer that a run with this plugin changes, and puts back."""
+MOST = 64
+"""Kinds of windows after which it is pointless too, if none has come three times."""
 
 
 class CudaGraph(forge.Plugin):
@@ -33,17 +37,19 @@ class CudaGraph(forge.Plugin):
     it. All else stays outside and as it is: learning rates, averages, logs, evaluation, checkpoints. Small models gain
     most, because they wait for the host; a model that keeps the device busy by itself gains nothing.
 
-    A replay computes what the update would have: the same kernels on the same numbers, so the weights are those of a
-    run without it, bit for bit, and a resumed run ends in the same bits. Two things are done to the optimizer, from the
-    first update on: Adam, AdamW and SGD of torch are made `fused` and `capturable`, and its learning rate is handed
-    over as a float32 number on the device, as torch asks for in a graph.
+    A replay computes what the update would have, with the same kernels on the same numbers: bit for bit, and a resumed
+    run ends in the same bits. Two things are done to the optimizer, from the first update on and in every update: Adam,
+    AdamW and SGD of torch are made `fused` and `capturable`, and the learning rate is handed over as a float32 number
+    on the device, as torch asks for in a graph. So the weights are those of a run without this plugin, bit for bit,
+    where the optimizer is fused already and its rates are numbers that float32 holds; else they differ in last bits.
 
     A batch of another shape, such as an epoch's last, runs uncaptured, and gets a graph of its own when it comes again,
-    up to `graphs` of them. What acts only now and then (a monitor, a callback with an interval) acts in an uncaptured
+    up to `graphs` of them. What acts only now and then (a monitor, say) acts in an uncaptured
     update. After a rewind or a thaw the step is captured anew. What cannot be captured is named, and the run goes on
     without: a training step that reads the device (`.item()`, `print`, `if loss > 3`), plugins that do so, several
     optimizers, several ranks. With `strict` that is an error. What Python does in `training_step` beside the tensors, a
-    counter say, is done once, at the capture; a metric that is no tensor is therefore refused.
+    counter or an annealed weight say, is done once, at the capture. Where that can be seen it is refused: metrics that
+    are no tensors, buffers that are replaced, random numbers that are drawn on the host.
 
     ::
 
@@ -90,6 +96,7 @@ class CudaGraph(forge.Plugin):
         self._off: str | None = None
         self._rates: Rates | None = None
         self._measured_before: bool | None = None
+        self._options_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._drop()
         self._told: set[str] = set()
         self._changes: list[str] = []
@@ -103,6 +110,7 @@ class CudaGraph(forge.Plugin):
         self._look_again = False
         self._done, self._replays = 0, 0
         self._seen: dict[Any, int] = {}
+        self._refused: set[Any] = set()
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -112,6 +120,8 @@ class CudaGraph(forge.Plugin):
         self._forget()
         self._off = fitness.of_the_run(trainer, built)
         if self._off is None:
+            groups = built[None].param_groups
+            self._options_before = [(g, {k: g[k] for k in CHANGED if k in g}) for g in groups]
             fitness.make_capturable(built[None])
         return built
 
@@ -134,6 +144,7 @@ class CudaGraph(forge.Plugin):
             return None
         trainer = step.trainer
         if self._fitness is None:
+            fitness.make_capturable(trainer.optimizers[None])  # what was restored may be of an uncaptured run
             self._fitness = fitness.Fitness(trainer)
             reason = self._fitness.of_the_stack()
             if reason is not None:
@@ -141,17 +152,17 @@ class CudaGraph(forge.Plugin):
         elif self._has_changed(self._fitness):
             self._drop()
             return None
-        if self._done < self.config.warmup or self._fitness.somebody_is_due(step):
-            return self._run_uncaptured(step)
+        if self._fitness.somebody_is_due(step):
+            return None
         try:
             window = Window(step, trainer.env.device)
         except Unsuitable as reason:
             return self._give_up(str(reason))
         graph = self._graphs.get(window.key)
-        if graph is None:
-            return self._first_of_its_kind(step, window)
-        self._replay(graph, window, step)
-        return True
+        if graph is not None:
+            self._replay(graph, window, step)
+            return True
+        return self._capture_or_not(step, window)
 
     @forge.hookimpl(wrapper=True)
     def forge_optimizer_step(self) -> Generator[None, Any, Any]:
@@ -174,33 +185,39 @@ class CudaGraph(forge.Plugin):
             trainer.means.settle_with(None)
         if self._measured_before is not None:
             cudnn.benchmark = self._measured_before
+        for group, options in self._options_before:
+            group.update(options)
         replayed = self.replayed
         self._forget()
         self.replayed = replayed
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _run_uncaptured(self, step: forge.Step) -> bool | None:
-        """As core does it; the last warm-up is watched for reads of the device, which a capture would not bear."""
-        self._done += 1
-        if self._done != self.config.warmup:
-            return None
-        with reads_of_the_device() as found:
-            step.trainer.core.forge_train_step(step)
-        if found:
-            self._give_up(f"the step reads the device at {found[0]}")
-        return True
-
-    def _first_of_its_kind(self, step: forge.Step, window: Window) -> bool | None:
-        """Another shape: the first one is captured at once, others when they have come before."""
-        seen = self._seen[window.key] = self._seen.get(window.key, 0) + 1
-        if self._graphs and (seen < 2 or len(self._graphs) >= self.config.graphs):
-            self._tell_of_many(window)
+    def _capture_or_not(self, step: forge.Step, window: Window) -> bool | None:
+        """A window is captured when one like it has run uncaptured before: by then everything is compiled, measured and
+        allocated. The last warm-up is watched for reads of the device, which a capture would not bear."""
+        seen = self._seen.get(window.key, 0)
+        self._seen[window.key] = seen + 1
+        if self._done < self.config.warmup:
+            self._done += 1
+            if self._done < self.config.warmup:
+                return None
+            with reads_of_the_device() as found:
+                step.trainer.core.forge_train_step(step)
+            if found:
+                self._give_up(f"the step reads the device at {found[0]}")
+            return True
+        if not seen or len(self._graphs) >= self.config.graphs or window.key in self._refused:
+            self._look_at_many(window)
             return None
         try:
             graph = self._capture(step, window)
         except CaptureFailed as failure:
-            return self._give_up(str(failure), failure.__cause__)
+            if not self._graphs:
+                return self._give_up(str(failure), failure.__cause__)
+            logger.warning("cuda_graph: windows of %s run uncaptured, because %s.", window, failure)
+            self._refused.add(window.key)
+            return None
         self._replay(graph, window, step)
         return True
 
@@ -208,6 +225,8 @@ class CudaGraph(forge.Plugin):
         assert self._rates is not None
         self._rates.write()
         graph = Captured(step, window, self._pool)
+        assert self._fitness is not None
+        self._fitness.remember()
         if not self._graphs:
             logger.info("cuda_graph: from update %d on the step is replayed.", step.index)
             step.trainer.means.settle_with(self._settle)
@@ -241,11 +260,11 @@ class CudaGraph(forge.Plugin):
         if change is None:
             return False
         self._settle()
-        self._changes.append(change)
-        if len(self._changes) >= FEW and len(set(self._changes[-FEW:])) == 1 and self._replays < MANY:
+        self._changes.append(change if self._replays < MANY else "")
+        if change.startswith(fitness.OPTION) and self._changes[-FEW:] == FEW * [change]:
             self._give_up(f"{change} again and again, and a graph holds it as a constant")
-            return True
-        logger.info("cuda_graph: %s; the step will be captured anew.", change)
+        else:
+            logger.info("cuda_graph: %s; the step will be captured anew.", change)
         return True
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
@@ -256,10 +275,16 @@ class CudaGraph(forge.Plugin):
         told = f"cuda_graph: updates run uncaptured, because {reason}."
         if self.config.strict:
             raise StackError(f"{told} Mend that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
-        logger.warning(told)
+        logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, told)
 
-    def _tell_of_many(self, window: Window) -> None:
-        if len(self._seen) > 2 * self.config.graphs and "many" not in self._told:
+    def _look_at_many(self, window: Window) -> None:
+        """Say so once where windows differ too much for graphs; give up where no two are alike."""
+        if len(self._seen) <= 2 * self.config.graphs:
+            return
+        if len(self._seen) > MOST and max(self._seen.values()) < 3:
+            self._give_up("no two windows are alike: a plain number or string in a batch changes with every one")
+        elif "many" not in self._told:
             self._told.add("many")
-            text = "cuda_graph: windows come in many shapes (the last: %s); only %d of them get a graph, others run"
-            logger.warning(f"{text} uncaptured. Pad batches to few lengths.", window, self.config.graphs)
+            text = "cuda_graph: windows come in %d kinds so far (the last: %s); %d of them get a graph, others run"
+            text += " uncaptured. Pad batches to few lengths, and leave numbers and strings that change out of them."
+            logger.warning(text, len(self._seen), window, self.config.graphs)

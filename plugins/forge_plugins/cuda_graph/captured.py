@@ -5,12 +5,14 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import forge
 from forge.metrics import Means
 from forge.optimizers import drop_gradients
+from forge.seeding import RNGState
 from forge_plugins.cuda_graph.audit import own_line
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
@@ -87,14 +89,19 @@ class Captured:
             finally:
                 step.window, step._factors, trainer.means = given, factors, means
 
+        traces = Traces(trainer.task)
         try:
             self._graph.capture(update)
         except RuntimeError as error:
+            traces.undo()
             drop_gradients(step.optimizer)
             raise CaptureFailed(_reason(error)) from error
         self._cursor.zero_()
-        if step.skip_reason is not None:
-            raise CaptureFailed(f"the update was skipped while it was captured: {step.skip_reason}")
+        frozen, skipped = traces.found(), step.skip_reason
+        step.skip_reason = None
+        if frozen is not None or skipped is not None:
+            traces.undo()
+            raise CaptureFailed(frozen or f"the update was skipped while it was captured: {skipped}")
 
     def _write_down(self, noted: Noted) -> None:
         """The last act of the graph: this update's metrics become the next row of a table."""
@@ -111,6 +118,39 @@ class Captured:
         self._table = self._places[: rows * len(row)].view(rows, len(row))
         self._table.index_copy_(0, self._cursor, row[None])
         self._cursor.add_(1)
+
+
+class Traces:
+    """What an update leaves on the host that a graph would not do again: buffers that are replaced rather than written,
+    and random numbers that are drawn there."""
+
+    def __init__(self, task: nn.Module):
+        self._buffers = [(m._buffers, name, b) for m in task.modules() for name, b in m._buffers.items()]
+        self._names = {id(buffer): name for name, buffer in task.named_buffers()}
+        self._random = RNGState.capture(torch.device("cpu"))
+
+    def found(self) -> str | None:
+        """The first of them, and what to do about it."""
+        for owner, name, buffer in self._buffers:
+            if owner.get(name) is not buffer:
+                known = self._names.get(id(buffer), name)
+                return f"training_step replaces the buffer {known!r}; write into it, as in self.{known}.copy_(...)"
+        now = RNGState.capture(torch.device("cpu"))
+        drawn = {
+            "random": now.python != self._random.python,
+            "numpy": not all(np.array_equal(a, b) for a, b in zip(now.numpy, self._random.numpy, strict=True)),
+            "torch": not torch.equal(now.torch, self._random.torch),
+        }
+        who = [name for name, differs in drawn.items() if differs]
+        if who:
+            return f"it draws numbers from {who[0]} on the host, which a graph would repeat; draw them on the device"
+        return None
+
+    def undo(self) -> None:
+        """As it was before."""
+        for owner, name, buffer in self._buffers:
+            owner[name] = buffer
+        self._random.restore(torch.device("cpu"))
 
 
 class Noted(Means):

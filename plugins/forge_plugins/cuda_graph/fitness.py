@@ -8,6 +8,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import forge
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
+from forge.stack import TASK
 
 INSIDE = (
     "forge_prepare_batch",
@@ -20,6 +21,7 @@ INSIDE = (
     "forge_optimizer_step",
 )
 """The hooks that run inside the capture."""
+OPTION = "the optimizer's"
 MOVES = ("params", "lr", "initial_lr")
 """What an optimizer's group holds beside constants."""
 
@@ -35,6 +37,9 @@ def of_the_run(trainer: forge.Trainer, optimizers: Optimizers) -> str | None:
     entry = optimizers.entries[None]
     if entry.needs_closure:
         return f"{type(entry.optimizer).__name__} runs the step several times, and decides on the host how often"
+    sparse = [name for name, module in trainer.task.named_modules() if getattr(module, "sparse", False) is True]
+    if sparse:
+        return f"the gradient of {sparse[0]} is sparse, and its size differs from update to update"
     return _of_the_optimizer(entry.optimizer)
 
 
@@ -48,37 +53,57 @@ def _of_the_optimizer(optimizer: Optimizer) -> str | None:
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Have the optimizer keep everything on the device: `fused` where torch has it, else `capturable`."""
+    """Have the optimizer keep everything on the device: `fused` where torch has it, else `capturable`.
+
+    A checkpoint of an uncaptured run brings other options along, and counters on the host: they are moved.
+    """
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
         if type(optimizer) in (SGD, Adam, AdamW) and not group.get("differentiable"):
             group["fused"], group["foreach"] = True, False
             optimizer._step_supports_amp_scaling = True  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter in group["params"]:
+            counter = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(counter, torch.Tensor) and counter.device != parameter.device:
+                optimizer.state[parameter]["step"] = counter.to(parameter.device, torch.float32)
 
 
 class Fitness:
-    """What the graphs of a run depend on, looked at when the first is made."""
+    """What the graphs of a run depend on, looked at before the first is made."""
 
     def __init__(self, trainer: forge.Trainer):
         self._trainer = trainer
         self._plugins = _inside(trainer)
         self._at_intervals = [p for p in self._plugins if not p.capturable and _has_due(p)]
         self._model, self._restores = trainer.model, trainer.restores
-        self._parameters = list(trainer.task.parameters())
+        self._parameters, self._modules = list(trainer.task.parameters()), list(trainer.task.modules())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        groups = trainer.optimizers[None].param_groups
-        self._options = [(g, key, value) for g in groups for key, value in g.items() if key not in MOVES]
+        self._training = [module.training for module in self._modules]
+        optimizer = trainer.optimizers[None]
+        self._state, self._groups = optimizer.state, list(optimizer.param_groups)
+        self._sizes = [len(group["params"]) for group in self._groups]
+        self._options = [(g, key, value) for g in self._groups for key, value in g.items() if key not in MOVES]
         "What a graph has as constants: momentum, decay, betas."
-        self._places: list[int] | None = None
+        self._weights: list[int] = []
+        self._places: list[int] = []
+
+    def remember(self) -> None:
+        """Note where everything lies that a graph made now reads and writes."""
+        self._weights = [parameter.data_ptr() for parameter in self._parameters]
+        self._places = self._addresses()
 
     def of_the_stack(self) -> str | None:
         """The plugin that keeps the step from being captured."""
+        for plugin in self._trainer.stack:
+            if "activation_checkpointing" in plugin.provides:
+                return f"{plugin.name!r} puts the generator's state back, which cannot be done in a graph"
         for plugin in self._plugins:
             if not plugin.capturable and not _has_due(plugin):
-                return (
-                    f"{plugin.name!r} acts inside every update and is not made for a graph (it declares no capturable)"
-                )
+                return f"{plugin.name!r} acts inside every update and is not made for a graph (capturable is False)"
+        own = [hook for hook in INSIDE if any(call.plugin == TASK for call in self._trainer.stack.calls()[hook])]
+        if own and not getattr(self._trainer.task, "capturable", False):
+            return f"the task's {own[0]} acts inside every update; `capturable = True` on the task says that it may"
         return None
 
     def somebody_is_due(self, step: forge.Step) -> bool:
@@ -87,27 +112,32 @@ class Fitness:
 
     def change(self, closely: bool) -> str | None:
         """Why graphs made before would compute something else than the run does now; None where they would not."""
-        trainer = self._trainer
+        trainer, optimizer = self._trainer, self._trainer.optimizers[None]
         if trainer.model is not self._model:
             return "the model is another one"
         if trainer.restores != self._restores:
             return "the run was restored"
-        for parameter, trained in zip(self._parameters, self._trained, strict=True):
+        for parameter, trained, place in zip(self._parameters, self._trained, self._weights, strict=True):
             if parameter.requires_grad is not trained:
                 return "other parameters are trained"
+            if parameter.data_ptr() != place:
+                return "a parameter has moved"
+        for module, training in zip(self._modules, self._training, strict=True):
+            if module.training is not training:
+                return f"a {type(module).__name__} was put into another mode"
+        if optimizer.state is not self._state or len(optimizer.param_groups) != len(self._groups):
+            return "the optimizer has another state"
+        for group, known, size in zip(optimizer.param_groups, self._groups, self._sizes, strict=True):
+            if group is not known or len(group["params"]) != size:
+                return "the optimizer has other parameter groups"
         for group, key, value in self._options:
             if group[key] is not value and group[key] != value:
-                return f"the optimizer's {key} changed"
-        if not closely:
-            return None
-        before, self._places = self._places, self._addresses()
-        return "tensors have moved" if before is not None and before != self._places else None
+                return f"{OPTION} {key} changed"
+        return "tensors have moved" if closely and self._addresses() != self._places else None
 
     def _addresses(self) -> list[int]:
-        optimizer, task = self._trainer.optimizers[None], self._trainer.task
-        kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        training = [int(module.training) for module in task.modules()]
-        return [t.data_ptr() for t in (*task.parameters(), *task.buffers(), *kept)] + training
+        kept = [t for state in self._state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return [t.data_ptr() for t in (*self._trainer.task.buffers(), *kept)]
 
 
 def _inside(trainer: forge.Trainer) -> list[Plugin]:

@@ -32,26 +32,32 @@ class Inputs:
         if self._small:
             for there, here in zip(self.tensors, tensors, strict=True):
                 there.copy_(_pinned(here), non_blocking=True)
-        elif all(tensor.is_cuda for tensor in tensors):
-            torch._foreach_copy_(self.tensors, tensors)
         else:
-            self._load_beside(tensors)
+            here = [tensor.is_cpu for tensor in tensors]
+            there = [own for own, is_here in zip(self.tensors, here, strict=True) if not is_here]
+            if there:  # written in the order of computing, so read in it too
+                torch._foreach_copy_(there, [t for t, is_here in zip(tensors, here, strict=True) if not is_here])
+            if any(here):
+                self._load_beside(
+                    [own for own, is_here in zip(self.tensors, here, strict=True) if is_here],
+                    [tensor for tensor in tensors if tensor.is_cpu],
+                )
 
-    def _load_beside(self, tensors: list[Tensor]) -> None:
+    def _load_beside(self, own: list[Tensor], tensors: list[Tensor]) -> None:
         compute = torch.cuda.current_stream(self.device)
-        slot = self._slot()
+        slot = self._slot(own)
         self._stream.wait_event(slot.free)
         with torch.cuda.stream(self._stream):
             for there, here in zip(slot.tensors, tensors, strict=True):
                 there.copy_(_pinned(here), non_blocking=True)
             slot.full.record(self._stream)
         compute.wait_event(slot.full)
-        torch._foreach_copy_(self.tensors, slot.tensors)
+        torch._foreach_copy_(own, slot.tensors)
         slot.free.record(compute)
 
-    def _slot(self) -> Slot:
+    def _slot(self, like: list[Tensor]) -> Slot:
         if len(self._slots) < SLOTS:
-            self._slots.append(Slot(self.tensors))
+            self._slots.append(Slot(like))
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._next = (self._next + 1) % len(self._slots)
         return self._slots[self._next]

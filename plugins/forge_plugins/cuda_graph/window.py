@@ -46,7 +46,7 @@ def _kind(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is Tensor and value.layout is torch.strided:
         tensors.append(value)
-        return (value.shape, value.dtype)
+        return (value.shape, value.dtype, value.stride())
     if isinstance(value, (tuple, list)):
         return (kind, *[_kind(item, tensors) for item in value])
     if kind is dict:
