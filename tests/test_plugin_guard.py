@@ -373,6 +373,12 @@ def test_a_late_rewind_ends_as_if_the_bad_window_had_never_been_there(tmp_path: 
     assert_same_weights(rewound, expected)
 
 
+def test_two_bad_windows_in_a_row_cost_no_other_window(tmp_path: Path) -> None:
+    rewound, _ = fit([LateGuard("rewind"), saving("2 updates")], batches(4, 5), Fused(), run_dir=tmp_path)
+    expected, _ = fit([], without(4, 5), Fused())
+    assert_same_weights(rewound, expected)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("bad", [3, 5])
 def test_what_is_not_heard_of_yet_is_not_saved(order: int, bad: int, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def bench_device() -> torch.device:
         return torch.device("cpu")
     raise KernelError(
         "forge kernels bench measures on a CUDA device, and there is none here. To see it work on a CPU, in Triton's "
-        "interpreter and without any meaning, set TRITON_INTERPRET=1 and take a small case: --case NAME."
+        "interpreter and without any meaning, add --interpret, and choose a case: --case NAME."
     )
 
 

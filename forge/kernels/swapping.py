@@ -58,8 +58,9 @@ class StandIns:
     def __enter__(self) -> None:
         if self.functions:
             with _lock:
-                for target, function in self.functions.items():
-                    _place(target).enter(function)
+                places = [(_place(target), function) for target, function in self.functions.items()]
+                for place, function in places:  # all of them are there: from here on nothing can fail halfway
+                    place.enter(function)
 
     def __exit__(self, *error: object) -> None:
         if self.functions:

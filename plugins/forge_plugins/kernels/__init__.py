@@ -107,10 +107,11 @@ class Kernels(forge.Plugin):
             return
         self._begin()
         device = trainer.env.device
+        candidates = self._load() if self._named or self._acts_on(device) else []  # names are refused on any device
         if not self._acts_on(device):
             logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
             return
-        self._candidates = self._load()
+        self._candidates = candidates
         swapping.settle_names(soon=_compiles(trainer))
         if self.config.use == AUTO:
             self._measures = trainer.verb == "fit"
