@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from pathlib import Path
@@ -220,21 +221,110 @@ def test_a_plain_number_among_the_metrics_is_refused_by_name(caplog: pytest.LogC
     assert logs == plain_logs
 
 
-def test_a_capture_that_breaks_off_leaves_a_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_of_which_torch_does_not_warn_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
     class Waits(Net):
         def training_step(self, batch: Any) -> Any:
             out = super().training_step(batch)
-            torch.cuda.synchronize()  # of this torch does not warn, and a capture does not bear it
+            torch.cuda.synchronize()
             return out
 
     graph = CudaGraph()
-    task, _, logs = run([graph], task=Waits())
+    run([graph], task=Waits())
+    assert graph.replayed == 0
+    assert "(torch.cuda.synchronize())" in caplog.text
+
+
+def test_a_capture_that_breaks_off_leaves_a_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            if torch.cuda.is_current_stream_capturing():
+                out["loss"].item()
+            return out
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Breaks())
     assert graph.replayed == 0
     assert "it cannot be captured at" in caplog.text
-    assert "torch.cuda.synchronize()" in caplog.text
-    plain, _, plain_logs = run([], task=Waits())
+    assert '(out["loss"].item())' in caplog.text
+    plain, _, plain_logs = run([], task=Breaks())
     assert_same_weights(task, plain)
     assert logs == plain_logs
+
+
+class Wide(Net):
+    """Batches of more than 1 MiB, which are copied beside the computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8192, 8)
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step((self.first(batch[0]), batch[1]))
+
+
+def wide(count: int = 20) -> list[Any]:
+    make = torch.Generator().manual_seed(2)
+    made = [(torch.randn(64, 8192, generator=make), torch.randint(3, (64,), generator=make)) for _ in range(count)]
+    return [(x.pin_memory(), y) for x, y in made]
+
+
+@pytest.mark.parametrize("stack", [lambda: [], lambda: [Accumulate(2)], lambda: [Prefetch()]])
+def test_large_batches_come_by_a_stream_of_their_own(stack: Any) -> None:
+    compare(stack, 15, wide(), Wide)
+
+
+def test_weights_on_the_device_meet_large_batches_from_the_host() -> None:
+    class Weighed(Wide):
+        def num_items(self, batch: Any) -> Any:
+            return (batch[1] != 0).sum().cuda()
+
+    compare(lambda: [Accumulate(2)], 15, wide(), Weighed)
+
+
+def test_validation_between_replays_changes_nothing() -> None:
+    def trained(*plugins: Any) -> Any:
+        task = Net()
+        trainer = forge.Trainer(
+            plugins=[EMA(0.9), *plugins], max_epochs=3, seed=3, device="cuda", run_dir=False, validate_every="7 updates"
+        )
+        trainer.fit(task, batches(), batches(4))
+        return task
+
+    graph = CudaGraph(strict=True)
+    assert_same_weights(trained(graph), trained())
+    assert graph.replayed == 57
+
+
+def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Replaces(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            self.average = 0.9 * self.average + 0.1 * out["loss"].detach()
+            return out
+
+    graph = CudaGraph()
+    task, _, logs = run([graph], task=Replaces())
+    plain, _, plain_logs = run([], task=Replaces())
+    assert graph.replayed == 0
+    assert "replaces the buffer 'average'" in caplog.text
+    assert_same_weights(task, plain)
+    assert logs == plain_logs
+
+
+def test_nothing_is_left_on_the_device_after_a_run() -> None:
+    run([CudaGraph(strict=True)])
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    run([CudaGraph(strict=True)])
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize("where", [6, 9])

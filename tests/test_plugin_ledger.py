@@ -24,7 +24,8 @@ from forge.dispatch import freeze
 from forge.errors import StackError
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
-from forge_plugins.ledger.audit import EXPECTED_IN_TRAINER, SYNC, Audit
+from forge_plugins._syncs import SYNC
+from forge_plugins.ledger.audit import EXPECTED_IN_TRAINER, Audit
 from forge_plugins.ledger.timers import Timers
 from tests.tasks import Classifier, fit, make_batches
 from tests.test_dispatch import Specs, implementations, make_plugin, outcome

@@ -13,7 +13,7 @@ import forge
 from forge.metrics import Means
 from forge.optimizers import drop_gradients
 from forge.seeding import RNGState
-from forge_plugins.cuda_graph.audit import own_line
+from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
 from forge_plugins.cuda_graph.window import Window

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import linecache
-import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from pluggy import HookImpl
@@ -25,9 +21,9 @@ from forge.places import near
 from forge.plugin import Callback
 from forge.stack import CORE, TASK
 from forge.task import TaskModule
+from forge_plugins import _syncs
+from forge_plugins._syncs import FORGE, TORCH, Listener
 
-SYNC = "called a synchronizing CUDA operation"
-"""What torch's sync debug mode says."""
 EXPECTED_HOOKS = {"forge_state_dict": "saving", "forge_end": "ending"}
 EXPECTED_IN_TRAINER = {
     "_log": "logging",
@@ -39,8 +35,7 @@ EXPECTED_IN_TRAINER = {
     "_rewind": "rewinding",
 }
 """Where a run reads the device by design: once per log interval, validation or checkpoint, not in the updates."""
-KERNEL, TORCH = str(Path(forge.__file__).parent), str(Path(torch.__file__).parent)
-INSIDE = (TORCH, warnings.__file__, __file__, "<")
+INSIDE = (TORCH, warnings.__file__, __file__, _syncs.__file__, "<")
 """Files that are never the line to look at."""
 
 
@@ -56,19 +51,12 @@ class Place:
 
 
 class Audit:
-    """Listens to torch's sync debug mode: every wait is put down to whoever's code was running.
-
-    torch warns of each synchronizing call from inside that call, so the Python stack still shows where it is.
-    """
+    """Every wait for the device is put down to whoever's code was running."""
 
     def __init__(self) -> None:
         self.found: Counter[Place] = Counter()
-        self.listening = False
         self._owners: dict[CodeType, list[tuple[Any, str, str]]] = {}
-        self._before: tuple[int, Callable[..., Any]] | None = None
-        self._filter: Any = None
-        self._synchronize: tuple[Any, Any] | None = None
-        "torch.cuda.synchronize, of which torch does not warn, and what is in its place."
+        self._listener = Listener(self._hear)
 
     def know(self, hook: str, impl: HookImpl) -> None:
         """Remember whose code a hook's implementation is."""
@@ -81,57 +69,23 @@ class Audit:
 
     def start(self) -> None:
         """Have torch warn of every wait, and hear it; what listens already, or makes it an error, is left alone."""
-        mode = torch.cuda.get_sync_debug_mode()
-        if mode == 0 and not self.listening:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns once that the mode itself is young
-                torch.cuda.set_sync_debug_mode("warn")
-            self.listen(mode)
+        if torch.cuda.get_sync_debug_mode() == 0:
+            self._listener.start()
 
-    def listen(self, mode: int = 0) -> None:
+    def listen(self) -> None:
         """Hear torch's warnings; others go where they went."""
-        self._before, self.listening = (mode, warnings.showwarning), True
-        warnings.filterwarnings("always", message=SYNC, category=UserWarning)
-        self._filter = warnings.filters[0]
-        warnings.showwarning = self._show
-        self._synchronize = (torch.cuda.synchronize, self._heard(torch.cuda.synchronize))
-        torch.cuda.synchronize = self._synchronize[1]
-
-    def _heard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.found[self.place(sys._getframe(1))] += 1
-            return function(*args, **kwargs)
-
-        return call
+        self._listener.listen()
 
     def stop(self) -> None:
         """Put everything back."""
-        if self._before is None:
-            return
-        (mode, show), self._before, self.listening = self._before, None, False
-        if warnings.showwarning == self._show:
-            warnings.showwarning = show
-        if self._synchronize is not None and torch.cuda.synchronize is self._synchronize[1]:
-            torch.cuda.synchronize = self._synchronize[0]
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # pyright: ignore[reportAttributeAccessIssue]
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode(mode)
+        self._listener.stop()
 
-    def _show(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if SYNC in str(message):
-            self.found[self.place(sys._getframe(1))] += 1
-        elif self._before is not None:
-            self._before[1](message, category, filename, lineno, file, line)
+    @property
+    def listening(self) -> bool:
+        return self._listener.listening
+
+    def _hear(self, frame: FrameType) -> None:
+        self.found[self.place(frame)] += 1
 
     # -- whose it is --------------------------------------------------------------------------------------------------
 
@@ -168,7 +122,7 @@ class Audit:
             return f"the optimizer {type(me).__name__}", ""
         if isinstance(me, forge.Trainer):
             return "", EXPECTED_IN_TRAINER.get(code.co_name, "")
-        if code.co_filename.startswith(KERNEL) and code.co_name == "epoch":
+        if code.co_filename.startswith(FORGE) and code.co_name == "epoch":
             return "the data loader", ""
         return "", ""
 

@@ -1,0 +1,104 @@
+"""Who makes the host wait for the CUDA device? What `ledger` and `cuda_graph` share: hearing of it, and the line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import pluggy
+import torch
+
+import forge
+from forge.places import near
+
+SYNC = "called a synchronizing CUDA operation"
+"""What torch's sync debug mode says."""
+ERROR = 2
+"""torch's number for the mode in which a wait is an error."""
+TORCH, FORGE = str(Path(torch.__file__).parent), str(Path(forge.__file__).parent)
+NOT_THE_USERS = (TORCH, FORGE, str(Path(__file__).parent), str(Path(pluggy.__file__).parent), warnings.__file__, "<")
+"""Where files begin that are never the user's own."""
+
+
+class Listener:
+    """Listens to torch's sync debug mode. torch warns of each synchronizing call from inside that call, so the Python
+    stack still shows where it is: `hear` is given the innermost frame."""
+
+    def __init__(self, hear: Callable[[FrameType], None]):
+        self._hear = hear
+        self.listening = False
+        self._before: tuple[int, Callable[..., Any]] | None = None
+        self._filter: Any = None
+        self._synchronize: tuple[Any, Any] | None = None
+        "torch.cuda.synchronize, of which torch does not warn, and what is in its place."
+
+    def start(self) -> None:
+        """Have torch warn of every wait, and hear it; where it is an error already, that is left alone."""
+        mode = torch.cuda.get_sync_debug_mode()
+        if mode == ERROR or self.listening:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once that the mode itself is young
+            torch.cuda.set_sync_debug_mode("warn")
+        self.listen(mode)
+
+    def listen(self, mode: int = 0) -> None:
+        """Hear torch's warnings; others go where they went, and so does everything if somebody listens already."""
+        self._before, self.listening = (mode, warnings.showwarning), True
+        warnings.filterwarnings("always", message=SYNC, category=UserWarning)
+        self._filter = warnings.filters[0]
+        warnings.showwarning = self._show
+        self._synchronize = (torch.cuda.synchronize, self._heard(torch.cuda.synchronize))
+        torch.cuda.synchronize = self._synchronize[1]
+
+    def _heard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._hear(sys._getframe(1))
+            return function(*args, **kwargs)
+
+        return call
+
+    def stop(self) -> None:
+        """Put everything back."""
+        if self._before is None:
+            return
+        (mode, show), self._before, self.listening = self._before, None, False
+        if warnings.showwarning == self._show:
+            warnings.showwarning = show
+        if self._synchronize is not None and torch.cuda.synchronize is self._synchronize[1]:
+            torch.cuda.synchronize = self._synchronize[0]
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        heard = SYNC in str(message)
+        if heard:
+            self._hear(sys._getframe(1))
+        if self._before is not None:
+            show = self._before[1]
+            if not heard or isinstance(getattr(show, "__self__", None), Listener):
+                show(message, category, filename, lineno, file, line)
+
+
+def own_line(frames: traceback.StackSummary) -> str:
+    """The innermost line of the user's own, as `file:line (code)`; else the innermost of all."""
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    frame = (own or list(frames))[-1]
+    return f"{near(frame.filename)}:{frame.lineno} ({frame.line})"
