@@ -1,129 +1,147 @@
-"""What every kernel is held to, whoever wrote it: see `hold` and its parts.
+"""What forge's own kernels are held to: that of :mod:`forge.testing.kernels`, and a little more.
 
 Without a CUDA device kernels run in Triton's interpreter (conftest sets TRITON_INTERPRET), so keep shapes small there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from forge.kernels.contract import INTERPRETED, Kernel
+from forge.errors import KernelError
+from forge.kernels.contract import INTERPRETED
+from forge.testing.kernels import (
+    check_against_reference,
+    check_compiles_whole,
+    distance,
+    in_float64,
+    mend_interpreter,
+    poisoned_memory,
+    run,
+)
+
+__all__ = [
+    "DEVICE",
+    "check_against_reference",
+    "check_compiles_whole",
+    "check_launches_where_the_tensors_are",
+    "check_second_derivative_is_refused",
+    "check_stand_in_compiles_whole",
+    "check_transformed",
+    "distance",
+    "every_transform",
+    "in_float64",
+    "poisoned_memory",
+    "run",
+]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
-    """Outputs, then the gradients of all inputs that require one, for a fixed random gradient of the outputs."""
-    output = function(*args, **options)
-    outputs = list(output) if isinstance(output, (tuple, list)) else [output]
-    wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    if not wanted:
-        return [o.detach() for o in outputs]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        grads = [torch.randn(o.shape, dtype=torch.float64).to(o.dtype).to(o.device) for o in outputs]
-    gradients = torch.autograd.grad(outputs, wanted, grads)
-    return [o.detach() for o in outputs] + list(gradients)
+def check_stand_in_compiles_whole(stand_in: Callable[..., Any], *args: Any) -> None:
+    """torch.compile takes a stand-in without a graph break, the kernel included, and under autocast too."""
+
+    def never(*args: Any, **options: Any) -> Any:
+        raise AssertionError("the original was called")
+
+    for autocast in (False, True):
+        torch.compiler.reset()
+        compiled = torch.compile(partial(stand_in, never), fullgraph=True, backend="aot_eager")
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            torch.testing.assert_close(compiled(*args), stand_in(never, *args))
 
 
-def in_float64(args: Sequence[Any]) -> list[Any]:
-    """The same arguments with floating tensors in float64, as new leaves."""
-
-    def widen(a: Any) -> Any:
-        if isinstance(a, Tensor) and a.is_floating_point():
-            return a.detach().double().requires_grad_(a.requires_grad)
-        return a
-
-    return [widen(a) for a in args]
+def _func_grad(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: (function(x) * tangent).sum())(x)
 
 
-def distance(result: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of the exact values; infinite and NaN entries must be the same ones.
-
-    What is smaller than the dtype's smallest normal number counts as 0.
-    """
-    tiny = torch.finfo(result.dtype).tiny
-    result, exact = result.double(), exact.double()
-    assert result.shape == exact.shape, (result.shape, exact.shape)
-    odd = ~torch.isfinite(exact)
-    torch.testing.assert_close(result[odd], exact[odd], equal_nan=True)
-    assert torch.isfinite(result[~odd]).all(), "entries that should be finite are not"
-    difference = (result[~odd] - exact[~odd]).abs().sub(tiny).clamp(min=0)
-    return float(difference.norm() / exact[~odd].norm().clamp(min=tiny))
+def _func_jvp(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor:
+    return torch.func.jvp(function, (x,), (tangent,))[1]
 
 
-def check_against_reference(
-    kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None, tolerance: float | None = None
-) -> None:
-    """Outputs and gradients are as near to the reference in float64 as the contract says, with poisoned memory."""
-    options = options or {}
-    dtype = next(a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
-    bound = kernel.tolerance[dtype] if tolerance is None else tolerance
-    assert kernel.supports(*args, **options) is None, "the reference would run: this would test nothing"
-    exact = run(kernel.reference, in_float64(args), options)
-    with poisoned_memory():
-        results = run(kernel.function, args, options)
-    assert len(results) == len(exact)
-    for place, (result, right) in enumerate(zip(results, exact, strict=True)):
-        off = distance(result, right)
-        assert off <= bound, f"{kernel.name}: result {place} is off by {off:.2e}, more than {bound:.0e}"
+def _dual_numbers(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
 
 
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN meanwhile, so that an entry that is never written is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-def check_compiles_whole(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None) -> None:
-    """torch.compile takes the function without a graph break, forward and backward, and computes the same."""
-    options = options or {}
-    expected = run(kernel.function, args, options)
+def _compiled_jvp(function: Callable[..., Any], x: Tensor, tangent: Tensor) -> Tensor:
     torch.compiler.reset()
-    compiled = torch.compile(kernel.function, fullgraph=True, backend="aot_eager")
-    results = run(compiled, args, options)
-    for result, right in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, right, equal_nan=True)
+    return torch.compile(partial(_func_jvp, function), fullgraph=True, backend="aot_eager")(x, tangent)
 
 
-def mend_interpreter() -> None:
-    """Two things that Triton's interpreter gets wrong: loop bounds known at run time (in 3.6 NumPy 2.4 refuses them),
-    and products of bfloat16 matrices (it multiplies their bits as integers)."""
-    from triton import language as tl
-    from triton.runtime import interpreter
+TRANSFORMS = {
+    "torch.func.grad": _func_grad,
+    "torch.func.jvp": _func_jvp,
+    "dual numbers": _dual_numbers,
+    "torch.func.jvp compiled": _compiled_jvp,
+}
+every_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+"""For tests of `check_transformed`."""
 
-    patch: Any = interpreter._patch_lang_tensor
-    builder: Any = interpreter.InterpreterBuilder
-    create_dot: Any = builder.create_dot
 
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def check_transformed(
+    transform: Callable[..., Tensor], function: Callable[[Tensor], Any], plainly: Callable[[Tensor], Any], x: Tensor
+) -> None:
+    """Transformed, a function that may run a kernel is what plain torch is: an error too, as from those of torch's own
+    operators that have no forward mode."""
+    tangent = torch.randn_like(x)
+    try:
+        right = transform(plainly, x, tangent)
+    except Exception as error:  # of torch's many classes
+        with pytest.raises(type(error)):
+            transform(function, x, tangent)
+        return
+    torch.testing.assert_close(transform(function, x, tangent), right)
 
-    def wide(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        bits = x.data.view("uint16").astype("uint32") << 16
-        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
 
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, wide(a), wide(b), *rest)
+def check_second_derivative_is_refused(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """It is an error to differentiate what can be differentiated once only, not a wrong number."""
+    x = x.detach().requires_grad_()
 
-    interpreter._patch_lang_tensor = mended
-    builder.create_dot = dot
+    def differentiate_twice() -> None:
+        (first,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+        torch.autograd.grad(first.square().sum(), x)
+
+    with pytest.raises((RuntimeError, KernelError), match=r"no autograd formula was registered|differentiated once"):
+        differentiate_twice()
+
+
+def check_launches_where_the_tensors_are(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: Callable[[], Any]
+) -> None:
+    """Every launch that `call` leads to lies within the module's `device_of`."""
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.jit import JITFunction
+
+    within: list[Tensor] = []
+    launches: list[bool] = []
+    owner, name = (GridExecutor, "__call__") if INTERPRETED else (JITFunction, "run")
+    launch, device_of = getattr(owner, name), vars(module)["device_of"]
+
+    @contextmanager
+    def noted_device(tensor: Tensor) -> Iterator[None]:
+        within.append(tensor)
+        with device_of(tensor):
+            yield
+        within.pop()
+
+    def noted_launch(*args: Any, **options: Any) -> Any:
+        launches.append(bool(within))
+        return launch(*args, **options)
+
+    monkeypatch.setattr(module, "device_of", noted_device)
+    monkeypatch.setattr(owner, name, noted_launch)
+    call()
+    assert launches
+    assert all(launches)
 
 
 if INTERPRETED:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,17 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.nn.utils import clip_grad_norm_
 
 import forge
 from forge.errors import KernelError
-from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, clip_adamw_op
+from forge.kernels.ops import clip_adamw_optimizer, clip_adamw_tables
+from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, clip_adamw_op, ops
 from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
-from forge.kernels.ops.multi_tensor import CHUNK
+from forge.kernels.ops.clip_adamw_tables import CHUNK
 from forge.testing import TinyTask, fit_tiny
 from forge_plugins import Guard
 from forge_plugins.guard import takes_flag
-from tests.kernel_kit import DEVICE, distance, poisoned_memory
+from tests.kernel_kit import DEVICE, check_launches_where_the_tensors_are, distance, poisoned_memory
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}
 FULL = (torch.float32,) * 3
@@ -119,11 +123,40 @@ def test_any_dense_order_in_memory_will_do():
     check(args)
 
 
-def test_gradients_may_lie_in_another_order():
+def test_gradients_may_lie_in_another_order_and_the_plan_stays():
+    args = lists([(6, 7), (3,)])
+    plans = []
+    for _ in range(3):
+        args[1][0] = torch.randn(7, 6, device=DEVICE).t()
+        check(args)
+        plans.append(clip_adamw_tables._recent[0])
+    assert plans[1] is plans[0]
+    assert plans[2] is plans[0]
+
+
+def test_no_copy_of_a_gradient_outlives_its_step(monkeypatch):
+    copies = []
+
+    def watched(lists):
+        made = clip_adamw_tables.alike(lists)
+        copies.extend(weakref.ref(g) for g in made.grads if all(g is not given for given in lists.grads))
+        return made
+
+    for module in ("clip_adamw", "clip_adamw_optimizer"):
+        monkeypatch.setattr(f"forge.kernels.ops.{module}.alike", watched)
     args = lists([(6, 7), (3,)])
     args[1][0] = args[1][0].t().contiguous().t()
-    for _ in range(2):
-        check(args)
+    clip_adamw(*args, **OPTIONS)
+    net = network()
+    optimizer = ClipAdamW(net.parameters())
+    backward(net, 0)
+    for param in net.parameters():
+        if param.ndim == 2:
+            param.grad = param.grad.t().contiguous().t()
+    optimizer.step()
+    assert optimizer._plan is not None
+    assert len(copies) == 3
+    assert not any(copy() is not None for copy in copies)
 
 
 def test_parameters_with_gaps_go_to_the_reference():
@@ -198,6 +231,11 @@ def test_tensors_that_have_moved_are_found_again():
     check(args)
 
 
+def test_it_is_launched_where_the_tensors_are(monkeypatch):
+    args = lists([(5,)])
+    check_launches_where_the_tensors_are(monkeypatch, ops, lambda: clip_adamw(*args, **OPTIONS))
+
+
 def test_the_same_gradients_give_the_same_bits():
     first = lists([(3 * CHUNK + 11,), (100, 7)])
     second = mapped(first, torch.clone)
@@ -243,13 +281,327 @@ def test_the_cost_is_32_bytes_for_a_parameter_in_float32():
         ({"step": [torch.zeros(())] * 2}, "2 step counters"),
         ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
         ({"max_norm": -1.0}, "max_norm is -1.0"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"weight_decay": -3.0}, "weight_decay is -3.0"),
+        ({"params": [torch.arange(5)]}, "parameter 0 is int64"),
+        ({"grads": [torch.ones(5, dtype=torch.complex64)]}, "gradient 0 is complex64"),
+        ({"grads": [None]}, "gradient 0 is NoneType"),
+        ({"exp_avg_sqs": [torch.arange(5)]}, "moment 0 is int64"),
+        ({"step": torch.tensor(3)}, "step counter 0 is int64"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(change, message):
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_arguments_that_make_no_sense_are_refused_with_and_without_the_kernel(
+    change, message, interpreted, monkeypatch
+):
+    monkeypatch.setattr("forge.kernels.contract.INTERPRETED", interpreted)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "step")
     arguments = {**dict(zip(names, lists([(5,)]), strict=True)), **OPTIONS, **change}
     with pytest.raises(KernelError, match=message):
         clip_adamw(**arguments)
+
+
+def test_the_same_tensor_twice_is_refused():
+    for place in (0, 2):
+        args = lists([(5,), (5,)])
+        args[place] = [args[place][0]] * 2
+        with pytest.raises(KernelError, match="the same tensor twice"):
+            clip_adamw(*args, **OPTIONS)
+    args = lists([(5,)])
+    args[3] = args[2]
+    with pytest.raises(KernelError, match="the same tensor twice"):
+        clip_adamw(*args, **OPTIONS)
+
+
+def test_the_same_tensor_twice_is_not_compiled():
+    args = lists([(5,), (5,)])
+    args[0] = [args[0][0]] * 2
+    torch.compiler.reset()
+    compiled = torch.compile(clip_adamw, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Unsupported, match="Observed exception"):
+        compiled(*args, **OPTIONS)
+
+
+def test_a_changing_learning_rate_compiles_whole():
+    args = lists([(5,)])
+    expected = mapped(args, torch.clone)
+    torch.compiler.reset()
+    compiled = torch.compile(clip_adamw, fullgraph=True, backend="aot_eager")
+    for lr in (1e-2, 2e-2, 3e-2):
+        compiled(*args, **{**OPTIONS, "lr": lr})
+        clip_adamw(*expected, **{**OPTIONS, "lr": lr})
+    assert same(flat(args), flat(expected))
+
+
+# -- torch's defaults -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+ODD_DEFAULTS = [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta"), (torch.bfloat16, "meta")]
+
+
+@pytest.mark.parametrize("default", ODD_DEFAULTS)
+@pytest.mark.parametrize("function", [clip_adamw, CLIP_ADAMW.reference])
+def test_torchs_defaults_change_nothing(function, default):
+    args = lists([(5,), (3, 4)])
+    expected = mapped(args, torch.clone)
+    norm = function(*expected, **OPTIONS)
+    with defaults(*default):
+        result = function(*args, **OPTIONS)
+        empty = function([], [], [], [], expected[4].clone(), **OPTIONS)
+    assert result.dtype == norm.dtype == empty.dtype == torch.float32
+    assert empty.device.type == "cpu"
+    assert torch.equal(result, norm)
+    assert same(flat(args), flat(expected))
+
+
+@pytest.mark.parametrize("default", ODD_DEFAULTS)
+def test_torchs_defaults_change_nothing_for_the_optimizer(default):
+    ours, optimizer, theirs, right = pair()
+    for batch in range(2):
+        backward(ours, batch)
+        with defaults(*default):
+            optimizer.step()
+        backward(theirs, batch)
+        clip_grad_norm_(theirs.parameters(), 0.5)
+        right.step()
+    assert optimizer._plan is not None
+    assert_close(ours, theirs)
+
+
+def test_among_dual_numbers_the_reference_runs():
+    args = lists([(5,)])
+    check(args)  # so that there is a plan for them
+    expected = mapped(args, torch.clone)
+    with torch.autograd.forward_ad.dual_level():
+        assert "forward-mode" in str(CLIP_ADAMW.supports(*args, **OPTIONS))
+        norm = clip_adamw(*args, **OPTIONS)
+    assert torch.equal(norm, CLIP_ADAMW.reference(*expected, **OPTIONS))
+    assert same(flat(args), flat(expected))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd])
+def test_inside_functorch_torch_refuses_what_it_cannot_undo_and_nothing_has_changed(transform):
+    args = lists([(5,)])
+    check(args)
+    before = mapped(args, torch.clone)
+
+    def loss(x: Tensor) -> Tensor:
+        grads = [grad * x.sum() for grad in args[1]]
+        clip_adamw(args[0], grads, *args[2:], **OPTIONS)
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"in-place|inplace"):
+        transform(loss)(torch.ones(2))
+    assert same(flat(args), flat(before))
+
+
+# -- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+POISON = -0x5A5A
+
+
+class Graph:
+    """A CUDA graph in host memory: a capture writes copies and launches down, and only a replay does them."""
+
+    capturing: Graph | None = None
+
+    def __init__(self):
+        self.work: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Graph:
+        Graph.capturing = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Graph.capturing = None
+
+    def replay(self) -> None:
+        for each in self.work:
+            each()
+
+
+def do(work: Callable[[], Any]) -> None:
+    if Graph.capturing is None:
+        work()
+    else:
+        Graph.capturing.work.append(work)
+
+
+class Launch:
+    """A kernel that a capture writes down. It never reads a table that was not copied, and a capture's is kept."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            tables = [a for a in args if isinstance(a, Tensor) and a.dtype in (torch.int32, torch.int64)]
+            if Graph.capturing is not None:
+                kept = {t.data_ptr() for t in tensors_in(clip_adamw_tables._captured)}
+                assert all(table.data_ptr() in kept for table in tables)
+
+            def work() -> None:
+                assert not any((table == POISON).any() for table in tables), "a table was read before it was copied"
+                self.kernel[grid](*args, **options)
+
+            do(work)
+
+        return launch
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def copied(values: Tensor, device: torch.device) -> Tensor:
+    there, here = torch.full_like(values, POISON), values.clone()
+    do(lambda: there.copy_(here))
+    return there
+
+
+@pytest.fixture
+def emulated_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE != "cpu":
+        pytest.skip("real graphs are in test_kernel_clip_adamw_cuda.py")
+    for module in (clip_adamw_tables, clip_adamw_optimizer):
+        monkeypatch.setattr(module, "capturing", lambda device: Graph.capturing is not None)
+    monkeypatch.setattr(clip_adamw_tables, "copied", copied)
+    monkeypatch.setattr(clip_adamw_tables, "_captured", [])
+    for name in ("_squares", "_settle", "_update"):
+        monkeypatch.setattr(ops, name, Launch(getattr(ops, name)))
+
+
+class Updates:
+    """Updates of the same parameters, eager, captured and replayed, beside the reference of what has run."""
+
+    def __init__(self):
+        self.args = lists([(5,), (3, 4)])
+        self.right = mapped(self.args, torch.clone)
+        self.held: list[Any] = []
+
+    def inputs(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Gradients at an address of their own, and a rate of their own."""
+        grads = [torch.randn_like(p) for p in self.args[0]]
+        self.held.append(grads)
+        return grads, {**OPTIONS, "lr": 1e-3 * len(self.held)}
+
+    def capture(self) -> Callable[[], None]:
+        grads, options = self.inputs()
+        before = mapped(self.args, torch.clone)
+        with Graph() as graph:
+            clip_adamw(self.args[0], grads, *self.args[2:], **options)
+        assert same(flat(self.args), flat(before))
+
+        def replay() -> None:
+            graph.replay()
+            self.compare(grads, options)
+
+        return replay
+
+    def eager(self) -> None:
+        grads, options = self.inputs()
+        clip_adamw(self.args[0], grads, *self.args[2:], **options)
+        self.compare(grads, options)
+
+    def compare(self, grads: list[Tensor], options: dict[str, Any]) -> None:
+        CLIP_ADAMW.reference(self.right[0], grads, *self.right[2:], **options)
+        for place in (0, 2, 3, 4):
+            torch.testing.assert_close(self.args[place], self.right[place], rtol=1e-5, atol=1e-6)
+
+
+def test_an_eager_step_after_a_capture_that_was_never_replayed_sends_its_own_tables(emulated_graphs):
+    updates = Updates()
+    updates.capture()  # the first of all: it makes the plan
+    updates.eager()
+    updates.capture()
+    grads, options = updates.held[-1], {**OPTIONS, "lr": 1e-3 * len(updates.held)}
+    clip_adamw(updates.args[0], grads, *updates.args[2:], **options)  # the very values that were captured
+    updates.compare(grads, options)
+
+
+def test_a_graph_goes_on_with_its_own_tables_whatever_runs_between_its_replays(emulated_graphs):
+    updates = Updates()
+    updates.eager()
+    first = updates.capture()
+    second = updates.capture()
+    second()
+    first()
+    updates.eager()
+    third = updates.capture()
+    for replay in (first, third, second, updates.eager, third, first, second):
+        replay()
+
+
+def test_a_second_graph_of_the_same_values_does_not_wait_for_the_first_to_be_replayed(emulated_graphs):
+    args = lists([(5,)])
+    right = mapped(args, torch.clone)
+    graphs = [Graph(), Graph()]
+    for graph in graphs:
+        with graph:
+            clip_adamw(*args, **OPTIONS)
+    for graph in reversed(graphs):
+        graph.replay()
+        CLIP_ADAMW.reference(*right, **OPTIONS)
+    torch.testing.assert_close(flat(args), flat(right), rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_reads_a_learning_rate_on_the_device_at_each_replay(emulated_graphs):
+    args, rate = lists([(5,)]), torch.tensor(1e-2)
+    right = mapped(args, torch.clone)
+    options = {**OPTIONS, "lr": rate}
+    with Graph() as graph:
+        clip_adamw(*args, **options)
+    for value in (1e-2, 0.5):
+        rate.fill_(value)
+        graph.replay()
+        CLIP_ADAMW.reference(*right, **options)
+        clip_adamw(*args, **OPTIONS)  # with a number, meanwhile
+        CLIP_ADAMW.reference(*right, **OPTIONS)
+    torch.testing.assert_close(flat(args), flat(right), rtol=1e-5, atol=1e-6)
+
+
+def test_the_optimizer_goes_on_after_a_capture_that_came_to_nothing(emulated_graphs):
+    ours, optimizer, theirs, right = pair()
+    both_step(ours, optimizer, theirs, right, 0)
+    held = [p.grad for p in ours.parameters()]
+    for o in (optimizer, right):
+        o.param_groups[0]["lr"] = 0.3
+    ours.zero_grad(set_to_none=True)
+    backward(ours, 1)
+    with Graph():
+        optimizer.step()
+    optimizer.step()
+    backward(theirs, 1)
+    clip_grad_norm_(theirs.parameters(), 0.5)
+    right.step()
+    assert len(held) == 4
+    assert_close(ours, theirs)
+
+
+def test_a_parameters_first_step_cannot_be_captured(emulated_graphs):
+    net = network()
+    optimizer = ClipAdamW(net.parameters())
+    backward(net, 0)
+    with pytest.raises(KernelError, match="Step once before the capture"), Graph():
+        optimizer.step()
+    assert not any(optimizer.state.values())
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -330,21 +682,23 @@ def test_parameters_without_gradients_wait_with_their_counters():
     assert sorted(float(state["step"]) for state in optimizer.state.values()) == [2, 2, 4, 4]
 
 
-def test_nothing_is_sent_to_the_device_while_nothing_changes():
+def test_nothing_is_sent_to_the_device_while_nothing_changes(monkeypatch):
     net = network()
     optimizer = ClipAdamW(groups(net), lr=1e-2)
     backward(net, 0)
     optimizer.step()
     plan = optimizer._plan
     assert plan is not None
-    sent = plan.tensors.there, plan.settings.table().there
+    sent = []
+    monkeypatch.setattr(clip_adamw_tables, "copied", lambda values, device: sent.append(values) or values.to(device))
     optimizer.step()
     assert optimizer._plan is plan
-    assert (plan.tensors.there, plan.settings.table().there) == sent
+    assert not sent
     optimizer.param_groups[0]["lr"] = 0.3
     optimizer.step()
-    assert plan.tensors.there is sent[0]
-    assert plan.settings.table().there is not sent[1]
+    assert optimizer._plan is plan
+    assert len(sent) == 1
+    assert sent[0].view(torch.float64)[0] == 0.3
 
 
 def test_state_goes_to_torchs_adamw_and_back():
@@ -455,6 +809,15 @@ def test_a_closure_is_called_with_gradients_on():
         return torch.ones(()).requires_grad_() * 2
 
     assert optimizer.step(closure).requires_grad
+
+
+def test_a_parameter_twice_in_a_group_is_refused():
+    param = nn.Parameter(torch.ones(3))
+    with (
+        pytest.raises(KernelError, match="the same parameter twice"),
+        pytest.warns(UserWarning, match="duplicate parameters"),
+    ):
+        ClipAdamW([param, param])
 
 
 def test_a_negative_norm_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,6 +102,52 @@ def test_a_graph_of_the_whole_step_goes_on_reading_its_own_tables():
         del junk
     assert_close(net, torch_trained(inputs, rates))
     assert {float(state["step"]) for state in optimizer.state.values()} == {12.0}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_eager_steps_after_a_capture_that_was_never_replayed_send_their_own_tables(fails):
+    net, inputs, rates = network(), batches(4), [1e-2, 1e-2, 3e-2, 3e-2]
+    optimizer, x = ClipAdamW(groups(net), max_norm=0.5), torch.empty(32, 100, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for number, (batch, rate) in enumerate(zip(inputs, rates, strict=True)):
+        x.copy_(batch)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if number == 2:  # with the rate of the eager step that follows
+            net.zero_grad(set_to_none=True)
+            with pytest.raises(RuntimeError, match="broke off") if fails else nullcontext(), torch.cuda.graph(graph):
+                backward(net, x)
+                optimizer.step()
+                if fails:
+                    raise RuntimeError("broke off")
+        backward(net, x)
+        optimizer.step()
+    assert_close(net, torch_trained(inputs, rates))
+
+
+def test_gradients_in_another_order_are_copied_anew_at_each_replay():
+    net, inputs, rates = network(), batches(5), [1e-2] * 5
+    optimizer, x = ClipAdamW(groups(net), lr=1e-2, max_norm=0.5), torch.empty(32, 100, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    def step() -> None:
+        backward(net, x)
+        for param in net.parameters():
+            if param.ndim == 2 and param.grad is not None:
+                param.grad = param.grad.t().contiguous().t()
+        optimizer.step()
+
+    for number, batch in enumerate(inputs):
+        x.copy_(batch)
+        if number == 2:
+            net.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                step()
+        if number in (2, 4):
+            graph.replay()
+        else:
+            step()
+    assert_close(net, torch_trained(inputs, rates))
 
 
 def test_the_norm_of_a_step_stays_with_it():

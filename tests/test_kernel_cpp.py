@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +73,38 @@ def test_it_takes_a_list():
         all_finite(torch.ones(3))  # pyright: ignore[reportArgumentType]
 
 
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(KernelError, match="it has a float"):
+        all_finite([torch.ones(3), 1.0])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("function", [all_finite, ALL_FINITE.reference])
+def test_torchs_default_device_changes_nothing(function):
+    tensors, bad = [torch.ones(3)], [torch.tensor(float("nan"))]
+    with torch.device("meta"):
+        found = [function(given) for given in (tensors, bad, [])]
+    assert [bool(each) for each in found] == [True, False, True]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_inside_functorch_it_is_the_reference(transform):
+    def loss(x):
+        return torch.where(all_finite([x * 2]), x.sum(), 0.0)
+
+    def right(x):
+        return torch.where(ALL_FINITE.reference([x * 2]), x.sum(), 0.0)
+
+    x = torch.ones(3, 2)
+    assert torch.equal(transform(loss)(x), transform(right)(x))
+
+
+def test_a_tensor_that_is_trained_may_be_looked_at():
+    x = torch.ones(3, requires_grad=True)
+    assert all_finite([x * 2])
+    with torch.autograd.forward_ad.dual_level():
+        assert all_finite([torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))])
+
+
 def test_compiles_whole():
     torch.compiler.reset()
     compiled = torch.compile(all_finite, fullgraph=True, backend="aot_eager")
@@ -93,13 +127,30 @@ assert all_finite([torch.ones(3)]) and not all_finite([torch.ones(3), torch.tens
 """
 
 
-def test_without_a_compiler_plain_torch_runs_and_it_is_said_once(run_python, monkeypatch, tmp_path):
+def test_without_a_compiler_plain_torch_runs_and_it_is_said_once(run_python, repo, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    done = run_python("-c", WITHOUT_COMPILER, paths=[SOURCE.parents[3]])
+    done = run_python("-c", WITHOUT_COMPILER, paths=[repo])
     assert done.returncode == 0, done.stderr
     said = "forge.kernels.all_finite runs as plain torch: there is no C++ compiler no-such-compiler"
     assert done.stderr.count(said) == 1
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+"""
+
+
+@needs_compiler
+def test_what_the_documentation_says_of_cpp_needs_nothing_else_of_the_page(run_python, repo, empty_folder):
+    page = (repo / "docs" / "writing-kernels.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.partition("## In C++")[2], flags=re.MULTILINE | re.DOTALL)
+    path = empty_folder / "package" / "counting.py"
+    path.parent.mkdir()
+    path.write_text(WITHOUT_TRITON + "\n".join(blocks) + "\ntest_count_zeros_keeps_its_promises()\n")
+    done = run_python(str(path), paths=[repo])
+    assert done.returncode == 0, done.stderr
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
@@ -163,6 +214,42 @@ def test_an_error_of_the_compiler_is_shown_and_kept(source):
     assert log.read_text().startswith("c++ ")
     assert build.missing(source) == str(raised.value)
     assert not list(log.parent.glob("*.so"))
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    said = str(build.missing(source))
+    assert f"small.cpp cannot be built in {tmp_path}/file/forge_small" in said
+    assert "TORCH_EXTENSIONS_DIR names another folder" in said
+    assert "Not a directory" in said
+
+
+@needs_compiler
+def test_a_source_that_is_not_there_is_named(tmp_path):
+    assert f"the C++ file cannot be read: [Errno 2] No such file or directory: '{tmp_path}/no.cpp'" in str(
+        build.missing(tmp_path / "no.cpp")
+    )
+
+
+def test_a_compiler_that_cannot_run_is_named(source, tmp_path, monkeypatch):
+    wrong = tmp_path / "compiler"
+    wrong.write_bytes(b"\x00\x01")
+    wrong.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrong))
+    assert f"the C++ compiler {wrong} cannot be run: " in str(build.missing(source))
+
+
+@needs_compiler
+def test_others_may_read_a_library_in_a_shared_cache(source):
+    before = os.umask(0o022)
+    try:
+        library = build.build(source)
+    finally:
+        os.umask(before)
+    assert library.stat().st_mode & 0o777 == 0o755
+    assert sorted(path.suffix for path in library.parent.iterdir()) == [".lock", ".so"]
 
 
 @needs_compiler

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from forge.kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
 from forge.kernels.ops.linear_cross_entropy import linear_cross_entropy
+from forge.kernels.triton import cross_entropy as kernels
 from tests.kernel_kit import DEVICE, check_against_reference
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,32 @@ def test_infinite_logits_in_some_of_the_programs_of_a_row_give_what_torch_gives(
         check_against_reference(
             CROSS_ENTROPY, (one, target[:1]), {"reduction": "sum", "label_smoothing": smoothing}, tolerance=1e-4
         )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("classes", "dtype"), [(50304, torch.bfloat16), (262144, torch.float32)])
+def test_parts_that_do_not_wait_for_others_are_written_later_to_the_same_bit(
+    monkeypatch, in_place, smoothing, classes, dtype
+):
+    logits, target = batch(500, classes, dtype)
+
+    def step(in_place):
+        loss = cross_entropy(logits, target, label_smoothing=smoothing, in_place=in_place)
+        return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+    prompt = step(False)
+    monkeypatch.setattr(kernels, "PATIENCE", 0)
+    late = step(in_place)
+    assert torch.equal(prompt[0], late[0])
+    assert torch.equal(prompt[1], late[1])
+
+
+def test_it_runs_on_the_device_of_its_tensors_not_on_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    logits, target = torch.randn(30, 50304, device="cuda:1"), torch.randint(50304, (30,), device="cuda:1")
+    torch.testing.assert_close(cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 
 def test_runs_are_bit_identical_also_from_a_captured_graph_and_never_wait_for_the_device():

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from forge.errors import KernelError
 from forge.kernels.ops.glu import GEGLU, SWIGLU, swiglu
-from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+from tests.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    check_launches_where_the_tensors_are,
+    check_second_derivative_is_refused,
+    check_transformed,
+    every_transform,
+    run,
+)
 
 both = pytest.mark.parametrize("kernel", [SWIGLU, GEGLU], ids=lambda kernel: kernel.name)
 shapes = st.lists(st.integers(0, 20), min_size=1, max_size=3)
@@ -40,10 +49,9 @@ def test_halves_of_a_wider_tensor_are_read_in_place(kernel, monkeypatch):
     monkeypatch.setattr(triton_glu, "BACKWARD", (16, 4))
     whole = torch.randn(2, 3, 100, device=DEVICE, requires_grad=True)
     gate, up = whole.chunk(2, -1)
-    copies = []
-    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self, **_: copies.append(self) or self.clone())
+    for part, rows in zip((gate, up), triton_glu._as_rows(gate, up), strict=True):
+        assert rows.data_ptr() == part.data_ptr()
     check_against_reference(kernel, [part.detach().requires_grad_() for part in (gate, up)])
-    assert not copies
     (result,) = torch.autograd.grad(kernel.function(gate, up).sum(), whole)
     torch.testing.assert_close(result, torch.autograd.grad(kernel.reference(gate, up).sum(), whole)[0])
 
@@ -56,7 +64,34 @@ def test_compiles_whole(kernel):
 def test_the_operator_is_registered_as_torch_asks():
     from forge.kernels.triton.glu import glu
 
-    torch.library.opcheck(glu, (*pair((3, 5), torch.float32), 0))
+    torch.library.opcheck(glu, (*pair((3, 5), torch.float32), "silu"))
+
+
+@both
+def test_it_can_be_differentiated_once_only(kernel):
+    gate, up = pair((3, 5), torch.float32)
+    check_second_derivative_is_refused(lambda gate: kernel.function(gate, up), gate)
+
+
+def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
+    from forge.kernels.triton import glu as triton_glu
+
+    args = pair((3, 5), torch.float32)
+    check_launches_where_the_tensors_are(monkeypatch, triton_glu, lambda: run(swiglu, args, {}))
+
+
+@every_transform
+@both
+def test_transforms_run_as_plain_torch(kernel, transform):
+    gate, up = (x.detach() for x in pair((3, 5), torch.float32))
+    check_transformed(transform, lambda x: kernel.function(x, up), lambda x: kernel.reference(x, up), gate)
+
+
+@both
+def test_what_is_not_floating_point_is_refused(kernel):
+    whole = torch.ones(3, 5, device=DEVICE, dtype=torch.int64)
+    with pytest.raises(KernelError, match=f"{kernel.name} needs floating-point tensors; gate is int64"):
+        kernel.function(whole, whole)
 
 
 def test_shapes_that_do_not_fit_are_refused():

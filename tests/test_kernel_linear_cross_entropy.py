@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, reference
+from forge.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, ops, reference
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance
+from tests.test_kernel_cross_entropy import rounding  # noqa: F401 - a fixture
 
 
 def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=False):
@@ -40,11 +41,11 @@ def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=Fa
     ),
 )
 def test_any_shape_dtype_chunk_and_option_equals_the_reference(tokens, width, classes, dtypes, bias, chosen):
+    if dtypes[0] == torch.bfloat16:  # with few of them terms cancel: plain torch in bfloat16 is off by 20 %, too
+        width, classes = width + 8, classes + 20
     hidden, weight, target, offset = head(tokens, width, classes, *dtypes, bias=bias)
     target[::3] = chosen.get("ignore_index", -100)
-    # in float32 too the logits are rounded before exp: that costs what it costs in plain torch
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtypes[0]]
-    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target, offset), chosen, tolerance)
+    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target, offset), chosen)
 
 
 def test_leading_dimensions_and_strides_do_not_matter():
@@ -55,13 +56,20 @@ def test_leading_dimensions_and_strides_do_not_matter():
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)])
-def test_only_the_gradients_that_are_needed_are_computed(trained):
+def test_only_the_gradients_that_are_needed_are_computed(trained, monkeypatch):
+    made = []
+
+    def spy(*args):
+        made.append(operator(*args))
+        return made[-1]
+
+    operator = ops.linear_cross_entropy
+    monkeypatch.setattr(ops, "linear_cross_entropy", spy)
     hidden, weight, target, _ = head(6, 10, 50)
-    check_against_reference(
-        LINEAR_CROSS_ENTROPY,
-        (hidden.detach().requires_grad_(trained[0]), weight.detach().requires_grad_(trained[1]), target),
-        {"chunk": 4},
-    )
+    hidden, weight = hidden.detach().requires_grad_(trained[0]), weight.detach().requires_grad_(trained[1])
+    check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target), {"chunk": 4})
+    ((_, *grads),) = made
+    assert [grad.numel() for grad in grads] == [60 * trained[0], 500 * trained[1], 0]
 
 
 def test_the_gradient_of_a_float32_weight_adds_up_in_float32():
@@ -80,7 +88,16 @@ def test_autocast_casts_as_linear_does():
     got, right = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
     for a, b in zip(got, right, strict=True):
         assert a.dtype == b.dtype
-        assert distance(a, b) < 2e-2
+        assert distance(a, b) < 2 * LINEAR_CROSS_ENTROPY.tolerance[torch.bfloat16]  # each is off by as much
+
+
+def test_autocast_leaves_float64_alone_as_linear_does():
+    hidden, weight, target, _ = head(6, 10, 50, torch.float64)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target)
+        expected = F.cross_entropy(F.linear(hidden, weight), target)
+    assert loss.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_tied_weight_gets_both_gradients():
@@ -101,6 +118,19 @@ def test_a_second_backward_through_the_same_loss_is_right():
     second = torch.autograd.grad(loss, (hidden, weight))
     torch.testing.assert_close(first, tuple(3 * g for g in expected))
     torch.testing.assert_close(second, expected)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_a_second_derivative_is_an_error_not_a_wrong_number(trained):
+    hidden, weight, target, _ = head(6, 10, 50)
+    leaf = {"hidden": hidden, "weight": weight}[trained]
+    loss = linear_cross_entropy(hidden, weight, target)
+    with pytest.raises(KernelError, match="differentiated once"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+def test_split_rows_equal_the_reference():
+    check_against_reference(LINEAR_CROSS_ENTROPY, head(3, 4, 5000), {"chunk": 2, "label_smoothing": 0.1})
 
 
 def test_a_reduction_or_dtype_it_has_not_runs_as_plain_torch():
@@ -129,6 +159,7 @@ def test_the_operator_is_registered_as_torch_asks():
         ((3, 5), (7, 5), (4,), {}, r"one target for every row.*\(3,\).*\(4,\)"),
         ((3, 5), (7, 5), (3,), {"chunk": 0}, "at least 1 token; it got 0"),
         ((3, 5), (7, 5), (3,), {"bias": torch.ones(5)}, r"bias of \(7,\); it got \(5,\)"),
+        ((3, 5), (7, 5), (3,), {"bias": torch.ones(7).long()}, r"floating-point bias.*torch.int64"),
         ((3, 5), (7, 5), (3,), {"reduction": "average"}, "it got 'average'"),
     ],
 )
@@ -140,3 +171,10 @@ def test_arguments_that_make_no_sense_are_refused(hidden, weight, target, option
             torch.zeros(target, dtype=torch.long, device=DEVICE),
             **options,
         )
+
+
+def test_tensors_that_are_not_floating_point_are_refused():
+    hidden, weight, target, _ = head(3, 5, 7)
+    for wrong in ((hidden.long(), weight), (hidden, weight.long())):
+        with pytest.raises(KernelError, match=r"floating-point hidden.*torch.int64"):
+            linear_cross_entropy(*wrong, target)

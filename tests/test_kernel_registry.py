@@ -125,3 +125,10 @@ def test_every_public_name_is_what_users_call_whatever_was_imported_before(run_p
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_kernels_version_is_that_of_its_triton_source_too() -> None:
+    kernel = registry.load("softmax")
+    assert {"forge.kernels.ops.softmax", "forge.kernels.triton.softmax"} <= {
+        module.__name__ for module in registry._modules(kernel)
+    }

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from forge.errors import KernelError
 from forge.kernels.ops.rope import ROPE, rope
-from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+from tests.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    check_launches_where_the_tensors_are,
+    check_transformed,
+    every_transform,
+    run,
+)
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -60,8 +68,8 @@ def test_views_of_one_projection_are_turned_in_their_own_layout():
     q, k = (part.detach().requires_grad_() for part in whole.split([4, 2, 2], 1)[:2])
     cos, sin = arguments()[2:]
     check_against_reference(ROPE, [q, k, cos, sin])
-    turned, _ = rope(q, k, cos, sin)
-    assert turned.transpose(1, 2).is_contiguous(), "so that what follows can view it as (batch, length, width)"
+    for turned in rope(q, k, cos, sin):
+        assert turned.transpose(1, 2).is_contiguous(), "so that what follows can view it as (batch, length, width)"
 
 
 def test_entries_that_are_not_next_to_each_other_are_turned_too():
@@ -103,8 +111,31 @@ def test_angles_that_are_trained_run_as_plain_torch():
     q, k, cos, sin = arguments()
     cos.requires_grad_()
     assert ROPE.supports(q, k, cos, sin) == "it has no gradients of cos and sin"
-    rope(q, k, cos, sin)[0].sum().backward()
-    assert cos.grad is not None
+    result, right = (
+        torch.autograd.grad(function(q, k, cos, sin)[0].sin().sum(), cos)[0] for function in (rope, ROPE.reference)
+    )
+    assert torch.equal(result, right)
+
+
+def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
+    from forge.kernels.triton import rope as triton_rope
+
+    args = arguments()
+    check_launches_where_the_tensors_are(monkeypatch, triton_rope, lambda: run(rope, args, {}))
+
+
+@every_transform
+def test_transforms_run_as_plain_torch(transform):
+    q, *rest = (x.detach() for x in arguments())
+    check_transformed(transform, lambda q: rope(q, *rest)[0], lambda q: ROPE.reference(q, *rest)[0], q)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_is_not_floating_point_is_refused(place):
+    args = arguments()
+    args[place] = args[place].long()
+    with pytest.raises(KernelError, match=f"rope needs floating-point tensors; {('q', 'k', 'cos', 'sin')[place]} is"):
+        rope(*args)
 
 
 def test_shapes_that_do_not_fit_are_refused():

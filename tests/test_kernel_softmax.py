@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import Functional
-from forge.kernels.ops.softmax import SOFTMAX, softmax
-from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+from forge.kernels.ops.softmax import SOFTMAX, softmax, stand_in
+from tests.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    check_launches_where_the_tensors_are,
+    check_second_derivative_is_refused,
+    check_stand_in_compiles_whole,
+    check_transformed,
+    every_transform,
+    run,
+)
 
 INF = float("inf")
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -72,6 +81,9 @@ def test_masked_entries_have_no_gradient():
     x = torch.randn(4, 20, device=DEVICE)
     x[:, 10:] = -INF
     check_against_reference(SOFTMAX, [x.requires_grad_()])
+    (gradient,) = torch.autograd.grad(softmax(x).sin().sum(), x)
+    assert gradient[:, :10].all()
+    assert not gradient[:, 10:].any()
 
 
 def test_the_result_can_have_another_dtype():
@@ -103,22 +115,66 @@ def test_the_operator_is_registered_as_torch_asks():
     torch.library.opcheck(operator, (leaf((3, 5)), torch.float32))
 
 
+def test_it_can_be_differentiated_once_only():
+    check_second_derivative_is_refused(softmax, leaf((3, 8)))
+
+
+@pytest.mark.parametrize("width", [10, 100])
+def test_it_runs_on_the_device_of_its_tensors(width, rows_too_wide, monkeypatch):
+    from forge.kernels.triton import softmax as triton_softmax
+
+    x = leaf((3, width))
+    check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
+
+
+def test_the_stand_in_compiles_whole():
+    check_stand_in_compiles_whole(stand_in, leaf((3, 8), torch.bfloat16), -1)
+
+
+@every_transform
+def test_transforms_of_the_stand_in_are_those_of_torch(transform):
+    x = leaf((3, 8)).detach()
+    check_transformed(transform, lambda x: stand_in(F.softmax, x, -1), lambda x: F.softmax(x, -1), x)
+
+
+@every_transform
+def test_transforms_run_as_plain_torch(transform):
+    check_transformed(transform, softmax, SOFTMAX.reference, leaf((3, 8)).detach())
+
+
+def test_tensors_of_other_classes_are_left_to_torch():
+    class Other(torch.Tensor):
+        pass
+
+    assert stand_in(lambda *_: "torch", leaf((3, 8)).detach().as_subclass(Other), -1) == "torch"
+
+
 def test_it_stands_in_for_the_functional_of_torch():
-    (call,), called = [f.call for f in SOFTMAX.replaces if isinstance(f, Functional)], []
+    called = []
+    assert SOFTMAX.replaces[0].call is stand_in  # type: ignore[union-attr]
 
     def original(*args):
         called.append(args)
         return F.softmax(*args)
 
     x = leaf((3, 8), torch.bfloat16).detach()
-    torch.testing.assert_close(call(original, x, -1), F.softmax(x, -1))
-    torch.testing.assert_close(call(original, x, dim=1, dtype=torch.float32), F.softmax(x, 1, dtype=torch.float32))
+    torch.testing.assert_close(stand_in(original, x, -1), F.softmax(x, -1))
+    torch.testing.assert_close(stand_in(original, x, dim=1, dtype=torch.float32), F.softmax(x, 1, dtype=torch.float32))
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert call(original, x, -1).dtype == F.softmax(x, -1).dtype
+        assert stand_in(original, x, -1).dtype == F.softmax(x, -1).dtype
     assert not called, "the kernel fits"
-    torch.testing.assert_close(call(original, x, 0), F.softmax(x, 0))
-    torch.testing.assert_close(call(original, x, -1, dtype=torch.float64), F.softmax(x, -1, dtype=torch.float64))
+    torch.testing.assert_close(stand_in(original, x, 0), F.softmax(x, 0))
+    torch.testing.assert_close(stand_in(original, x, -1, dtype=torch.float64), F.softmax(x, -1, dtype=torch.float64))
     assert len(called) == 2
+
+
+def test_what_is_not_floating_point_is_refused():
+    x = torch.ones(3, 5, device=DEVICE)
+    for dim in (0, 1):  # where the reference runs, and the kernel
+        with pytest.raises(KernelError, match="softmax needs floating-point tensors; x is int64"):
+            softmax(x.long(), dim)
+        with pytest.raises(KernelError, match=r"not torch\.int64"):
+            softmax(x, dim, torch.int64)
 
 
 def test_a_dimension_that_is_not_there_is_refused():

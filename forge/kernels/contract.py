@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ logger = logging.getLogger("forge")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels, on the CPU too: for tests, and very slow."""
+
+AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 
 PLAIN = (Tensor, nn.Parameter)
 HALF_TO_FULL = (torch.bfloat16, torch.float16, torch.float32)
@@ -111,6 +113,8 @@ def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_
     """Why no Triton kernel can run on these tensors; None where one can."""
     if not HAS_TRITON:
         return "Triton is not installed"
+    if transformed():
+        return "it knows nothing of torch.func and of forward-mode differentiation"
     for tensor in tensors:
         if tensor is None:
             continue
@@ -124,16 +128,39 @@ def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_
 def plain(*values: Any) -> bool:
     """Whether a kernel may stand in for torch's own function on these without anybody noticing: tensors of torch's own
     classes (or no tensors), outside of functorch's transforms and of forward-mode differentiation."""
-    if torch.compiler.is_compiling():  # it traces neither
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    return all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
+    return not transformed() and all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
+
+
+def transformed() -> bool:
+    """Whether functorch's transforms (torch.func) or forward-mode differentiation are at work, which would take what a
+    kernel computes for a constant."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Around a launch: Triton takes the current device and its stream, which need not be the tensor's."""
     return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
+
+
+def as_autocast(x: AnyTensor) -> AnyTensor:
+    """The tensor in autocast's dtype where autocast is on and would cast it; as it is elsewhere."""
+    if (
+        x is None
+        or x.dtype not in HALF_TO_FULL
+        or x.device.type == "meta"
+        or not torch.is_autocast_enabled(x.device.type)
+    ):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def check_floating(name: str, **tensors: Tensor | None) -> None:
+    """Refuse numbers that nothing can be computed from as it is meant: integers, booleans, complex numbers."""
+    for key, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise KernelError(
+                f"forge.kernels.{name} needs floating-point tensors; {key} is {dtype_name(tensor.dtype)}: convert it."
+            )
 
 
 def refuse_second_derivative(name: str) -> None:

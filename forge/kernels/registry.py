@@ -51,8 +51,13 @@ def _modules(kernel: Kernel) -> set[ModuleType]:
     for function in (kernel.function, *(_stand_in(target) for target in kernel.replaces)):
         module = _home(inspect.unwrap(function))
         if module is not None:
-            _gather(module, module.__name__.rpartition(".")[0] or module.__name__, found)
+            _gather(module, _package(module.__name__), found)
     return found
+
+
+def _package(module: str) -> str:
+    """Whose modules count as a kernel's source: those of its package, of which two names are enough (forge.kernels)."""
+    return ".".join(module.split(".")[:-1][:2]) or module
 
 
 def _stand_in(target: Functional | Module) -> Callable[..., Any]:

@@ -11,7 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import HALF_TO_FULL, Case, Cost, Functional, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import (
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    as_autocast,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
 
 ops = triton_module("attention")
 _torch = F.scaled_dot_product_attention  # kept here, because the plugin `kernels` may put attention in its place
@@ -28,7 +39,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: floa
     result lies as q does, so `.transpose(1, 2).reshape(batch, S, -1)` is free. Under autocast all three are cast to its
     dtype, as torch does.
     """
-    q, k, v = _as_autocast(q), _as_autocast(k), _as_autocast(v)
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     _check(q, k, v)
     if falls_back("attention", supports(q, k, v, causal, scale)):
         return attention_reference(q, k, v, causal, scale)
@@ -61,13 +72,8 @@ def cost(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | N
     return Cost(flops=flops * 7 // 2, bytes=moved * q.itemsize)
 
 
-def _as_autocast(x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type) and x.dtype in HALF_TO_FULL:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_floating("attention", q=q, k=k, v=v)
     got = f"it got q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise KernelError(
@@ -82,7 +88,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _in_place_of_torch(
+def stand_in(
     original: Any,
     query: Tensor,
     key: Tensor,
@@ -93,9 +99,9 @@ def _in_place_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    plain = type(query) is type(key) is type(value) is Tensor and attn_mask is None and dropout_p == 0.0
-    if plain:
-        q, k, v = _as_autocast(query), _as_autocast(key), _as_autocast(value)
+    tensors = all(isinstance(x, Tensor) for x in (query, key, value))
+    if tensors and plain(query, key, value) and attn_mask is None and dropout_p == 0.0:
+        q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
         if _fits(q, k, v, enable_gqa) and supports(q, k, v, is_causal, scale) is None:
             return attention(q, k, v, is_causal, scale)
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -129,5 +135,5 @@ ATTENTION = Kernel(
         Case("B4 H32 S4096 D128", partial(_make, 4, 32, 4096, 128), {"causal": True}),
         Case("B64 H12 S1024 D64", partial(_make, 64, 12, 1024, 64), {"causal": True}),
     ),
-    replaces=(Functional("torch.nn.functional.scaled_dot_product_attention", _in_place_of_torch),),
+    replaces=(Functional("torch.nn.functional.scaled_dot_product_attention", stand_in),),
 )

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.library import custom_op
-from torch.nn import Parameter
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
-from forge.kernels.ops.multi_tensor import Lists, new_plan, order_in_memory, plan_for
+from forge.kernels.contract import PLAIN, Case, Cost, Kernel, dtype_name, falls_back, plain, triton_module, unusable
+from forge.kernels.ops.clip_adamw_tables import Lists, alike, new_plan, order_in_memory, plan_for
 
 ops = triton_module("clip_adamw")
 
@@ -43,7 +42,7 @@ def clip_adamw(
     Gradients are not changed. Where `found_inf` is 1 nothing is, as in torch's fused optimizers. `lr`, `step` and
     `found_inf` stay on the device, so that a CUDA graph can capture the call. max_norm=None clips nothing.
     """
-    _check_numbers(betas, max_norm)
+    _check_numbers(lr, betas, eps, weight_decay, max_norm)
     steps = [step] if isinstance(step, Tensor) else list(step)
     there = lr if isinstance(lr, Tensor) else None
     options = (there, math.nan if isinstance(lr, Tensor) else lr, *betas, eps, weight_decay, max_norm, found_inf)
@@ -74,16 +73,17 @@ def _clip_adamw(
     options = {"lr": rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
     options |= {"max_norm": max_norm, "found_inf": found_inf}
     lists = Lists(params, grads, exp_avgs, exp_avg_sqs, counters)
-    plan = plan_for(lists)
+    plan = plan_for(lists) if plain() else None
     if plan is None:
         _check(params, grads, exp_avgs, exp_avg_sqs, steps)
         if falls_back("clip_adamw", supports(*lists, **options)):
             return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
-        plan = new_plan(lists)
+        lists = alike(lists)  # held until the launches are made
+        plan = plan_for(lists) or new_plan(lists)
     elif falls_back("clip_adamw", unread(params[0].device, rate, found_inf)):
         return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
     norm = ops.run(plan, [(rate, beta1, beta2, eps, weight_decay)], max_norm, found_inf)
-    increment_version([*params, *exp_avgs, *exp_avg_sqs])  # autograd does not see what a kernel writes
+    increment_version([*params, *exp_avgs, *exp_avg_sqs, *steps])  # autograd does not see what a kernel writes
     return norm
 
 
@@ -109,7 +109,7 @@ def clip_adamw_op(
 
 @clip_adamw_op.register_fake
 def _(params: list[Tensor], grads: list[Tensor], *others: Any) -> Tensor:
-    return grads[0].new_empty((), dtype=_wide(grads)) if grads else torch.zeros(())
+    return grads[0].new_empty((), dtype=_wide(grads)) if grads else _nothing()
 
 
 def clip_adamw_reference(
@@ -130,7 +130,7 @@ def clip_adamw_reference(
     with torch.no_grad():
         norm = total_norm(grads)
         coefficient = 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        skip = torch.zeros((), dtype=torch.bool) if found_inf is None else found_inf == 1
+        skip = torch.zeros((), dtype=torch.bool, device="cpu") if found_inf is None else found_inf == 1
         for counter in {id(counter): counter for counter in steps}.values():
             counter.add_(~skip.to(counter.device))
         counters = steps * len(params) if len(steps) == 1 else steps
@@ -153,7 +153,7 @@ def clip_adamw_reference(
 def total_norm(tensors: Tensors) -> Tensor:
     """The norm of all entries, in float32 or wider."""
     if not tensors:
-        return torch.zeros(())
+        return _nothing()
     wide = _wide(tensors)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=wide) for t in tensors]))
 
@@ -173,7 +173,9 @@ def supports(
         return "there is nothing to update"
     steps = [step] if isinstance(step, Tensor) else step
     tensors = [*params, *grads, *exp_avgs, *exp_avg_sqs]
-    odd = [t for t in (*tensors, *steps) if type(t) not in (Tensor, Parameter) or t.layout is not torch.strided]
+    if not plain():
+        return "functorch or forward-mode differentiation is at work"
+    odd = [t for t in (*tensors, *steps) if type(t) not in PLAIN or t.layout is not torch.strided]
     if odd:
         return f"it has no {type(odd[0]).__name__}" if type(odd[0]) is not Tensor else "it has no sparse tensors"
     if reason := unusable(*tensors):
@@ -218,6 +220,9 @@ def _check(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tens
             f"many; it got {lengths[0]} parameters, {lengths[1]} gradients, {lengths[2]} and {lengths[3]} moments, "
             f"{len(steps)} step counters."
         )
+    for name, tensors in (("parameter", params), ("gradient", grads), ("moment", exp_avgs), ("moment", exp_avg_sqs)):
+        _check_floating(name, tensors)
+    _check_floating("step counter", steps)
     for place, four in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         if len({tuple(t.shape) for t in four}) > 1:
             shapes = ", ".join(str(tuple(t.shape)) for t in four)
@@ -225,13 +230,35 @@ def _check(params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tens
                 f"forge.kernels.clip_adamw: parameter {place}, its gradient and its moments have the shapes {shapes}; "
                 "they must be the same."
             )
+    updated = [*params, *exp_avgs, *exp_avg_sqs]
+    if len(set(updated)) < len(updated):
+        raise KernelError(
+            "forge.kernels.clip_adamw got the same tensor twice among parameters and moments; each is updated once."
+        )
 
 
-def _check_numbers(betas: tuple[float, float], max_norm: float | None) -> None:
+def _check_floating(name: str, tensors: Tensors) -> None:
+    for place, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            found = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise KernelError(
+                f"forge.kernels.clip_adamw: {name} {place} is {found}; it must be a floating-point tensor."
+            )
+
+
+def _check_numbers(
+    lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, max_norm: float | None
+) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise KernelError(f"forge.kernels.clip_adamw: betas are {betas}; each must be at least 0 and below 1.")
-    if max_norm is not None and max_norm < 0:
-        raise KernelError(f"forge.kernels.clip_adamw: max_norm is {max_norm}; it must not be below 0.")
+    rate = 0.0 if isinstance(lr, Tensor) else lr  # a tensor is not read by the host
+    for name, value in (("lr", rate), ("eps", eps), ("weight_decay", weight_decay), ("max_norm", max_norm)):
+        if value is not None and not value >= 0:  # NaN is not either
+            raise KernelError(f"forge.kernels.clip_adamw: {name} is {value}; it must be 0 or more.")
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _wide(tensors: Tensors) -> torch.dtype:
@@ -252,11 +279,12 @@ def _make(layers: int, width: int, vocabulary: int, device: torch.device, dtype:
     block = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     shapes = [(vocabulary, width), (1024, width), *block * layers, (width,), (width,)]
-    params = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    grads = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    exp_avgs = [torch.randn(shape, device=device) for shape in shapes]
-    exp_avg_sqs = [torch.rand(shape, device=device) for shape in shapes]
-    return params, grads, exp_avgs, exp_avg_sqs, torch.ones((), device=device)
+    full = {"dtype": torch.float32, "device": device}
+    params = [torch.randn(shape, **full).to(dtype) for shape in shapes]
+    grads = [torch.randn(shape, **full).to(dtype) for shape in shapes]
+    exp_avgs = [torch.randn(shape, **full) for shape in shapes]
+    exp_avg_sqs = [torch.rand(shape, **full) for shape in shapes]
+    return params, grads, exp_avgs, exp_avg_sqs, torch.ones((), **full)
 
 
 _OPTIONS = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}

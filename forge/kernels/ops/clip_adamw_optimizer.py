@@ -15,9 +15,9 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from forge.errors import KernelError
-from forge.kernels.contract import falls_back, unusable
+from forge.kernels.contract import falls_back, plain, unusable
 from forge.kernels.ops.clip_adamw import ops, supports, unread
-from forge.kernels.ops.multi_tensor import Lists, Plan
+from forge.kernels.ops.clip_adamw_tables import Lists, Plan, alike, capturing
 
 
 class ClipAdamW(AdamW):
@@ -42,8 +42,8 @@ class ClipAdamW(AdamW):
         weight_decay: float = 1e-2,
         max_norm: float | None = 1.0,
     ):
-        if max_norm is not None and max_norm < 0:
-            raise KernelError(f"ClipAdamW: max_norm is {max_norm}; it must not be below 0, or None to clip nothing.")
+        if max_norm is not None and not max_norm >= 0:
+            raise KernelError(f"ClipAdamW: max_norm is {max_norm}; it must be 0 or more, or None to clip nothing.")
         self.max_norm = max_norm
         self.total_norm: Tensor | None = None
         self._plan: Plan | None = None
@@ -63,6 +63,13 @@ class ClipAdamW(AdamW):
                 if "step" in self.state.get(param, ()):
                     self.state[param]["step"] = self.state[param]["step"].to(param.device, torch.float32)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does; the same parameter twice in a group is an error, since programs would update it at once."""
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(set(params)) < len(params):
+            raise KernelError("ClipAdamW: a parameter group has the same parameter twice; each is updated once.")
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip and update; returns what the closure returned."""
@@ -72,7 +79,7 @@ class ClipAdamW(AdamW):
                 loss = closure()
         lists, groups = self._lists()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        plan = self._plan_for(lists, groups, found_inf, grad_scale)
+        plan, lists = self._plan_for(lists, groups, found_inf, grad_scale)
         if plan is None:
             self._step_as_torch(lists.grads, found_inf, grad_scale)
             return loss
@@ -95,26 +102,35 @@ class ClipAdamW(AdamW):
                     groups.append(number)
         states = [self.state[param] for param in params]
         if not all(states):
+            if capturing(params[0].device):
+                raise KernelError(
+                    "ClipAdamW: a parameter's first step is being captured into a CUDA graph; each replay would begin "
+                    "with new moments. Step once before the capture."
+                )
             for group in self.param_groups:
                 self._init_group(group, [], [], [], [], [], [])
         moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         return Lists(params, grads, *moments), groups
 
-    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> Plan | None:
-        """Where everything is, if the kernel can work on it: the plan of the last step, as long as it fits."""
-        refused = self._refuses(lists, *flags)
-        if refused is None and self._plan is not None and self._plan.fits(lists, groups):
-            return self._plan
+    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[Plan | None, Lists]:
+        """Where everything is, if the kernel can work on it: the plan of the last step, as long as it fits. With it
+        the tensors that it is of, to be held until the launches are made: a gradient may be a copy."""
+        refused, last = self._refuses(lists, *flags), self._plan
+        if refused is None and last is not None and last.fits(lists, groups):
+            return last, lists
         self._plan = None
         refused = refused or supports(*lists, lr=0.0)
         if not falls_back("ClipAdamW", refused):
-            self._plan = Plan(lists, groups)
-        return self._plan
+            lists = alike(lists)
+            self._plan = last if last is not None and last.fits(lists, groups) else Plan(lists, groups)
+        return self._plan, lists
 
     def _refuses(self, lists: Lists, *flags: Tensor | None) -> str | None:
         """What can change from step to step, and what is cheap to see."""
         if not lists.params:
             return "no parameter has a gradient"
+        if not plain():
+            return "functorch or forward-mode differentiation is at work"
         first = lists.params[0]
         if type(first) is Parameter and (reason := unusable(first)):
             return reason

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Functional, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import Case, Cost, Functional, Kernel, falls_back, plain, triton_module, unusable
 
 ops = triton_module("cross_entropy")
 
@@ -36,8 +36,8 @@ def cross_entropy(
     Where a gradient is needed it is computed with the loss, reading the logits once. `in_place=True` **writes it over
     the logits**: they are lost, and the peak of memory is half. Use it where nothing else reads the logits. Within
     torch.compile, with `reduction="none"`, and for float16, whose gradient must meet the loss scale first, the gradient
-    comes in backward and `in_place` has no effect. It can be differentiated once. It is fastest where rows start on
-    16 bytes: pad the classes to a multiple of 8.
+    comes in backward and `in_place` has no effect. It can be differentiated once: twice is an error. It is fastest
+    where rows start on 16 bytes: pad the classes to a multiple of 8.
     """
     _check(logits, target, label_smoothing, z_loss, reduction)
     reason = supports(logits, target)
@@ -104,17 +104,20 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float, z_loss: float
         raise KernelError(
             f"{name} needs floating-point logits (..., classes); it got {tuple(logits.shape)} {logits.dtype}."
         )
+    check_loss(name, "logits", logits, target, label_smoothing, z_loss, reduction)
+
+
+def check_loss(
+    name: str, what: str, rows: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str
+) -> None:
+    """What every cross-entropy asks: targets that fit the rows of `what`, and options that make sense."""
     if target.dtype not in (torch.int64, torch.int32):
         raise KernelError(f"{name} needs targets of int64 or int32: class numbers; it got {target.dtype}.")
-    if target.shape != logits.shape[:-1] or target.device != logits.device:
+    if target.shape != rows.shape[:-1] or target.device != rows.device:
         raise KernelError(
-            f"{name} needs one target for every row of logits, on the same device: {tuple(logits.shape[:-1])} on "
-            f"{logits.device}; it got {tuple(target.shape)} on {target.device}."
+            f"{name} needs one target for every row of {what}, on the same device: {tuple(rows.shape[:-1])} on "
+            f"{rows.device}; it got {tuple(target.shape)} on {target.device}."
         )
-    check_options(name, label_smoothing, z_loss, reduction)
-
-
-def check_options(name: str, label_smoothing: float, z_loss: float, reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise KernelError(f"{name} has the reductions {', '.join(REDUCTIONS)}; it got {reduction!r}.")
     if not 0 <= label_smoothing <= 1:
@@ -135,8 +138,9 @@ def _stand_in(
     label_smoothing=0.0,
 ):
     if (
-        type(input) not in (Tensor, torch.nn.Parameter)
-        or type(target) is not Tensor
+        not plain(input, target)
+        or not isinstance(input, Tensor)
+        or not isinstance(target, Tensor)
         or input.dim() != 2
         or input.shape[1] == 0
         or target.dtype != torch.int64
@@ -147,7 +151,6 @@ def _stand_in(
         or reduce is not None
         or reduction not in REDUCTIONS
         or not 0 <= label_smoothing <= 1
-        or torch._C._are_functorch_transforms_active()
         or supports(input, target) is not None
     ):
         return original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)

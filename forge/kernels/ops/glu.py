@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import Case, Cost, Kernel, check_floating, falls_back, triton_module, unusable
 
 ops = triton_module("glu")
 
@@ -19,7 +19,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     _check("swiglu", gate, up)
     if falls_back("swiglu", supports(gate, up)):
         return swiglu_reference(gate, up)
-    return ops.glu(gate, up, 0)
+    return ops.glu(gate, up, "silu")
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     _check("geglu", gate, up)
     if falls_back("geglu", supports(gate, up)):
         return geglu_reference(gate, up)
-    return ops.glu(gate, up, 1)
+    return ops.glu(gate, up, "gelu")
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ def cost(gate: Tensor, up: Tensor) -> Cost:
 
 
 def _check(name: str, gate: Tensor, up: Tensor) -> None:
+    check_floating(name, gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         raise KernelError(
             f"forge.kernels.{name} needs gate and up of the same shape, dtype and device; it got "

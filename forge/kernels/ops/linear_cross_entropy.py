@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from forge.errors import KernelError
 from forge.kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
-from forge.kernels.ops.cross_entropy import MOST_CLASSES, check_options
+from forge.kernels.ops.cross_entropy import MOST_CLASSES, check_loss
 from forge.kernels.ops.cross_entropy import reference as loss_of_logits
 
 ops = triton_module("linear_cross_entropy")
@@ -40,11 +40,12 @@ def linear_cross_entropy(
     A float32 weight may meet bfloat16 activations, as under autocast: it is cast once, and its gradient adds up in
     float32. The gradient of a bfloat16 weight adds up in bfloat16, rounded once per chunk: over n chunks it is off by
     up to about √n roundings. Under autocast the activations are cast first, as by `F.linear`. float16, whose gradient
-    must meet the loss scale first, and `reduction="none"` run as plain torch. It can be differentiated once.
+    must meet the loss scale first, and `reduction="none"` run as plain torch. It can be differentiated once: twice is
+    an error.
     """
     _check(hidden, weight, target, bias, label_smoothing, z_loss, reduction, chunk)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if falls_back("linear_cross_entropy", supports(hidden, weight, target, bias, reduction=reduction)):
         return reference(
@@ -146,20 +147,15 @@ def _check(
             f"{name} needs floating-point hidden (..., width) and weight (classes, width); it got "
             f"{tuple(hidden.shape)} {hidden.dtype} and {tuple(weight.shape)} {weight.dtype}."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise KernelError(f"{name} needs a bias of {tuple(weight.shape[:1])}; it got {tuple(bias.shape)}.")
-    if target.dtype not in (torch.int64, torch.int32):
-        raise KernelError(f"{name} needs targets of int64 or int32: class numbers; it got {target.dtype}.")
-    if target.shape != hidden.shape[:-1]:
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise KernelError(
-            f"{name} needs one target for every row of hidden: {tuple(hidden.shape[:-1])}; "
-            f"it got {tuple(target.shape)}."
+            f"{name} needs a floating-point bias of {tuple(weight.shape[:1])}; it got {tuple(bias.shape)} {bias.dtype}."
         )
-    if any(tensor.device != hidden.device for tensor in (weight, target, bias) if tensor is not None):
+    if weight.device != hidden.device or (bias is not None and bias.device != hidden.device):
         raise KernelError(f"{name} needs all its tensors on one device.")
     if chunk is not None and chunk < 1:
         raise KernelError(f"{name} needs a chunk of at least 1 token; it got {chunk}.")
-    check_options(name, label_smoothing, z_loss, reduction)
+    check_loss(name, "hidden", hidden, target, label_smoothing, z_loss, reduction)
 
 
 def _make(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import (
+    Case,
+    Cost,
+    Kernel,
+    as_autocast,
+    check_floating,
+    falls_back,
+    triton_module,
+    unusable,
+)
 
 ops = triton_module("matmul")
-
-AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 
 ACTIVATIONS = {
     None: lambda x: x,
@@ -35,10 +41,11 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | N
     """
     check_activation("matmul", activation)
     _check(a, b, bias)
+    if autocast_is_on(a):
+        a, b, bias = as_autocast(a), as_autocast(b), as_autocast(bias)
+    check_dtypes("matmul", a=a, b=b, bias=bias)
     if falls_back("matmul", supports(a, b, bias, activation)):
         return matmul_reference(a, b, bias, activation)
-    a, b, bias = as_autocast(a), as_autocast(b), as_autocast(bias)
-    check_dtypes("matmul", a=a, b=b, bias=bias)
     keep = activation is not None and wants_grad(a, b, bias)
     return ops.matmul(a, b, bias, activation or "none", keep)[0]
 
@@ -71,7 +78,8 @@ def check_activation(name: str, activation: str | None) -> None:
 
 
 def check_dtypes(name: str, **tensors: Tensor | None) -> None:
-    """All of the same dtype and on the same device."""
+    """All of the same floating-point dtype and on the same device."""
+    check_floating(name, **tensors)
     given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     first = next(iter(given.values()))
     if any(tensor.dtype != first.dtype or tensor.device != first.device for tensor in given.values()):
@@ -82,11 +90,9 @@ def check_dtypes(name: str, **tensors: Tensor | None) -> None:
         )
 
 
-def as_autocast(x: AnyTensor) -> AnyTensor:
-    """The tensor in autocast's dtype where autocast is on; as it is elsewhere."""
-    if x is None or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+def autocast_is_on(x: Tensor) -> bool:
+    """Whether autocast is on for its device; torch refuses the question for meta tensors, which have none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as modules
 
 from forge.errors import KernelError
-from forge.kernels.contract import HALF_TO_FULL, Case, Cost, Kernel, Module, falls_back, triton_module, unusable
-from forge.kernels.ops.matmul import ACTIVATIONS, as_autocast, check_activation, check_dtypes, wants_grad
+from forge.kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Kernel,
+    Module,
+    as_autocast,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
+from forge.kernels.ops.matmul import ACTIVATIONS, autocast_is_on, check_activation, check_dtypes, wants_grad
 
 ops = triton_module("mlp")
 products = triton_module("matmul")
@@ -28,17 +41,18 @@ def mlp(
     """
     check_activation("mlp", activation)
     _check(x, w1, b1, w2, b2)
+    if autocast_is_on(x):
+        x, w1, w2 = as_autocast(x), as_autocast(w1), as_autocast(w2)
+        b1, b2 = as_autocast(b1), as_autocast(b2)
+    check_dtypes("mlp", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     if falls_back("mlp", supports(x, w1, b1, w2, b2, activation)):
         return mlp_reference(x, w1, b1, w2, b2, activation)
-    x, w1, w2 = as_autocast(x), as_autocast(w1), as_autocast(w2)
-    b1, b2 = as_autocast(b1), as_autocast(b2)
-    check_dtypes("mlp", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     kind = activation or "none"
     if not wants_grad(x, w1, b1, w2, b2):
         hidden, _ = products.matmul(x, w1.t(), b1, kind, False)
         return F.linear(hidden, w2, b2)
     pre, hidden = ops.first(x, w1, b1, kind)
-    out = ops.second(pre, hidden, b1, w2, b2, kind)
+    out = ops.Second.apply(pre, hidden, b1, w2, b2, kind)
     return out.view(*x.shape[:-1], w2.shape[0])
 
 
@@ -52,7 +66,7 @@ def supports(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
 ) -> str | None:
     # float32 has no use of the matrix units, so there is little to gain beside torch's own products
-    dtypes = HALF_TO_FULL if torch.is_autocast_enabled(x.device.type) else (torch.bfloat16, torch.float16)
+    dtypes = HALF_TO_FULL if autocast_is_on(x) else (torch.bfloat16, torch.float16)
     return unusable(x, w1, b1, w2, b2, dtypes=dtypes)
 
 
@@ -67,33 +81,47 @@ def cost(
     return Cost(flops=6 * rows * weights, bytes=size)
 
 
+LAYERS = (nn.Linear, nn.GELU, nn.Linear)
+
+
 class FusedMLP(nn.Sequential):
-    """Linear, GELU, Linear, run by `mlp`. Its parameters have the names that they have in nn.Sequential."""
+    """Linear, GELU, Linear, run by `mlp`. Its parameters have the names that they have in nn.Sequential.
+
+    Where somebody has since put other layers there, or waits for calls of the layers, it runs as nn.Sequential does.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        first, between, second = self
-        assert isinstance(first, nn.Linear)
-        assert isinstance(between, nn.GELU)
-        assert isinstance(second, nn.Linear)
-        activation = "gelu" if between.approximate == "tanh" else "gelu_erf"
-        return mlp(input, first.weight, first.bias, second.weight, second.bias, activation)
+        layers: tuple[Any, ...] = tuple(self._modules.values())
+        if not _is_mlp(layers):
+            return super().forward(input)
+        first, between, second = layers
+        w1, b1, w2, b2 = first.weight, first.bias, second.weight, second.bias
+        if not plain(input, w1, b1, w2, b2):
+            return super().forward(input)
+        return mlp(input, w1, b1, w2, b2, "gelu" if between.approximate == "tanh" else "gelu_erf")
 
 
 def swap(module: nn.Module) -> nn.Module | None:
     """A FusedMLP of the same layers, for a Sequential of Linear, GELU and Linear; None for any other, and where hooks
-    wait for the layers' own calls."""
-    layers = tuple(module.children())
-    if type(module) is not nn.Sequential or tuple(type(layer) for layer in layers) != (nn.Linear, nn.GELU, nn.Linear):
-        return None
-    if any(_hooked(part) for part in (module, *layers)):
+    wait for calls of it or of its layers."""
+    if type(module) is not nn.Sequential or _hooked(module) or not _is_mlp(tuple(module._modules.values())):
         return None
     fused = FusedMLP(OrderedDict(module.named_children()))
     fused.training = module.training
     return fused
 
 
+def _is_mlp(layers: tuple[Any, ...]) -> bool:
+    """Whether these are the very layers that `mlp` computes, and nobody waits for their calls: they would be lost."""
+    if len(layers) != 3 or modules._has_any_global_hook():
+        return False
+    for layer, kind in zip(layers, LAYERS, strict=True):
+        if type(layer) is not kind or _hooked(layer) or "forward" in layer.__dict__:
+            return False
+    return True
+
+
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for calls of this module: they would be lost."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -10,7 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Functional, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
 
 ops = triton_module("norms")
 
@@ -29,10 +40,11 @@ def rms_norm(
 
     With `residual` it normalises h = x + residual and returns both: (rms_norm(h), h).
 
-    All is computed in float32. The result has x's dtype whatever the dtype of the weight, so under autocast what is
-    bfloat16 stays bfloat16; `dtype` asks for another. h has the wider dtype of x and residual, as in plain torch.
+    All is computed in float32. The result has x's dtype whatever the dtype of the weight, under autocast too: what is
+    bfloat16 stays bfloat16, where `torch.nn.functional` may give float32. `dtype` asks for another. h has the wider
+    dtype of x and residual, as in plain torch.
     """
-    _check("rms_norm", x, residual, weight, None)
+    _check("rms_norm", x, residual, weight, None, dtype)
     if falls_back("rms_norm", supports_rms(x, weight, eps, residual, dtype)):
         return rms_norm_reference(x, weight, eps, residual, dtype)
     y, h, _, _ = ops.norm(x, residual, weight, None, eps, False, dtype or x.dtype)
@@ -51,7 +63,7 @@ def layer_norm(
 
     With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
     """
-    _check("layer_norm", x, residual, weight, bias)
+    _check("layer_norm", x, residual, weight, bias, dtype)
     if falls_back("layer_norm", supports_layer(x, weight, bias, eps, residual, dtype)):
         return layer_norm_reference(x, weight, bias, eps, residual, dtype)
     y, h, _, _ = ops.norm(x, residual, weight, bias, eps, True, dtype or x.dtype)
@@ -112,7 +124,7 @@ def supports_layer(
 def _supports(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
 ) -> str | None:
-    if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype is not None and dtype not in HALF_TO_FULL:
         return "it gives bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:
         return f"its rows have at most {WIDEST} entries"
@@ -155,7 +167,17 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+) -> None:
+    check_floating(name, x=x, residual=residual, weight=weight, bias=bias)
+    if dtype is not None and not dtype.is_floating_point:
+        raise KernelError(f"forge.kernels.{name} gives floating-point numbers, not {dtype}.")
     if x.dim() == 0:
         raise KernelError(f"forge.kernels.{name} normalises the last dimension; x has none.")
     if residual is not None and (residual.shape != x.shape or residual.device != x.device):
@@ -174,7 +196,15 @@ def _check(name: str, x: Tensor, residual: Tensor | None, weight: Tensor | None,
 # -- in place of torch's own ------------------------------------------------------------------------------------------
 
 
-def _in_place_of_layer_norm(
+_WIDENED = {
+    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    for name in ("layer_norm", "rms_norm")
+}
+"""Whether autocast has torch's own run in float32 on CUDA, as it has rms_norm in later versions only. On a CPU it has
+neither."""
+
+
+def stand_in_for_layer_norm(
     original: Any,
     input: Tensor,
     normalized_shape: Any,
@@ -182,34 +212,35 @@ def _in_place_of_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    # under autocast torch gives float32 for bfloat16 here, which the product that follows makes bfloat16 again
+    """torch's `layer_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32."""
     if _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
-        return layer_norm(input, weight, bias, eps)
+        return layer_norm(input, weight, bias, eps, dtype=_dtype("layer_norm", input))
     return original(input, normalized_shape, weight, bias, eps)
 
 
-def _in_place_of_rms_norm(
+def stand_in_for_rms_norm(
     original: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    """torch's `rms_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32 in versions of torch
+    whose own does. Without eps it is float32's, in which all is computed, whatever the dtype of the input."""
     if _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
-        return rms_norm(input, weight, torch.finfo(input.dtype).eps if eps is None else eps)
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return rms_norm(input, weight, eps, dtype=_dtype("rms_norm", input))
     return original(input, normalized_shape, weight, eps)
+
+
+def _dtype(name: str, x: Tensor) -> torch.dtype:
+    """The dtype of the result of torch's own."""
+    return torch.float32 if _WIDENED[name] and x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
 
 
 def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
     """Whether it is one dimension of plain tensors; what makes no sense is left to torch to complain about."""
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+    if not isinstance(x, Tensor) or not plain(x, *vectors):
         return False
     if len(normalized_shape) != 1 or x.dim() == 0 or x.shape[-1] != normalized_shape[0]:
         return False
-    for vector in vectors:
-        if vector is None:
-            continue
-        if type(vector) is not Tensor and type(vector) is not torch.nn.Parameter:
-            return False
-        if vector.shape != x.shape[-1:] or vector.device != x.device:
-            return False
-    return True
+    return all(vector is None or (vector.shape == x.shape[-1:] and vector.device == x.device) for vector in vectors)
 
 
 def _make(vectors: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -230,7 +261,7 @@ RMS_NORM = Kernel(
     tolerance=_TOLERANCE,
     cost=cost_rms,
     cases=tuple(Case(f"{rows}×{columns}", partial(_make, 1, rows, columns)) for rows, columns in _SHAPES),
-    replaces=(Functional("torch.nn.functional.rms_norm", _in_place_of_rms_norm),),
+    replaces=(Functional("torch.nn.functional.rms_norm", stand_in_for_rms_norm),),
 )
 LAYER_NORM = Kernel(
     name="layer_norm",
@@ -241,5 +272,5 @@ LAYER_NORM = Kernel(
     tolerance=_TOLERANCE,
     cost=cost_layer,
     cases=tuple(Case(f"{rows}×{columns}", partial(_make, 2, rows, columns)) for rows, columns in _SHAPES),
-    replaces=(Functional("torch.nn.functional.layer_norm", _in_place_of_layer_norm),),
+    replaces=(Functional("torch.nn.functional.layer_norm", stand_in_for_layer_norm),),
 )

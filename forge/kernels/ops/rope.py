@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import Case, Cost, Kernel, check_floating, falls_back, triton_module, unusable
 
 ops = triton_module("rope")
 
@@ -67,6 +67,7 @@ def cost(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_floating("rope", q=q, k=k, cos=cos, sin=sin)
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or q.shape[-1] % 2:
         raise KernelError(
             "forge.kernels.rope needs q (batch, heads, length, entries) and k, which may differ in heads only, with an "

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from forge.errors import KernelError
-from forge.kernels.contract import HALF_TO_FULL, Case, Cost, Functional, Kernel, falls_back, triton_module, unusable
+from forge.kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
 
 ops = triton_module("softmax")
 
@@ -19,6 +30,9 @@ def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tenso
 
     All is computed in float32. The result has x's dtype, or the `dtype` asked for.
     """
+    check_floating("softmax", x=x)
+    if dtype is not None and not dtype.is_floating_point:
+        raise KernelError(f"forge.kernels.softmax gives floating-point numbers, not {dtype}.")
     if not -x.dim() <= dim < x.dim():
         raise KernelError(f"forge.kernels.softmax has no dimension {dim} in x of shape {tuple(x.shape)}.")
     if falls_back("softmax", supports(x, dim, dtype)):
@@ -44,11 +58,16 @@ def cost(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Cost:
     return Cost(flops=10 * x.numel(), bytes=(2 * x.itemsize + 3 * size) * x.numel())
 
 
-def _in_place_of_softmax(
+def stand_in(
     original: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Tensor:
-    plain = type(input) is Tensor or type(input) is torch.nn.Parameter
-    if plain and dim is not None and input.dim() > 0 and supports(input, dim, dtype) is None:
+    if (
+        isinstance(input, Tensor)
+        and plain(input)
+        and dim is not None
+        and input.dim() > 0
+        and supports(input, dim, dtype) is None
+    ):
         if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
             dtype = torch.float32  # as autocast has it there
         return softmax(input, dim, dtype)
@@ -68,5 +87,5 @@ SOFTMAX = Kernel(
     tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
     cost=cost,
     cases=(Case("16384×4096", partial(_make, 16384, 4096)), Case("8192×32768", partial(_make, 8192, 32768))),
-    replaces=(Functional("torch.nn.functional.softmax", _in_place_of_softmax),),
+    replaces=(Functional("torch.nn.functional.softmax", stand_in),),
 )

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of
 from forge.kernels.triton.attention_backward import keys_and_values, queries
 from forge.kernels.triton.attention_forward import forward
 from forge.kernels.triton.attention_tiles import descriptor, movable, section
@@ -56,11 +57,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tu
     width = triton.next_power_of_2(d)
     m, n, warps, stages = _tiles(FORWARD, q)
     blocks = triton.cdiv(s, m)
-    forward[(blocks * b * h,)](
-        descriptor(q, m, width), descriptor(k, n, width), descriptor(v, n, width), descriptor(out, m, width),
-        lse, scale * LOG2_E, blocks, h, h // hk, section(b * h), t, lse.shape[2],
-        CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with device_of(q):
+        forward[(blocks * b * h,)](
+            descriptor(q, m, width), descriptor(k, n, width), descriptor(v, n, width), descriptor(out, m, width),
+            lse, scale * LOG2_E, blocks, h, h // hk, section(b * h), t, lse.shape[2],
+            CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return out, lse
 
 
@@ -84,21 +86,23 @@ def attention_backward(
     blocks = triton.cdiv(s, m)
     of_q, of_k, of_v = descriptor(q, m, width), descriptor(k, n, width), descriptor(v, n, width)
     of_grad = descriptor(grad, m, width)
-    queries[(blocks * b * h,)](
-        of_q, of_k, of_v, descriptor(out, m, width), of_grad, descriptor(dq, m, width),
-        lse, delta, scale * LOG2_E, scale, blocks, h, h // hk, section(b * h), t, lse.shape[2],
-        CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with device_of(q):
+        queries[(blocks * b * h,)](
+            of_q, of_k, of_v, descriptor(out, m, width), of_grad, descriptor(dq, m, width),
+            lse, delta, scale * LOG2_E, scale, blocks, h, h // hk, section(b * h), t, lse.shape[2],
+            CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     before, (m, n, warps, stages) = (m, n), _tiles(KEYS, q)
     if (m, n) != before:
         of_q, of_k, of_v = descriptor(q, m, width), descriptor(k, n, width), descriptor(v, n, width)
         of_grad = descriptor(grad, m, width)
     blocks = triton.cdiv(t, n)
-    keys_and_values[(blocks * b * hk,)](
-        of_q, of_k, of_v, of_grad, descriptor(dk, n, width), descriptor(dv, n, width),
-        lse, delta, scale * LOG2_E, scale, blocks, hk, h // hk, section(b * hk), s, lse.shape[2],
-        CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with device_of(q):
+        keys_and_values[(blocks * b * hk,)](
+            of_q, of_k, of_v, of_grad, descriptor(dk, n, width), descriptor(dv, n, width),
+            lse, delta, scale * LOG2_E, scale, blocks, hk, h // hk, section(b * hk), s, lse.shape[2],
+            CAUSAL=causal, D=width, M=m, N=n, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return dq, dk, dv
 
 

@@ -2,8 +2,8 @@
 multiplies by; the update itself.
 
 A table on the device has one row of addresses per tensor, and a list of chunks says which program works on which part
-of which tensor (see :mod:`forge.kernels.ops.multi_tensor`). All sums have a fixed order, so that the same gradients
-give the same bits.
+of which tensor (see :mod:`forge.kernels.ops.clip_adamw_tables`). All sums have a fixed order, so that the same
+gradients give the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forge.kernels.ops.multi_tensor import CHUNK, Plan, capturing
+from forge.kernels.contract import device_of
+from forge.kernels.ops.clip_adamw_tables import CHUNK, Plan
 
 # the columns of a tensor's row
 PARAM = tl.constexpr(0)
@@ -212,12 +213,9 @@ def run(
 ) -> Tensor:
     """One update of the tensors of a plan, with (lr, beta1, beta2, eps, weight_decay) per group; the norm of their
     gradients."""
-    plan.settings.set(settings)
-    tensors, chunks, groups = plan.tensors.there, plan.chunks.there, plan.settings.table().there
-    norm = torch.empty((), device=plan.device)
-    with torch.cuda.device_of(norm):
-        if capturing(plan.device):
-            plan.keep_for_graph()
+    norm = torch.empty((), dtype=torch.float32, device=plan.device)
+    with device_of(norm):
+        tensors, chunks, groups = plan.tables(settings)
         for kind, first, count in plan.launches:
             _squares[(count,)](tensors, chunks, plan.partials, first, TYPES[kind.grad], kind.aligned, **SQUARES)
         limit = -1.0 if max_norm is None else float(max_norm)

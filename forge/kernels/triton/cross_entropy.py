@@ -3,10 +3,11 @@
 The gradient needs the sum over the whole row before its first entry can be written, and a row of a large vocabulary
 fits neither the registers nor the shared memory of a program that leaves room for others. So a row is **split over
 several programs**: each holds its columns in registers, publishes their maximum and sum in one 64-bit word, waits for
-the words of the others, and writes its share. Every logit is read once and every gradient is written once. No program
-waits for one that cannot start: programs start in order, so every row begun, but the last, has all its programs
-running, and the device holds more than one row. (Triton's interpreter runs programs one after another, so there a row
-has one.)
+the words of the others, and writes its share. Every logit is read once and every gradient is written once.
+
+CUDA does not promise that the programs of a row run at the same time: the device may be small, or shared. So a program
+does not wait for ever: it notes its part as late and ends. A second launch writes the parts that are late, from the
+same words and so to the same bit; as a rule there are none, and it takes a few microseconds.
 """
 
 # Triton's language is not Python's to a type checker.
@@ -15,6 +16,7 @@ has one.)
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,10 +26,18 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from forge.kernels.contract import INTERPRETED
+from forge.kernels.contract import INTERPRETED, device_of, refuse_second_derivative
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+PATIENCE = 0 if INTERPRETED else 1024
+"""How often a program looks for the words of the others, each time for about a microsecond, before it leaves its part
+for later. In Triton's interpreter programs run one after another: waiting is in vain there."""
+
+NVIDIA = torch.version.hip is None
+FEW_REGISTERS = {"maxnreg": 64} if NVIDIA else {}
+WARP = 32 if NVIDIA else 64
 
 
 class Plan(NamedTuple):
@@ -44,7 +54,7 @@ def plan(columns: int, itemsize: int) -> Plan:
     lane = 16 // itemsize
     block = min(triton.next_power_of_2(columns), 128 * lane)
     pieces = triton.cdiv(columns, block)
-    parts = 1 if INTERPRETED else triton.cdiv(pieces, 9)
+    parts = triton.cdiv(pieces, 9)
     return Plan(parts, triton.cdiv(pieces, parts), block, warps=max(1, block // (32 * lane)))
 
 
@@ -98,12 +108,21 @@ def _unpack(word):
 
 
 @triton.jit
-def _when_all_written(words, inside):
-    """The words once none is 0. No part publishes a 0: its sum is at least 1, or its maximum is not finite."""
+def _await(words, inside, PATIENCE: tl.constexpr):
+    """The words once none is 0, or after so many looks; and whether none is. No part publishes a 0: its sum is at least
+    1, or its maximum is not finite.
+
+    There must be as many entries as threads. Then each word is seen by one thread, and all learn of it by a reduction
+    over the program: were it loaded by several warps, some could see it and others not, and they would part ways.
+    """
     got = tl.load(words, mask=inside, other=1, volatile=True)
-    while tl.min((got != 0).to(tl.int32), 0) == 0:
+    there = tl.min((got != 0).to(tl.int32), 0)
+    looks = 0
+    while (there == 0) & (looks < PATIENCE):
         got = tl.load(words, mask=inside, other=1, volatile=True)
-    return got
+        there = tl.min((got != 0).to(tl.int32), 0)
+        looks += 1
+    return got, there
 
 
 @triton.jit
@@ -127,25 +146,15 @@ def _again(x, total, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    logits,
-    gradient,
-    target,
-    losses,
-    tops,
-    totals,
-    words,
-    scale,
-    rows,
-    columns,
-    stride,
-    gradient_stride,
-    ignore,
-    smoothing,
-    z_loss,
+def _part(
+    program,
+    tensors,
+    numbers,
+    LATE: tl.constexpr,
     GRADIENT: tl.constexpr,
     SMOOTH: tl.constexpr,
     PACKED: tl.constexpr,
+    PATIENCE: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
     PIECES: tl.constexpr,
@@ -153,10 +162,12 @@ def _rows(
 ):
     """One part of one row: its loss, and either its gradient times scale, or what `_backward` needs.
 
-    `gradient` may be `logits`: a part writes what it alone has read.
+    `gradient` may be `logits`: a part writes what it alone has read, and nothing before it has all words of its row.
     """
-    row = (tl.program_id(0) // PARTS).to(tl.int64)
-    part = tl.program_id(0) % PARTS
+    logits, gradient, target, losses, tops, totals, words, late, scale = tensors
+    rows, columns, stride, gradient_stride, ignore, smoothing, z_loss = numbers
+    row = (program // PARTS).to(tl.int64)
+    part = program % PARTS
     first = part * (PIECES * BLOCK)
     column = first + tl.arange(0, BLOCK)
     logits += row * stride
@@ -179,63 +190,137 @@ def _rows(
         mine = (label >= first) & (label < first + PIECES * BLOCK) & known
         x_label = tl.load(logits + label, mask=mine, other=0).to(tl.float32)
 
-        high = xs[0]
-        for i in tl.static_range(1, PIECES):
-            high = _higher(high, xs[i], PACKED)
-        top = tl.max(high.to(tl.float32), 0)
-        base = tl.where(top == float("-inf"), 0.0, top)  # all -inf: the sum is 0, not NaN, beside other parts
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for i in tl.static_range(PIECES):
-            sums += tl.exp2((xs[i].to(tl.float32) - base) * LOG2E)
-        total = tl.sum(sums, 0)
         below = 0.0
-        if SMOOTH:
+        if LATE:
+            tl.debug_barrier()  # every thread has read the label's logit before any writes over it
+        else:
+            high = xs[0]
+            for i in tl.static_range(1, PIECES):
+                high = _higher(high, xs[i], PACKED)
+            top = tl.max(high.to(tl.float32), 0)
+            base = tl.where(top == float("-inf"), 0.0, top)  # all -inf: the sum is 0, not NaN, beside other parts
             sums = tl.zeros((BLOCK,), tl.float32)
             for i in tl.static_range(PIECES):
-                x = _again(xs[i], total, PACKED).to(tl.float32)
-                sums += tl.where(column + i * BLOCK < columns, base - x, 0.0)
-            below = tl.sum(sums, 0)
+                sums += tl.exp2((xs[i].to(tl.float32) - base) * LOG2E)
+            total = tl.sum(sums, 0)
+            if SMOOTH:
+                sums = tl.zeros((BLOCK,), tl.float32)
+                for i in tl.static_range(PIECES):
+                    x = _again(xs[i], total, PACKED).to(tl.float32)
+                    sums += tl.where(column + i * BLOCK < columns, base - x, 0.0)
+                below = tl.sum(sums, 0)
 
+        together = 1
         if PARTS > 1:
             k = tl.arange(0, PARTS_PADDED)
             inside = k < PARTS
-            tl.atomic_xchg(words + row * PARTS + part, _pack(top, total), sem="relaxed")
-            if SMOOTH:
-                more = words + (rows + row) * PARTS
-                tl.atomic_xchg(more + part, _pack(top * 0 + 1, below), sem="relaxed")
-            all_tops, all_totals = _unpack(_when_all_written(words + row * PARTS + k, inside))
+            ours = words + 1 + row * PARTS
+            more = words + 1 + (rows + row) * PARTS
+            if not LATE:
+                tl.atomic_xchg(ours + part, _pack(top, total), sem="relaxed")
+                if SMOOTH:
+                    tl.atomic_xchg(more + part, _pack(top * 0 + 1, below), sem="relaxed")
+            got, together = _await(ours + k, inside, PATIENCE)
+            all_tops, all_totals = _unpack(got)
             all_tops = tl.where(inside, all_tops, float("-inf"))
             all_totals = tl.where(inside, all_totals, 0.0)
             top = tl.max(all_tops, 0)
             total = tl.sum(all_totals * tl.exp2((all_tops - top) * LOG2E), 0)
             if SMOOTH:
-                _, all_below = _unpack(_when_all_written(more + k, inside))
+                got, also = _await(more + k, inside, PATIENCE)
+                together &= also
+                _, all_below = _unpack(got)
                 bases = tl.where(all_tops == float("-inf"), 0.0, all_tops)
                 width = tl.minimum(PIECES * BLOCK, columns - k * PIECES * BLOCK)
                 below = tl.sum(tl.where(inside, all_below + width * (top - bases), 0.0), 0)
 
-        loss, lse = _row_loss(top, total, below, x_label, columns, smoothing, z_loss, SMOOTH)
-        if GRADIENT:
-            times = tl.where(known, tl.load(scale), float("nan"))
-            slope = times * (1 + 2 * z_loss * lse) / total
-            even = times * smoothing / columns
-            for i in tl.static_range(PIECES):
-                at = column + i * BLOCK
-                d = tl.exp2((_again(xs[i], total, PACKED).to(tl.float32) - top) * LOG2E) * slope
-                if SMOOTH:
-                    d -= even
-                tl.store(gradient + at, d.to(gradient.dtype.element_ty), mask=at < columns)
+        if together == 1:
+            loss, lse = _row_loss(top, total, below, x_label, columns, smoothing, z_loss, SMOOTH)
+            if GRADIENT:
+                times = tl.where(known, tl.load(scale), float("nan"))
+                slope = times * (1 + 2 * z_loss * lse) / total
+                even = times * smoothing / columns
+                for i in tl.static_range(PIECES):
+                    at = column + i * BLOCK
+                    d = tl.exp2((_again(xs[i], total, PACKED).to(tl.float32) - top) * LOG2E) * slope
+                    if SMOOTH:
+                        d -= even
+                    tl.store(gradient + at, d.to(gradient.dtype.element_ty), mask=at < columns)
+                if mine:
+                    tl.debug_barrier()  # the label's entry was written above without its -1, perhaps by another thread
+                    d_label = tl.exp2((x_label - top) * LOG2E) * slope - even - times * (1 - smoothing)
+                    tl.store(gradient + label, d_label.to(gradient.dtype.element_ty))
+            elif part == 0:
+                tl.store(tops + row, top)
+                tl.store(totals + row, total)
             if mine:
-                tl.debug_barrier()  # the label's entry was written above without its -1, perhaps by another thread
-                d_label = tl.exp2((x_label - top) * LOG2E) * slope - even - times * (1 - smoothing)
-                tl.store(gradient + label, d_label.to(gradient.dtype.element_ty))
-        elif part == 0:
-            tl.store(tops + row, top)
-            tl.store(totals + row, total)
-        if mine:
-            tl.store(losses + row, loss)
-        if (part == 0) & (known == 0):
-            tl.store(losses + row, float("nan"))
+                tl.store(losses + row, loss)
+            if (part == 0) & (known == 0):
+                tl.store(losses + row, float("nan"))
+        else:
+            tl.store(late + tl.atomic_add(words, 1, sem="relaxed"), program)
+
+
+@triton.jit
+def _rows(
+    logits,
+    gradient,
+    target,
+    losses,
+    tops,
+    totals,
+    words,
+    late,
+    scale,
+    rows,
+    columns,
+    stride,
+    gradient_stride,
+    ignore,
+    smoothing,
+    z_loss,
+    LATE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every part of every row by a program of its own; or those that are late, whose words are all there by then."""
+    if LATE:
+        for i in range(tl.program_id(0), tl.load(words).to(tl.int32), tl.num_programs(0)):
+            _part(
+                tl.load(late + i),
+                (logits, gradient, target, losses, tops, totals, words, late, scale),
+                (rows, columns, stride, gradient_stride, ignore, smoothing, z_loss),
+                LATE,
+                GRADIENT,
+                SMOOTH,
+                PACKED,
+                PATIENCE,
+                PARTS,
+                PARTS_PADDED,
+                PIECES,
+                BLOCK,
+            )
+    else:
+        _part(
+            tl.program_id(0),
+            (logits, gradient, target, losses, tops, totals, words, late, scale),
+            (rows, columns, stride, gradient_stride, ignore, smoothing, z_loss),
+            LATE,
+            GRADIENT,
+            SMOOTH,
+            PACKED,
+            PATIENCE,
+            PARTS,
+            PARTS_PADDED,
+            PIECES,
+            BLOCK,
+        )
 
 
 @triton.jit
@@ -324,9 +409,11 @@ def _launch_rows(logits, gradient, target, losses, tops, totals, scale, ignore, 
     if rows == 0:
         return
     parts, pieces, block, warps = plan(columns, logits.element_size())
-    words = torch.zeros(2 if smoothing else 1, rows, parts, dtype=torch.int64, device=logits.device)
+    # the number of parts that are late, then the words
+    words = torch.zeros(1 + (2 if smoothing else 1) * rows * parts, dtype=torch.int64, device=logits.device)
+    late = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.int32, device=logits.device)
     unused = logits  # a pointer that is never followed
-    _rows[(rows * parts,)](
+    args = (
         logits,
         unused if gradient is None else gradient,
         target,
@@ -334,6 +421,7 @@ def _launch_rows(logits, gradient, target, losses, tops, totals, scale, ignore, 
         unused if tops is None else tops,
         unused if totals is None else totals,
         words,
+        late,
         unused if scale is None else scale,
         rows,
         columns,
@@ -342,16 +430,26 @@ def _launch_rows(logits, gradient, target, losses, tops, totals, scale, ignore, 
         ignore,
         smoothing,
         z_loss,
-        GRADIENT=gradient is not None,
-        SMOOTH=smoothing != 0,
-        PACKED=logits.element_size() == 2 and block == 1024 and not INTERPRETED,
-        PARTS=parts,
-        PARTS_PADDED=triton.next_power_of_2(parts),
-        PIECES=pieces,
-        BLOCK=block,
-        num_warps=warps,
-        maxnreg=64,
     )
+    options = {
+        "GRADIENT": gradient is not None,
+        "SMOOTH": smoothing != 0,
+        "PACKED": logits.element_size() == 2 and block == 1024 and _has_packed_maximum(logits.device),
+        "PATIENCE": PATIENCE,
+        "PARTS": parts,
+        "PARTS_PADDED": warps * WARP,  # one word per thread: see _await
+        "PIECES": pieces,
+        "BLOCK": block,
+        "num_warps": warps,
+    }
+    _rows[(rows * parts,)](*args, LATE=False, **options, **FEW_REGISTERS)
+    if parts > 1:
+        _rows[(min(rows * parts, 512),)](*args, LATE=True, **options)
+
+
+@cache
+def _has_packed_maximum(device: torch.device) -> bool:
+    return NVIDIA and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def row_major(logits: Tensor) -> Tensor:
@@ -368,9 +466,10 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and what its gradient needs: maximum and sum of every row, and the scale."""
     logits, target = row_major(logits), target.contiguous()
-    scale = count_targets(target, ignore, reduction == "mean")
-    losses, tops, totals = losses_only(logits, target, ignore, smoothing, z_loss)
-    return losses if reduction == "none" else total_loss(losses, scale), tops, totals, scale
+    with device_of(logits):
+        scale = count_targets(target, ignore, reduction == "mean")
+        losses, tops, totals = losses_only(logits, target, ignore, smoothing, z_loss)
+        return losses if reduction == "none" else total_loss(losses, scale), tops, totals, scale
 
 
 @cross_entropy.register_fake
@@ -397,9 +496,11 @@ def cross_entropy_backward(
     logits, target, grad = row_major(logits), target.contiguous(), grad.contiguous()
     rows, columns = logits.shape
     gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
-    if rows:
-        block = min(4096, triton.next_power_of_2(columns))
-        blocks = triton.cdiv(columns, block)
+    if rows == 0:
+        return gradient
+    block = min(4096, triton.next_power_of_2(columns))
+    blocks = triton.cdiv(columns, block)
+    with device_of(logits):
         _backward[(rows * blocks,)](
             grad,
             grad.dim(),  # one gradient for every row, or one for all
@@ -459,8 +560,9 @@ def cross_entropy_with_gradient(
 ) -> Tensor:
     """The loss; its gradient goes to `gradient`, which may be `logits`. Both have neighbouring columns side by side."""
     target = target.contiguous()
-    scale = count_targets(target, ignore, mean)
-    return total_loss(losses_with_gradient(logits, gradient, target, scale, ignore, smoothing, z_loss), scale)
+    with device_of(logits):
+        scale = count_targets(target, ignore, mean)
+        return total_loss(losses_with_gradient(logits, gradient, target, scale, ignore, smoothing, z_loss), scale)
 
 
 @cross_entropy_with_gradient.register_fake
@@ -476,7 +578,8 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     if values.is_contiguous():
         programs = min(triton.cdiv(values.numel(), 8192), 1024)
         if programs:
-            _scale[(programs,)](values, factor, values.numel(), BLOCK=8192, num_warps=8)
+            with device_of(values):
+                _scale[(programs,)](values, factor, values.numel(), BLOCK=8192, num_warps=8)
     else:
         values.mul_(factor)
 
@@ -503,7 +606,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative("cross_entropy")
         (gradient,) = ctx.saved_tensors
         return times(gradient, grads[0]), None, None, None, None, None, None

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of
+from forge.kernels.triton.activations import activate
 from forge.kernels.triton.rows import as_rows
 
 FORWARD, BACKWARD = (2048, 4), (1024, 4)
@@ -15,28 +17,13 @@ FORWARD, BACKWARD = (2048, 4), (1024, 4)
 
 
 @triton.jit
-def _activation(x, kind: tl.constexpr):
-    """act(x) and its derivative, in float32."""
-    if kind == 0:  # SiLU
-        sigmoid = tl.sigmoid(x)
-        value = x * sigmoid
-        slope = sigmoid * (1 + x * (1 - sigmoid))
-    else:  # GELU, tanh form
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        tanh = 2 * tl.sigmoid(2 * inner) - 1
-        value = 0.5 * x * (1 + tanh)
-        slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
-    return value, slope
-
-
-@triton.jit
-def _forward(gate, up, out, width, blocks, gate_stride, up_stride, kind: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(gate, up, out, width, blocks, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
-    value, _ = _activation(g, kind)
+    value, _ = activate(g, KIND)
     tl.store(out + row * width + column, value * u, mask=inside)
 
 
@@ -52,7 +39,7 @@ def _backward(
     grad_stride,
     gate_stride,
     up_stride,
-    kind: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what was written last is still in the cache
@@ -62,7 +49,7 @@ def _backward(
     d = tl.load(grad + row * grad_stride + column, mask=inside, other=0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
-    value, slope = _activation(g, kind)
+    value, slope = activate(g, KIND)
     tl.store(grad_gate + row * width + column, d * u * slope, mask=inside)
     tl.store(grad_up + row * width + column, d * value, mask=inside)
 
@@ -75,52 +62,54 @@ def _as_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 @custom_op("forge::glu", mutates_args=())
-def glu(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+def glu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         gate, up = _as_rows(gate, up)
         rows, width = gate.shape
         block, warps = FORWARD
         blocks = triton.cdiv(width, block)
-        _forward[(rows * blocks,)](
-            gate, up, out, width, blocks, gate.stride(0), up.stride(0), kind, block, num_warps=warps
-        )
+        with device_of(out):
+            _forward[(rows * blocks,)](
+                gate, up, out, width, blocks, gate.stride(0), up.stride(0), kind, block, num_warps=warps
+            )
     return out
 
 
 @glu.register_fake
-def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
+def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
 @custom_op("forge::glu_backward", mutates_args=())
-def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if grad.numel():
         grad, gate, up = _as_rows(grad, gate, up)
         rows, width = gate.shape
         block, warps = BACKWARD
         blocks = triton.cdiv(width, block)
-        _backward[(rows * blocks,)](
-            grad,
-            gate,
-            up,
-            grad_gate,
-            grad_up,
-            width,
-            blocks,
-            grad.stride(0),
-            gate.stride(0),
-            up.stride(0),
-            kind,
-            block,
-            num_warps=warps,
-        )
+        with device_of(gate):
+            _backward[(rows * blocks,)](
+                grad,
+                gate,
+                up,
+                grad_gate,
+                grad_up,
+                width,
+                blocks,
+                grad.stride(0),
+                gate.stride(0),
+                up.stride(0),
+                kind,
+                block,
+                num_warps=warps,
+            )
     return grad_gate, grad_up
 
 
 @glu_backward.register_fake
-def _(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     new = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     return new, torch.empty_like(new)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of, refuse_second_derivative
 from forge.kernels.triton.cross_entropy import count_targets, losses_only, losses_with_gradient, times, total_loss
 
 
@@ -27,10 +28,10 @@ def linear_cross_entropy(
     matrix = weight.to(hidden.dtype)  # a float32 weight under autocast: once, not for every chunk
     offset = None if bias is None else bias.to(hidden.dtype)
     grads = _gradients(hidden, weight, bias, wanted)
-    scale = count_targets(target, ignore, mean)
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-    with torch.autocast(hidden.device.type, enabled=False):
+    with device_of(hidden), torch.autocast(hidden.device.type, enabled=False):
+        scale = count_targets(target, ignore, mean)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], matrix, offset, buffer)
@@ -39,7 +40,7 @@ def linear_cross_entropy(
                 _accumulate(logits, hidden, matrix, rows, grads, wanted)
             else:
                 losses[rows] = losses_only(logits, target[rows], ignore, smoothing, z_loss)[0]
-    return total_loss(losses, scale), *grads
+        return total_loss(losses, scale), *grads
 
 
 def _logits(hidden: Tensor, matrix: Tensor, offset: Tensor | None, buffer: Tensor) -> Tensor:
@@ -113,6 +114,7 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad, *_):
+    refuse_second_derivative("linear_cross_entropy")
     nothing = (None,) * 7
     if grad is None:
         return None, None, None, *nothing

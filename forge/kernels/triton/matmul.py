@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from forge.kernels.triton.product import activate, product
+from forge.kernels.contract import device_of, refuse_second_derivative
+from forge.kernels.triton.activations import activate
+from forge.kernels.triton.product import product
 
 CHUNK = 128
 """So many rows one program sums up."""
@@ -17,18 +19,18 @@ CHUNK = 128
 
 @triton.jit
 def _slopes(grad, pre, out, sums, M, N, KIND: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    first = tl.program_id(1).to(tl.int64) * CHUNK
+    chunk = tl.program_id(0).to(tl.int64)  # rows are on axis 0, since the others end at 65,535
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, CHUNK, BM):
-        rows = first + start + tl.arange(0, BM)
+        rows = chunk * CHUNK + start + tl.arange(0, BM)
         at = rows[:, None] * N + columns[None, :]
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         _, slope = activate(tl.load(pre + at, mask=inside, other=0).to(tl.float32), KIND)
         g = tl.load(grad + at, mask=inside, other=0).to(tl.float32) * slope
         tl.store(out + at, g, mask=inside)
         total += g
-    tl.store(sums + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)
+    tl.store(sums + chunk * N + columns, tl.sum(total, 0), mask=columns < N)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -58,8 +60,9 @@ def activation_grad(grad: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tenso
     out = torch.empty_like(grad)
     sums = grad.new_empty(triton.cdiv(M, CHUNK), N, dtype=torch.float32)
     if out.numel():
-        grid = (triton.cdiv(N, 128), triton.cdiv(M, CHUNK))
-        _slopes[grid](grad, pre, out, sums, M, N, kind, CHUNK, 32, 128, num_warps=4)
+        grid = (triton.cdiv(M, CHUNK), triton.cdiv(N, 128))
+        with device_of(grad):
+            _slopes[grid](grad, pre, out, sums, M, N, kind, CHUNK, 32, 128, num_warps=4)
     return out, sums.sum(0)
 
 
@@ -81,6 +84,7 @@ def _differentiate(ctx, grad, _):
     a, b, pre = ctx.saved_tensors
     wants_a, wants_b, wants_bias, *_ = ctx.needs_input_grad
     if ctx.kind != "none":
+        refuse_second_derivative("matmul")
         grad, sums = activation_grad(grad, pre, ctx.kind)
         grad_bias = sums.to(ctx.bias_dtype) if wants_bias else None
     else:

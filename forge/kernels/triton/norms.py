@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of
 from forge.kernels.triton import norm_kernels as kernels
 from forge.kernels.triton.rows import as_rows, row_grid, stages_that_fit
 
@@ -77,33 +78,21 @@ def norm(
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     if block > WIDEST_FORWARD:
-        kernels.forward_wide[(rows,)](
-            x, residual, weight, bias, y, h, mean, rstd, width, x.stride(0), residual_stride, eps, CHUNK, num_warps=8
-        )
+        with device_of(x):
+            kernels.forward_wide[(rows,)](
+                x, residual, weight, bias, y, h, mean, rstd,
+                width, x.stride(0), residual_stride, eps, CHUNK, num_warps=8,
+            )  # fmt: skip
         return outputs
     at_once, warps, per_processor, stages = forward_plan(block, centred)
     loaded = at_once * block * (x.itemsize + (0 if residual is None else residual.itemsize))
     stages = stages_that_fit(stages, loaded, x.device)
     per_processor = per_processor if stages > 1 else 0
-    kernels.forward[row_grid(rows, at_once, per_processor, x.device)](
-        x,
-        residual,
-        weight,
-        bias,
-        y,
-        h,
-        mean,
-        rstd,
-        rows,
-        width,
-        x.stride(0),
-        residual_stride,
-        eps,
-        at_once,
-        block,
-        stages,
-        num_warps=warps,
-    )
+    with device_of(x):
+        kernels.forward[row_grid(rows, at_once, per_processor, x.device)](
+            x, residual, weight, bias, y, h, mean, rstd,
+            rows, width, x.stride(0), residual_stride, eps, at_once, block, stages, num_warps=warps,
+        )  # fmt: skip
     return outputs
 
 
@@ -168,61 +157,29 @@ def norm_backward(
     partials = torch.empty(sum(wanted), grid[0], width, dtype=torch.float32, device=h.device)
     weight_sums = partials[0] if wanted[0] else None
     bias_sums = partials[-1] if wanted[1] else None
-    if wide:
-        kernels.backward_wide[(rows,)](
-            dy, dh, h, weight, mean, rstd, dx, dbranch, width, dy.stride(0), dh_stride, h.stride(0), CHUNK, num_warps=8
-        )
-        if any(wanted):
+    with device_of(h):
+        if not wide:
+            kernels.backward[grid](
+                dy, dh, h, weight, mean, rstd, dx, dbranch, weight_sums, bias_sums,
+                rows, width, dy.stride(0), dh_stride, h.stride(0), at_once, block, stages, num_warps=warps,
+            )  # fmt: skip
+        else:
+            kernels.backward_wide[(rows,)](
+                dy, dh, h, weight, mean, rstd, dx, dbranch,
+                width, dy.stride(0), dh_stride, h.stride(0), CHUNK, num_warps=8,
+            )  # fmt: skip
+        if wide and any(wanted):
             columns = 512
             kernels.sums_wide[(triton.cdiv(width, columns), grid[0])](
-                dy,
-                h,
-                mean,
-                rstd,
-                weight_sums,
-                bias_sums,
-                rows,
-                width,
-                dy.stride(0),
-                h.stride(0),
-                at_once,
-                columns,
-                num_warps=warps,
-            )
-    else:
-        kernels.backward[grid](
-            dy,
-            dh,
-            h,
-            weight,
-            mean,
-            rstd,
-            dx,
-            dbranch,
-            weight_sums,
-            bias_sums,
-            rows,
-            width,
-            dy.stride(0),
-            dh_stride,
-            h.stride(0),
-            at_once,
-            block,
-            stages,
-            num_warps=warps,
-        )
-    if any(wanted):
-        together, columns, warps = ADD_UP
-        kernels.add_up[(triton.cdiv(width, columns), sum(wanted))](
-            partials,
-            dweight if wanted[0] else None,
-            dbias if wanted[1] else None,
-            grid[0],
-            width,
-            together,
-            columns,
-            num_warps=warps,
-        )
+                dy, h, mean, rstd, weight_sums, bias_sums,
+                rows, width, dy.stride(0), h.stride(0), at_once, columns, num_warps=warps,
+            )  # fmt: skip
+        if any(wanted):
+            together, columns, warps = ADD_UP
+            kernels.add_up[(triton.cdiv(width, columns), sum(wanted))](
+                partials, dweight if wanted[0] else None, dbias if wanted[1] else None,
+                grid[0], width, together, columns, num_warps=warps,
+            )  # fmt: skip
     return outputs
 
 

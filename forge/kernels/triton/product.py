@@ -16,32 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-@triton.jit
-def activate(x, KIND: tl.constexpr):
-    """The activation of x and its derivative, in float32."""
-    if KIND == "gelu":  # x · sigmoid(2 · 0.79788 (x + 0.044715 x³)), with log2(e) in the constants
-        square = x * x
-        exponent = x * (-2.3022081983379436 - 0.10294324084050272 * square)
-        root = tl.rsqrt(1 + tl.exp2(exponent))  # its square costs less than a division
-        share = root * root
-        value = x * share
-        slope = share + value * (1 - share) * (1.5957691216057308 + 0.2140644488178007 * square)
-    elif KIND == "gelu_erf":
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        value = x * share
-        slope = share + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
-    elif KIND == "relu":  # a NaN stays one
-        value = tl.where(x <= 0, 0.0, x)
-        slope = tl.where(x <= 0, 0.0, 1.0)
-    elif KIND == "silu":
-        share = tl.sigmoid(x)
-        value = x * share
-        slope = share * (1 + x * (1 - share))
-    else:
-        value = x
-        slope = tl.full(x.shape, 1.0, tl.float32)
-    return value, slope
+from forge.kernels.contract import device_of
+from forge.kernels.triton.activations import activate
+from forge.kernels.triton.rows import processors
 
 
 @triton.jit
@@ -107,7 +84,7 @@ def _product(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Tiling:
     """Sizes of a tile, and how it is worked on."""
 
     rows: int
@@ -129,31 +106,27 @@ class Plan:
 
 # Measured on an H200, see benchmarks/LOG.md. One large tile per multiprocessor is fastest for the product itself; of
 # two smaller ones the second is multiplied while the first is finished, which pays where there is more to finish.
-_PLAIN = Plan(128, 256, 64, True, 8, 4, 1)
-_KEEP = Plan(128, 128, 64, True, 4, 3, 2)
-_SLOPE = Plan(128, 128, 64, True, 8, 3, 2, ahead=False, registers=128)
-_FEW_TILES = Plan(64, 128, 64, False, 4, 3, 2)
-_SMALL_MEMORY = Plan(128, 128, 32, True, 8, 3, 1)
-_FLOAT32 = Plan(64, 64, 16, False, 4, 3, 2)
-_TF32 = Plan(128, 128, 16, True, 8, 3, 1)
+_PLAIN = Tiling(128, 256, 64, True, 8, 4, 1)
+_KEEP = Tiling(128, 128, 64, True, 4, 3, 2)
+_SLOPE = Tiling(128, 128, 64, True, 8, 3, 2, ahead=False, registers=128)
+_FEW_TILES = Tiling(64, 128, 64, False, 4, 3, 2)
+_SMALL_MEMORY = Tiling(128, 128, 32, True, 8, 3, 1)
+_FLOAT32 = Tiling(64, 64, 16, False, 4, 3, 2)
+_TF32 = Tiling(128, 128, 16, True, 8, 3, 1)
 
 
 @cache
-def _processors(device: torch.device) -> tuple[int, bool]:
-    """How many multiprocessors the device has, and whether they are Hopper's. The interpreter plays a small one."""
-    if device.type != "cuda":
-        return 2, True
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major == 9
+def _is_hopper(device: torch.device) -> bool:
+    """Whether its multiprocessors are Hopper's, as the interpreter plays."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).major == 9
 
 
-def _plan(M: int, N: int, dtype: torch.dtype, mode: str, precision: str, device: torch.device) -> Plan:
-    processors, hopper = _processors(device)
+def _tiling(M: int, N: int, dtype: torch.dtype, mode: str, precision: str, device: torch.device) -> Tiling:
     if dtype is torch.float32:
         return _FLOAT32 if precision == "ieee" else _TF32
-    if not hopper:
+    if not _is_hopper(device):
         return _SMALL_MEMORY
-    if _parts(M, 128) * _parts(N, 128) < 2 * processors:
+    if _parts(M, 128) * _parts(N, 128) < 2 * processors(device):
         return _FEW_TILES
     return {"value": _PLAIN, "keep": _KEEP, "slope": _SLOPE}[mode]
 
@@ -166,31 +139,31 @@ def product(
     Mode value: (activation(a @ b + bias), None, None). Mode keep: the same and a @ b + bias in the middle. Mode slope,
     given `pre`: (a @ b · activation'(pre), None, its column sums in float32).
     """
-    (M, K), N = a.shape, b.shape[1]
+    (M, K), N, device = a.shape, b.shape[1], a.device
     if M == 0 or N == 0:
         out = a.new_empty(M, N)
         return out, out.clone() if mode == "keep" else None, a.new_zeros(N, dtype=torch.float32)
     if K == 0:
         a, b, K = a.new_zeros(M, 16), b.new_zeros(16, N), 16
     precision = "tf32" if a.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    p = _plan(M, N, a.dtype, mode, precision, a.device)
+    t = _tiling(M, N, a.dtype, mode, precision, device)
     out = _room(M, N, a)
-    kept = _room(M, N, a) if mode == "keep" else None if pre is None else _readable(pre)[0]
-    sums = a.new_empty(_parts(M, p.rows), N, dtype=torch.float32) if mode == "slope" else None
+    kept = _room(M, N, a) if mode == "keep" else None if pre is None else _readable(pre, turn=False)[0]
+    sums = a.new_empty(_parts(M, t.rows), N, dtype=torch.float32) if mode == "slope" else None
     a, turn_a = _readable(a)
     b, turn_b = _readable(b)
-    width = p.columns // 2 if p.halves else p.columns
-    processors, _ = _processors(a.device)
-    tiles = _parts(M, p.rows) * _parts(N, p.columns)
-    _product[(min(tiles, p.programs * processors),)](
-        _descriptor(a, p.depth, p.rows) if turn_a else _descriptor(a, p.rows, p.depth),
-        _descriptor(b, p.columns, p.depth) if turn_b else _descriptor(b, p.depth, p.columns),
-        _descriptor(out, p.rows, width),
-        None if kept is None else _descriptor(kept, p.rows, width),
-        bias, sums, M, N, K, turn_a, turn_b, kind, mode, precision,
-        p.rows, p.columns, p.depth, 8, p.halves, p.ahead,
-        num_warps=p.warps, num_stages=p.stages, maxnreg=p.registers,
-    )  # fmt: skip
+    width = t.columns // 2 if t.halves else t.columns
+    tiles = _parts(M, t.rows) * _parts(N, t.columns)
+    with device_of(a):
+        _product[(min(tiles, t.programs * processors(device)),)](
+            _descriptor(a, t.depth, t.rows) if turn_a else _descriptor(a, t.rows, t.depth),
+            _descriptor(b, t.columns, t.depth) if turn_b else _descriptor(b, t.depth, t.columns),
+            _descriptor(out, t.rows, width),
+            None if kept is None else _descriptor(kept, t.rows, width),
+            bias, sums, M, N, K, turn_a, turn_b, kind, mode, precision,
+            t.rows, t.columns, t.depth, 8, t.halves, t.ahead,
+            num_warps=t.warps, num_stages=t.stages, maxnreg=t.registers,
+        )  # fmt: skip
     kept = kept.contiguous() if kept is not None and mode == "keep" else None
     return out.contiguous(), kept, None if sums is None else sums.sum(0)
 
@@ -200,23 +173,32 @@ def _parts(whole: int, size: int) -> int:
     return -(-whole // size)
 
 
-def _readable(x: Tensor) -> tuple[Tensor, bool]:
-    """x or its transpose, whichever has contiguous rows that begin at 16-byte borders, or a copy that has; and whether
-    it is the transpose."""
+def _readable(x: Tensor, turn: bool = True) -> tuple[Tensor, bool]:
+    """x or, with `turn`, its transpose, whichever has contiguous rows that begin at 16-byte borders, or a copy that
+    has; and whether it is the transpose."""
     unit = 16 // x.itemsize
-    for y, turned in ((x, False), (x.t(), True)):
-        fits = y.stride(1) == 1 and y.stride(0) % unit == 0 and y.stride(0) >= y.shape[1] > 0
-        if fits and y.data_ptr() % 16 == 0:
-            return y, turned
-    wide = x.new_zeros(x.shape[0], max(1, _parts(x.shape[1], unit)) * unit)
-    wide[:, : x.shape[1]] = x
+    rows, columns = x.shape
+    down, right = x.stride()
+    if x.data_ptr() % 16 == 0:
+        if right == 1 and down % unit == 0 and down >= columns > 0:
+            return x, False
+        if turn and down == 1 and right % unit == 0 and right >= rows > 0:
+            return x.t(), True
+    wide = x.new_zeros(rows, max(1, _parts(columns, unit)) * unit)
+    wide[:, :columns] = x
     return wide, False
 
 
 def _room(rows: int, columns: int, like: Tensor) -> Tensor:
     unit = 16 // like.itemsize
-    return like.new_empty(rows, _parts(columns, unit) * unit)[:, :columns]
+    room = like.new_empty(rows, _parts(columns, unit) * unit)
+    return room if columns % unit == 0 else room[:, :columns]
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+    """As its constructor makes it, without the checks, which take longer than all else here: `_readable` and `_room`
+    give what they ask for."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, x.shape, x.stride(), [rows, columns]
+    made.padding = "zero"
+    return made

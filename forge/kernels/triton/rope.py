@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of
+
 
 def plan(pairs: int) -> tuple[int, int]:
     """Heads of a program and its warps, by the number of pairs in a head rounded up."""
@@ -116,31 +118,32 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inve
     groups = cos.shape[0] if cos.dim() == 3 else 1
     share = batch // groups
     blocks = triton.cdiv(share * q_heads, at_once) + triton.cdiv(share * k.shape[1], at_once)
-    _rope[(groups * length * blocks,)](
-        q,
-        k,
-        cos,
-        sin,
-        q_out,
-        k_out,
-        length,
-        share,
-        pairs,
-        q_heads,
-        k.shape[1],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *q_out.stride()[:3],
-        *k_out.stride()[:3],
-        cos.stride(0) if cos.dim() == 3 else 0,
-        cos.stride(-2),
-        at_once,
-        block,
-        cos.shape[-1] == entries,
-        interleaved,
-        inverse,
-        num_warps=warps,
-    )
+    with device_of(q):
+        _rope[(groups * length * blocks,)](
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            length,
+            share,
+            pairs,
+            q_heads,
+            k.shape[1],
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *q_out.stride()[:3],
+            *k_out.stride()[:3],
+            cos.stride(0) if cos.dim() == 3 else 0,
+            cos.stride(-2),
+            at_once,
+            block,
+            cos.shape[-1] == entries,
+            interleaved,
+            inverse,
+            num_warps=warps,
+        )
     return q_out, k_out
 
 

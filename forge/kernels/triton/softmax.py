@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+from forge.kernels.contract import device_of
 from forge.kernels.triton.rows import as_rows, row_grid, stages_that_fit
 
 WIDEST = 32768
@@ -108,13 +109,15 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     if block > WIDEST:
-        _forward_wide[(rows,)](x, y, width, x.stride(0), CHUNK, num_warps=WARPS_WIDE)
+        with device_of(x):
+            _forward_wide[(rows,)](x, y, width, x.stride(0), CHUNK, num_warps=WARPS_WIDE)
         return y
     at_once, warps, per_processor, stages = forward_plan(block)
     stages = stages_that_fit(stages, at_once * block * x.itemsize, x.device)
     per_processor = per_processor if stages > 1 else 0
     grid = row_grid(rows, at_once, per_processor, x.device)
-    _forward[grid](x, y, rows, width, x.stride(0), at_once, block, stages, num_warps=warps)
+    with device_of(x):
+        _forward[grid](x, y, rows, width, x.stride(0), at_once, block, stages, num_warps=warps)
     return y
 
 
@@ -132,11 +135,13 @@ def softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     rows, width = y.shape
     block = triton.next_power_of_2(width)
     if block > WIDEST:
-        _backward_wide[(rows,)](dy, y, dx, width, dy.stride(0), y.stride(0), CHUNK, num_warps=WARPS_WIDE)
+        with device_of(y):
+            _backward_wide[(rows,)](dy, y, dx, width, dy.stride(0), y.stride(0), CHUNK, num_warps=WARPS_WIDE)
         return dx
     at_once, warps, per_processor, stages = backward_plan(block)
     grid = row_grid(rows, at_once, per_processor, y.device)
-    _backward[grid](dy, y, dx, rows, width, dy.stride(0), y.stride(0), at_once, block, stages, num_warps=warps)
+    with device_of(y):
+        _backward[grid](dy, y, dx, rows, width, dy.stride(0), y.stride(0), at_once, block, stages, num_warps=warps)
     return dx
 
 

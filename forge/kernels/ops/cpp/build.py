@@ -36,11 +36,11 @@ LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 def missing(source: Path) -> str | None:
     """Load a C++ file's operators, building them if need be; says why they are not there, or None where they are."""
     try:
-        torch.ops.load_library(str(build(source)))
+        library = build(source)
+        with _or_say(f"{source.name} was built but cannot be loaded"):
+            torch.ops.load_library(str(library))
     except KernelError as error:
         return str(error)
-    except OSError as error:
-        return f"{source.name} was built but cannot be loaded: {error}"
     return None
 
 
@@ -49,19 +49,21 @@ def build(source: Path, flags: Sequence[str] = ()) -> Path:
     command = [*_compiler(), *_flags(), *flags]
     library = _folder(source) / f"{source.stem}-{_key(source, command)}.so"
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(library.with_suffix(".lock")):
-            if not library.exists():
-                logger.info("forge builds %s; this happens once.", library)
-                _run(command, source, library)
+        folder = library.parent
+        with _or_say(f"{source.name} cannot be built in {folder} (TORCH_EXTENSIONS_DIR names another folder)"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(library.with_suffix(".lock")):
+                if not library.exists():
+                    logger.info("forge builds %s; this happens once.", library)
+                    _run(command, source, library)
     return library
 
 
 def _run(command: list[str], source: Path, library: Path) -> None:
-    handle, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    try:
-        line = [*command, str(source), "-o", made, *_linked()]
+    # a folder, since a temporary file would be its owner's alone, and others may share the cache
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        line = [*command, str(source), "-o", str(made), *_linked()]
         done = subprocess.run(line, capture_output=True, text=True)
         if done.returncode:
             log = library.with_suffix(".log")
@@ -69,8 +71,6 @@ def _run(command: list[str], source: Path, library: Path) -> None:
             first = next((text for text in done.stderr.splitlines() if "error:" in text), "it gave no reason")
             raise KernelError(f"{source.name} could not be compiled: {first.strip()} (all of it is in {log})")
         os.replace(made, library)
-    finally:
-        Path(made).unlink(missing_ok=True)
 
 
 def _compiler() -> list[str]:
@@ -103,9 +103,22 @@ def _folder(source: Path) -> Path:
 
 
 def _key(source: Path, command: list[str]) -> str:
-    version = subprocess.run([*_compiler(), "--version"], capture_output=True, text=True).stdout
-    parts = [source.read_text(), torch.__version__, shlex.join(command), version]
+    compiler = _compiler()
+    with _or_say(f"the C++ compiler {shlex.join(compiler)} cannot be run"):
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    with _or_say("the C++ file cannot be read"):
+        text = source.read_text()
+    parts = [text, torch.__version__, shlex.join(command), version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _or_say(what: str) -> Iterator[None]:
+    """An error of the system becomes a KernelError that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise KernelError(f"{what}: {error}") from error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import KernelError
-from forge.kernels.contract import Case, Cost, Kernel, dtype_name, falls_back
+from forge.kernels.contract import Case, Cost, Kernel, dtype_name, falls_back, plain
 from forge.kernels.ops.cpp.build import missing
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -28,8 +28,11 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A bool tensor: whether no entry of these tensors is NaN or infinite. True of no tensors at all."""
     if isinstance(tensors, Tensor):
         raise KernelError("forge.kernels.all_finite takes a list of tensors; it got one tensor.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise KernelError(f"forge.kernels.all_finite takes a list of tensors; it has a {type(tensor).__name__}.")
     if not tensors:
-        return torch.ones((), dtype=torch.bool)
+        return _yes()
     if falls_back("all_finite", supports(tensors)):
         return all_finite_reference(tensors)
     return torch.ops.forge.all_finite(list(tensors))
@@ -37,7 +40,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 def all_finite_reference(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
-        return torch.ones((), dtype=torch.bool)
+        return _yes()
     return torch.stack([tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]).all()
 
 
@@ -54,6 +57,8 @@ def _(tensors: list[Tensor]) -> Tensor:
 
 
 def supports(tensors: Sequence[Tensor]) -> str | None:
+    if not plain(*tensors):
+        return "functorch, forward-mode differentiation or a tensor subclass is at work"
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"it runs on the CPU, not on {tensor.device.type}"
@@ -64,13 +69,17 @@ def supports(tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
+def _yes() -> Tensor:
+    return torch.ones((), dtype=torch.bool, device="cpu")
+
+
 def cost(tensors: Sequence[Tensor]) -> Cost:
     entries = sum(tensor.numel() for tensor in tensors)
     return Cost(flops=entries, bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors))
 
 
 def _make(count: int, entries: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor]]:
-    return ([torch.randn(entries, device=device).to(dtype) for _ in range(count)],)
+    return ([torch.randn(entries, dtype=torch.float32, device=device).to(dtype) for _ in range(count)],)
 
 
 ALL_FINITE = Kernel(

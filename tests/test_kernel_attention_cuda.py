@@ -26,7 +26,7 @@ def test_real_sizes_equal_the_reference(sizes, causal):
     check_against_reference(ATTENTION, tensors(*sizes), {"causal": causal})
 
 
-def test_float32_is_exact_to_its_precision():
+def test_float32_equals_the_reference():
     check_against_reference(ATTENTION, tensors(1, 4, 2, 300, 300, 64, torch.float32), {"causal": True})
 
 

@@ -1,0 +1,286 @@
+"""Tables on the device from which clip_adamw's kernels learn where tensors are, who works on what, and with which
+numbers. Nothing here waits for the device.
+
+A table is in one of two states:
+
+- **set**: its values are known to the host alone, and memory on the device has yet to get them;
+- **written**: they were copied to the device, in the order of its work. Whatever is given to the device from then on
+  may read them there, a graph that is captured later included. That memory is never written again.
+
+    | what happens         | set                                                     | written               |
+    |----------------------|---------------------------------------------------------|-----------------------|
+    | an eager step        | copies into new memory; written from now on             | reads them            |
+    | a step in a capture  | records a copy into new memory of its own; **stays set**| reads them            |
+    | other values are set | stays set                                               | set; memory let go of |
+
+A capture only records the copy: that memory holds the values once its own graph has been replayed, which may come after
+the next eager step, after another graph, or never, if the capture fails. So nobody but the graph knows of it, and the
+next step copies again. Memory that a graph reads, written or recorded, is kept for good, as a graph cannot say how long
+it lives. So a graph goes on with the addresses and numbers of its capture, whatever eager steps and other graphs use
+between its replays. What may change from replay to replay is a tensor: a learning rate on the device is in the
+table by its address.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Sequence
+from operator import call, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192
+"Entries of one tensor that one program works on."
+COLUMNS = 8
+GRAD = 1
+
+_captured: list[Any] = []
+"""What graphs read."""
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is done now on this device, which must be the current one."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def copied(values: Tensor, device: torch.device) -> Tensor:
+    """These on the device, in the order of its work."""
+    return values.to(device, non_blocking=True)
+
+
+class Lists(NamedTuple):
+    """The tensors of an update: the same number of each."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    steps: Sequence[Tensor]
+
+
+class Table:
+    """Numbers that kernels read."""
+
+    def __init__(self, values: Tensor, device: torch.device):
+        self._device = device
+        self._reserve: Tensor | None = None
+        self.set(values)
+
+    def set(self, values: Tensor) -> None:
+        """Put these in the place of the old ones; they go to the device when they are next read there."""
+        self.values = values
+        self._pinned: Tensor | None = None
+        self._written: Tensor | None = None
+
+    def there(self, recorded: bool) -> Tensor:
+        """The values on the device, for work that is given to it now, or recorded by a capture."""
+        there = self._written
+        if there is None:
+            there = copied(self._here(recorded), self._device)
+        if recorded:
+            _captured.append((self._pinned, there))
+        else:
+            self._written = there
+        return there
+
+    def _here(self, recorded: bool) -> Tensor:
+        """The values in memory that the device copies from; for a capture some is in reserve: it should pin nothing."""
+        if self._device.type == "cpu":
+            return self.values
+        if not recorded and self._reserve is None:
+            self._reserve = torch.empty_like(self.values, pin_memory=True)
+        if self._pinned is None:
+            pinned, self._reserve = (self._reserve, None) if recorded else (None, self._reserve)
+            if pinned is None:
+                pinned = torch.empty_like(self.values, pin_memory=True)
+            self._pinned = pinned.copy_(self.values)
+        return self._pinned
+
+
+class Settings:
+    """The numbers of every parameter group on the device; a learning rate that is there already is read there."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._rows: list[tuple[float, ...]] = []
+        self._table: Table | None = None
+
+    def there(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
+        """One (lr, beta1, beta2, eps, weight_decay) per group. Copied only if one of them is not as before."""
+        plain = [self._plain(*row) for row in rows]
+        if self._table is None or plain != self._rows:
+            packed = b"".join(struct.pack("5d3q", *row, 0, 0) for row in plain)
+            values = torch.frombuffer(bytearray(packed), dtype=torch.int64)
+            if self._table is None or len(plain) != len(self._rows):
+                self._table = Table(values, self._device)
+            else:
+                self._table.set(values)
+            self._rows = plain
+        if recorded:
+            _captured.append([lr for lr, *_ in rows])
+        return self._table.there(recorded)
+
+    def _plain(self, lr: float | Tensor, *others: float) -> tuple[float, ...]:
+        if isinstance(lr, Tensor) and lr.device == self._device and lr.dtype == torch.float32:
+            return (0.0, *others, lr.data_ptr())
+        return (float(lr), *others, 0)
+
+
+class Kind(NamedTuple):
+    """What one launch can serve together: dtypes, and whether all addresses are divisible by 16."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    aligned: bool
+
+
+class Plan:
+    """Where the tensors of an update are, and which program works on which part of which tensor.
+
+    Gradients lie in memory in the order of their parameters (see `alike`).
+    """
+
+    def __init__(self, lists: Lists, groups: Sequence[int]):
+        params, grads, exp_avgs, _, _ = lists
+        device = params[0].device
+        kept = self._kept(lists)
+        self._groups = list(groups)
+        self._refs = list(map(weakref.ref, kept))
+        self._kept_at = list(map(Tensor.data_ptr, kept))
+        self._grads_at = list(map(Tensor.data_ptr, grads))
+        self._grad_refs = list(map(weakref.ref, grads))
+        self._grads_are = list(map(_like, grads))
+        self._grads_aligned = [at % 16 == 0 for at in self._grads_at]
+        columns = _whole([[t.data_ptr() for t in each] for each in lists])
+        aligned = (columns[:4] % 16 == 0).all(0).tolist()
+        kinds = [
+            Kind(p.dtype, g.dtype, m.dtype, a) for p, g, m, a in zip(params, grads, exp_avgs, aligned, strict=True)
+        ]
+        self._order = _whole(sorted(range(len(kinds)), key=lambda i: str(kinds[i])))
+        sizes = _whole([p.numel() for p in params])
+        first_of_step = {at: i for i, at in reversed(list(enumerate(columns[4].tolist())))}
+        counts = torch.zeros_like(sizes)
+        counts[list(first_of_step.values())] = 1
+        rows = torch.stack([*columns, sizes, _whole(self._groups), counts], 1)[self._order]
+
+        self.device, self.tensor_count = device, len(kinds)
+        self.settings = Settings(device)
+        self.tensors = Table(rows, device)
+        self.chunks, self.launches = self._divide(sizes, kinds)
+        self.chunk_count = len(self.chunks.values)
+        self.partials = torch.empty(self.chunk_count, dtype=torch.float32, device=device)
+        self.rates = torch.empty(len(kinds), COLUMNS, dtype=torch.float32, device=device)
+        self.clip = torch.empty(2, dtype=torch.float32, device=device)
+
+    def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[Table, list[tuple[Kind, int, int]]]:
+        """For each chunk its row and its number in that tensor; for each launch its kind, first chunk and length."""
+        number = (sizes[self._order] + CHUNK - 1) // CHUNK
+        ends = number.cumsum(0)
+        rows = torch.repeat_interleave(torch.arange(len(kinds), device="cpu"), number)
+        places = torch.arange(len(rows), device="cpu") - torch.repeat_interleave(ends - number, number)
+        launches: list[tuple[Kind, int, int]] = []
+        begin = 0
+        for i, end in zip(self._order.tolist(), ends.tolist(), strict=True):
+            if launches and launches[-1][0] == kinds[i]:
+                begin = launches.pop()[1]
+            if end > begin:
+                launches.append((kinds[i], begin, end - begin))
+            begin = end
+        return Table(torch.stack([rows, places], 1).to(torch.int32), self.device), launches
+
+    @staticmethod
+    def _kept(lists: Lists) -> list[Tensor]:
+        """Those that are the same from update to update."""
+        return [*lists.params, *lists.exp_avgs, *lists.exp_avg_sqs, *lists.steps]
+
+    def fits(self, lists: Lists, groups: Sequence[int]) -> bool:
+        """Whether these are the tensors of this plan, where they were; gradients may have moved, and are followed."""
+        kept = self._kept(lists)
+        if (
+            len(kept) != len(self._refs)
+            or len(lists.grads) != len(self._grads_at)
+            or self._groups != groups
+            or not all(map(is_, map(call, self._refs), kept))
+        ):
+            return False
+        if list(map(Tensor.data_ptr, kept)) != self._kept_at:
+            return False
+        try:
+            return self._follow(lists.grads)
+        except RuntimeError:  # a sparse gradient has no address
+            return False
+
+    def _follow(self, grads: Sequence[Tensor]) -> bool:
+        known = all(map(is_, map(call, self._grad_refs), grads))
+        grads_at = list(map(Tensor.data_ptr, grads))
+        if known and grads_at == self._grads_at:
+            return True
+        if list(map(_like, grads)) != self._grads_are or [at % 16 == 0 for at in grads_at] != self._grads_aligned:
+            return False
+        self._grad_refs = list(map(weakref.ref, grads))
+        if grads_at != self._grads_at:
+            self._grads_at = grads_at
+            rows = self.tensors.values.clone()
+            rows[:, GRAD] = _whole(grads_at)[self._order]
+            self.tensors.set(rows)
+        return True
+
+    def tables(self, settings: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+        """On the device, for the launches that follow: tensors, chunks, groups with these settings."""
+        recorded = capturing(self.device)
+        if recorded:
+            _captured.append((self.partials, self.rates, self.clip))
+        return self.tensors.there(recorded), self.chunks.there(recorded), self.settings.there(settings, recorded)
+
+
+def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
+    """What decides which entry follows which in memory."""
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+def alike(lists: Lists) -> Lists:
+    """The same, with copies of gradients that lie in another order in memory than their parameters.
+
+    A copy is of this step alone. It may be let go of once the step is launched, in a capture too: torch gives its
+    memory to nobody whose work does not come later.
+    """
+    pairs = zip(lists.params, lists.grads, strict=True)
+    grads = [
+        grad
+        if order_in_memory(param) == order_in_memory(grad)
+        else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        for param, grad in pairs
+    ]
+    return lists._replace(grads=grads)
+
+
+def _like(grad: Tensor) -> tuple[Any, ...]:
+    return type(grad), grad.dtype, grad.device, grad.shape, grad.stride()
+
+
+def _whole(numbers: Sequence[Any]) -> Tensor:
+    """In host memory, whatever torch's defaults are."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+_recent: list[Plan] = []
+
+
+def plan_for(lists: Lists) -> Plan | None:
+    """The plan that was made for these tensors, if it is one of the last few."""
+    groups = [0] * len(lists.params)
+    for plan in _recent:
+        if plan.fits(lists, groups):
+            return plan
+    return None
+
+
+def new_plan(lists: Lists) -> Plan:
+    """A plan for one parameter group, remembered among the last few."""
+    plan = Plan(lists, [0] * len(lists.params))
+    _recent[:] = [plan, *_recent[:7]]
+    return plan
