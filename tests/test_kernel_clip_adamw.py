@@ -404,7 +404,7 @@ def test_inside_functorch_torch_refuses_what_it_cannot_undo_and_nothing_has_chan
         return x.sum()
 
     with pytest.raises(RuntimeError, match=r"in-place|inplace"):
-        transform(loss)(torch.ones(2))
+        transform(loss)(torch.ones(2, device=args[0][0].device))
     assert same(flat(args), flat(before))
 
 
