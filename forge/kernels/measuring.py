@@ -135,7 +135,12 @@ class Pass:
 
 
 def _gradient(output: Tensor) -> Tensor:
-    """Something to go backward with: the same numbers for the same shape, whatever the dtype and the device."""
+    """Something to go backward with: the same numbers for the same shape, whatever the dtype and the device.
+
+    A loss gets the 1 of `loss.backward()`: a kernel may have its gradient ready, and a factor would cost it a pass.
+    """
+    if output.dim() == 0:
+        return torch.ones_like(output)
     generator = torch.Generator().manual_seed(7)
     if output.numel() > 2**24:  # the host would take long to draw them
         generator = torch.Generator(output.device).manual_seed(7)
