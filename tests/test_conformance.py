@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from forge import registry
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge.trainer import Trainer
 from tests import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
+from tests.conftest import PROFILE
 
 ACTING: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},
@@ -39,9 +41,18 @@ NOT_ALONE = {"tensor_parallel"}
 """What needs another plugin beside it, and a plan for its task: tests/test_plugin_tensor_parallel.py has both."""
 
 
+ACCUMULATING = ["a fit with accumulation", "a fit with two optimizers and accumulation"]
+HEAVY = {
+    "compile": ["cost", "order", "exceptions", "graphs", *ACCUMULATING],
+    "kernels": ["cost", "order", "exceptions", "graphs", "capturable", *ACCUMULATING],
+}
+"""What the quick profile leaves out where each of a plugin's fits takes a second: compilers, interpreted kernels."""
+
+
 @pytest.mark.parametrize("name", sorted(registry.installed("plugin").keys() - NOT_ALONE))
 def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
-    check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})))
+    leave_out = HEAVY.get(name, []) if PROFILE == "quick" else []
+    check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -50,6 +61,8 @@ def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
 
 class Shrink(forge.Plugin):
     """Scale every gradient down, more with every update."""
+
+    before = ("clip",)
 
     @dataclass(kw_only=True, slots=True)
     class Config:
@@ -341,6 +354,57 @@ def test_make_must_make_a_new_plugin_each_time() -> None:
     one = Shrink()
     with pytest.raises(AssertionError, match="returned one object twice"):
         check_plugin(lambda: one)
+
+
+def test_a_plugin_is_made_anew_from_its_options() -> None:
+    assert check_plugin(Shrink(rate=0.2), leave_out=["order", "exceptions", "cost"]).name == "shrink"
+
+    class Handed(forge.Plugin):
+        """Takes more than options."""
+
+        def __init__(self, loss: Any):
+            super().__init__()
+
+    with pytest.raises(AssertionError, match=r"'handed' cannot be made anew .* check_plugin\(lambda: Handed"):
+        check_plugin(Handed(torch.nn.MSELoss()))
+
+
+def test_a_callback_can_be_handed_over_as_it_is() -> None:
+    @forge.on("step_end", every="2 updates")
+    def meddle(step: forge.Step) -> None:
+        """Claims to watch."""
+        with torch.no_grad():
+            step.parameters()[0].mul_(2)
+
+    with pytest.raises(AssertionError, match="'meddle' says observer = True"):
+        check_plugin(meddle)
+
+
+def test_the_report_tells_what_was_checked_and_what_it_costs() -> None:
+    report = check_plugin(Shrink, leave_out=["order", "exceptions"])
+    assert report.checked == ("leaks", "state", "runs", "files", "graphs")
+    assert report.cost_us >= 0
+    assert report.update_us > 0
+    assert "shrink keeps the contract (leaks, state, runs, files, graphs); it adds" in str(report)
+
+
+def test_a_limit_of_the_cost_is_held() -> None:
+    class Slow(forge.Plugin):
+        """Computes for nothing."""
+
+        @forge.hookimpl
+        def forge_step_end(self) -> None:
+            torch.ones(400, 400) @ torch.ones(400, 400)
+
+    left = ["leaks", "state", "runs", "files", "graphs", "exceptions", "order", "cost"]
+    with pytest.raises(AssertionError, match=r"'slow' adds \d+ µs to an update of \d+ µs; allowed are 1\."):
+        check_plugin(Slow, leave_out=left, max_cost_us=1)
+    assert math.isnan(check_plugin(Slow, leave_out=left).cost_us)
+
+
+def test_what_is_left_out_must_be_there() -> None:
+    with pytest.raises(AssertionError, match=r"leave_out names ordre; there are leaks, .* order, cost"):
+        check_plugin(Shrink, leave_out=["ordre"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

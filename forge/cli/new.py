@@ -15,12 +15,12 @@ from forge.plugin import snake_case
 EXAMPLES = """\
 examples:
   forge new task my_task        writes my_task.py; then: forge fit my_task.py:MyTask
-  forge new plugin weight_norm  writes forge-weight-norm/; then: pip install -e forge-weight-norm
+  forge new plugin weight_norm  writes weight_norm/, a package; then: pip install -e weight_norm && pytest weight_norm
 """
 PLUGIN_FILES = {
     "pyproject.toml": "pyproject.toml.txt",
     "README.md": "README.md.txt",
-    "$module.py": "module.py.txt",
+    "src/$module/__init__.py": "module.py.txt",
     "tests/test_$name.py": "test.py.txt",
 }
 
@@ -39,14 +39,14 @@ def run(args: Namespace) -> int:
         _write({path: _filled("task.py.txt", names)})
         command = f"forge fit {path}:{names['cls']}"
     else:
-        folder = Path(names["dist"])
+        folder = Path(args.name)
         _write(
             {
                 folder / Template(path).substitute(names): _filled(f"plugin/{source}", names)
                 for path, source in PLUGIN_FILES.items()
             }
         )
-        command = f"pip install -e {folder}, then forge plugins {names['name']}"
+        command = f"pip install -e {folder} && pytest {folder}"
     show.console().print(f"Next: {command}", soft_wrap=True)
     return 0
 

@@ -8,16 +8,18 @@
         check_plugin(lambda: MyPlugin(every="2 updates"))
 
 `check_plugin` trains tiny tasks with the plugin in every situation that a stack can put it in, and raises an
-AssertionError that says what it did wrong. Tests of what the plugin is *for* are a few lines more::
+AssertionError that says what it did wrong. Tests of what the plugin is *for* are a few lines more; wherever forge is
+installed pytest has the fixtures `forge_run`, `tiny_task` and `event_trace` for them::
 
-    from forge.testing import assert_same_weights, fit_tiny
+    def test_the_norm_is_recorded_every_other_update(forge_run):
+        run = forge_run([MyPlugin(every="2 updates")], max_updates=4)
+        assert [update for update, _ in run.series("weight_norm")] == [2, 4]
 
-    def test_a_rate_of_zero_changes_nothing():
-        plain, _ = fit_tiny([])
-        task, result = fit_tiny([MyPlugin(rate=0.0)], max_epochs=2)
-        assert_same_weights(task, plain)
+    def test_a_rate_of_zero_changes_nothing(forge_run):
+        assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
 
-The tests of kernels have theirs in :mod:`forge.testing.kernels`; its names are here too, and load on first use.
+The tests of kernels have theirs in :mod:`forge.testing.kernels`. All names load on first use, so that pytest, which
+looks for the fixtures at its start, does not import torch.
 """
 
 from __future__ import annotations
@@ -25,15 +27,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forge.testing.conformance import check_plugin
-from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
-from forge.testing.weights import assert_same_weights, first_difference
-
 if TYPE_CHECKING:
+    from forge.testing.conformance import PluginReport, check_plugin
+    from forge.testing.events import EventTrace
     from forge.testing.kernels import check_against_reference, check_compiles_whole, mend_interpreter, poisoned_memory
+    from forge.testing.runs import TinyRun, run_tiny
+    from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
+    from forge.testing.weights import assert_same_weights, first_difference
+
+_HOME = {
+    "EventTrace": "events",
+    "PluginReport": "conformance",
+    "TinyGAN": "tiny",
+    "TinyRun": "runs",
+    "TinyTask": "tiny",
+    "assert_same_weights": "weights",
+    "check_against_reference": "kernels",
+    "check_compiles_whole": "kernels",
+    "check_plugin": "conformance",
+    "first_difference": "weights",
+    "fit_tiny": "tiny",
+    "mend_interpreter": "kernels",
+    "poisoned_memory": "kernels",
+    "run_tiny": "runs",
+    "tiny_batches": "tiny",
+}
 
 __all__ = [
+    "EventTrace",
+    "PluginReport",
     "TinyGAN",
+    "TinyRun",
     "TinyTask",
     "assert_same_weights",
     "check_against_reference",
@@ -43,11 +67,18 @@ __all__ = [
     "fit_tiny",
     "mend_interpreter",
     "poisoned_memory",
+    "run_tiny",
     "tiny_batches",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'forge.testing' has no attribute {name!r}")
-    return getattr(import_module("forge.testing.kernels"), name)
+    value = getattr(import_module(f"forge.testing.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -36,6 +36,7 @@ class Lookahead(forge.Plugin):
 
     config: Config
     provides = ("lookahead",)
+    before = ("averaged_weights",)  # what averages weights shall see the slow ones, where they have just met
 
     @forge.hookimpl
     def forge_start(self, trainer: Trainer) -> None:

@@ -1,0 +1,179 @@
+"""Does a plugin that says `capturable` keep its word? Nothing inside an update may read a value of the device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from pluggy import HookImpl
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forge.hooks import hookimpl
+from forge.places import near
+from forge.plugin import Plugin
+from forge.testing.calls import Calls, Function
+from forge.testing.subject import Subject
+from forge.trainer import Trainer
+
+INSIDE = (
+    "forge_prepare_batch",
+    "forge_micro_step",
+    "forge_forward",
+    "forge_backward",
+    "forge_finalize_grads",
+    "forge_inspect_grads",
+    "forge_edit_grads",
+    "forge_optimizer_step",
+)
+"""The hooks that run inside the capture of an update."""
+READS = {
+    "aten::_local_scalar_dense": "a number is read from a tensor (.item(), float(), bool(), `if tensor:`)",
+    "aten::equal": "two tensors are compared on the host (torch.equal)",
+    "aten::is_nonzero": "a tensor is asked whether it is true",
+    "aten::nonzero": "the size of what nonzero returns is read",
+    "aten::masked_select": "the size of what masked_select returns is read",
+    "aten::_unique2": "the size of what unique returns is read",
+    "aten::unique_dim": "the size of what unique returns is read",
+}
+"""Operations that make the host wait for the device."""
+TO_HOST: dict[Any, str] = {
+    Tensor.tolist: "a tensor becomes a list (.tolist())",
+    Tensor.numpy: "a tensor becomes an array (.numpy())",
+    Tensor.cpu: "a tensor is copied to the host (.cpu())",
+}
+NOT_ITS_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<")
+"""Where the files of torch and of forge's kernel begin."""
+
+
+class Read(Exception):
+    """A value of the device was read inside an update."""
+
+
+def check_capturable(subject: Subject) -> None:
+    """Run a fit in which every read inside the plugin's step hooks is found; on CUDA, torch itself finds them."""
+    plugin = subject.make()
+    if not any(getattr(plugin, hook, None) is not None for hook in INSIDE):
+        return
+    watch = Reads(plugin, _no_sync if torch.cuda.is_available() else _no_read)
+    try:
+        subject.fit(plugin, watch, device="cuda" if torch.cuda.is_available() else "cpu")
+    except Read as read:
+        raise AssertionError(
+            f"{subject.name!r} says capturable = True, but waits for the device in {watch.hook}: {read}. Inside a CUDA "
+            "graph that is an error. Keep it a tensor, hand it to step.record, or do it in forge_step_end."
+        ) from None
+
+
+class Reads(Calls):
+    """Puts `strict` around the plugin's own code in an update, and around nothing else."""
+
+    def __init__(self, plugin: Plugin, strict: Callable[[], Any]):
+        super().__init__()
+        self.name, self.plugin, self.strict = "forge.testing.reads", plugin, strict
+        self.hook = ""
+        "Where the plugin is, or was last."
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        trainer.means.on_host = False  # on the host what is recorded is read at once, which costs nothing there
+
+    def around(self, hook: str, impl: HookImpl, function: Function) -> Function:
+        if impl.plugin is not self.plugin or hook not in INSIDE:
+            return function
+
+        def plain(*args: Any) -> Any:
+            self.hook = hook
+            with self.strict():
+                return function(*args)
+
+        def wrapper(*args: Any) -> Generator[None, Any, Any]:
+            inner = function(*args)
+            self.hook = hook
+            with self.strict():
+                next(inner)
+            try:
+                result = yield
+            except BaseException as error:
+                with self.strict():
+                    inner.throw(error)
+                raise RuntimeError(f"{hook} yields twice") from error
+            self.hook = hook
+            try:
+                with self.strict():
+                    inner.send(result)
+            except StopIteration as stop:
+                return stop.value
+            raise RuntimeError(f"{hook} yields twice")
+
+        return wrapper if impl.wrapper else plain
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """On CUDA torch says itself what waits."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" in str(error):
+            raise Read(f"{error}, at {_own_line(_innermost(error))}") from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _no_read() -> Iterator[None]:
+    """On the CPU every value is at hand, so the calls that would wait on a device are found by name.
+
+    `tensor.is_cpu` is False meanwhile: code that reads only where reading is free is right.
+    """
+    with _Operations(), _Methods():
+        yield
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in READS:
+            raise Read(f"{READS[name]}, at {_own_line(sys._getframe())}")
+        masks = [part for part in tree_leaves(args[1:]) if isinstance(part, Tensor) and part.dtype is torch.bool]
+        if name == "aten::index" and masks:
+            raise Read(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_cpu.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return False
+        # a torch.device may well be that of another tensor, which is the CPU only here
+        to_host = func is Tensor.to and "cpu" in (*args[1:2], (kwargs or {}).get("device"))
+        if func in TO_HOST or to_host:
+            raise Read(f"{TO_HOST.get(func, TO_HOST[Tensor.cpu])}, at {_own_line(sys._getframe())}")
+        return func(*args, **(kwargs or {}))
+
+
+def _own_line(frame: FrameType | None) -> str:
+    """The innermost line, from a frame outwards, that is neither torch's nor forge's."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_ITS_OWN):
+        frame = frame.f_back
+    return f"{near(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
+
+
+def _innermost(error: BaseException) -> FrameType | None:
+    """Where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame if trace is not None else None

@@ -1,0 +1,123 @@
+"""EventTrace: every call of a hook in a run, in order, by plugin; and what a test asserts of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pluggy import HookImpl
+
+from forge.hooks import hookimpl
+from forge.stack import SPECS
+from forge.testing.calls import Calls, Function
+from forge.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of one plugin's hook."""
+
+    hook: str
+    plugin: str
+    "Whose it was; `core` is the Trainer's own way of doing an action, `task` the task."
+    update: int
+    "Updates finished by then."
+
+    def __str__(self) -> str:
+        return f"update {self.update}: {self.plugin}.{self.hook}"
+
+
+class EventTrace(Calls):
+    """Write down every call of a hook while a run goes on; put it last in the stack.
+
+    ::
+
+        trace = EventTrace()
+        fit_tiny([MyPlugin(), trace])
+        trace.assert_order("forge_inspect_grads", "forge_edit_grads", "forge_optimizer_step")
+        assert trace.count("forge_step_end", plugin="my_plugin") == 10
+
+    A wrapper is written down when it is entered. Hooks that nobody implements are not called, and not here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "forge.testing.events"
+        self.events: list[Event] = []
+        "Everything that was called, in order, over all runs since the last `clear`."
+        self._trainer: Trainer | None = None
+
+    @property
+    def hooks(self) -> list[str]:
+        """The hooks in the order of their calls; several plugins in one hook, one after the other, count once."""
+        names = [event.hook for event in self.events]
+        return [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
+
+    def of(self, plugin: str, hook: str | None = None) -> list[Event]:
+        """The calls of one plugin, of one hook of it if asked."""
+        return [e for e in self.events if e.plugin == plugin and hook in (None, e.hook)]
+
+    def count(self, hook: str, plugin: str | None = None) -> int:
+        """How often a hook was called, in all or for one plugin."""
+        _known(hook)
+        return sum(1 for event in self.events if event.hook == hook and plugin in (None, event.plugin))
+
+    def updates(self, hook: str, plugin: str | None = None) -> list[int]:
+        """How many updates were finished at each call of a hook."""
+        _known(hook)
+        return [event.update for event in self.events if event.hook == hook and plugin in (None, event.plugin)]
+
+    def assert_called(self, hook: str, times: int | None = None, plugin: str | None = None) -> None:
+        """Raise unless the hook was called, so many times if a number is given."""
+        found, whose = self.count(hook, plugin), f" of {plugin!r}" if plugin else ""
+        wanted = "at least once" if times is None else f"{times} times"
+        assert found == times if times is not None else found, (
+            f"{hook}{whose} was called {found} times instead of {wanted}."
+        )
+
+    def assert_not_called(self, hook: str, plugin: str | None = None) -> None:
+        """Raise where the hook was called."""
+        self.assert_called(hook, 0, plugin)
+
+    def assert_order(self, *hooks: str) -> None:
+        """Raise unless these hooks were called one after the other, with whatever between them."""
+        place = 0
+        for hook in hooks:
+            _known(hook)
+            names = [event.hook for event in self.events]
+            assert hook in names[place:], (
+                f"{hook} was not called after {hooks[hooks.index(hook) - 1]}; called were, in this order: "
+                f"{', '.join(dict.fromkeys(names))}."
+                if place
+                else f"{hook} was not called at all; called were: {', '.join(dict.fromkeys(names)) or 'no hooks'}."
+            )
+            place = names.index(hook, place) + 1
+
+    def clear(self) -> None:
+        """Forget what was written down."""
+        self.events.clear()
+
+    @hookimpl
+    def forge_configure(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        super().forge_configure(trainer)
+
+    def around(self, hook: str, impl: HookImpl, function: Function) -> Function:
+        name = impl.plugin_name
+        if impl.plugin is self:
+            return function
+
+        def noted(*args: Any) -> Any:
+            assert self._trainer is not None
+            self.events.append(Event(hook, name, self._trainer.progress.update))
+            return function(*args)
+
+        return noted
+
+    @hookimpl
+    def forge_end(self, trainer: Trainer) -> None:
+        super().forge_end(trainer)
+
+
+def _known(hook: str) -> None:
+    assert hook in SPECS, f"{hook!r} is no hook of forge."

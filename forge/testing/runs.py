@@ -1,0 +1,74 @@
+"""run_tiny: a tiny fit in a folder of its own, and everything that a test may ask about it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.hooks import hookimpl
+from forge.plugin import Plugin
+from forge.stack import make_plugins
+from forge.task import TaskModule
+from forge.testing.events import EventTrace
+from forge.testing.tiny import fit_tiny
+from forge.trainer import FitResult, Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TinyRun:
+    """A fit that is over."""
+
+    task: TaskModule
+    "The trained task."
+    result: FitResult
+    metrics: dict[int, dict[str, Any]]
+    "What was logged, by update."
+    trace: EventTrace
+    "Every call of a hook, in order."
+    run_dir: Path
+
+    def series(self, metric: str) -> list[tuple[int, Any]]:
+        """(update, value) of one metric, wherever it was logged."""
+        found = [(update, logged[metric]) for update, logged in self.metrics.items() if metric in logged]
+        names = dict.fromkeys(name for logged in self.metrics.values() for name in logged)
+        assert found, f"{metric!r} was never logged; there are {', '.join(names)}."
+        return found
+
+
+def run_tiny(
+    plugins: Iterable[Plugin | type[Plugin] | str] = (),
+    *,
+    run_dir: Path,
+    task: TaskModule | None = None,
+    train: Any = None,
+    val: Any = None,
+    **trainer_options: Any,
+) -> TinyRun:
+    """Fit a TinyTask with these plugins in `run_dir`; `log_every` is 1, so that the metrics of each update are there.
+
+    Two epochs of five updates with seed 0 on the CPU, unless the Trainer's options say otherwise. An EventTrace among
+    the plugins is used, else one is added.
+    """
+    stack = make_plugins(list(plugins))
+    given = next((plugin for plugin in stack if isinstance(plugin, EventTrace)), None)
+    trace, log = given or EventTrace(), Log()
+    options: dict[str, Any] = {"run_dir": run_dir, "log_every": 1, **trainer_options}
+    stack = [*(plugin for plugin in stack if plugin is not trace), log, trace]
+    trained, result = fit_tiny(stack, task=task, train=train, val=val, **options)
+    return TinyRun(trained, result, log.metrics, trace, run_dir)
+
+
+class Log(Plugin):
+    """What reached the sinks."""
+
+    observer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self.metrics = "forge.testing.log", dict[int, dict[str, Any]]()
+
+    @hookimpl
+    def forge_log(self, trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
+        self.metrics.setdefault(update, {}).update(metrics)

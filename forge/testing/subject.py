@@ -1,0 +1,151 @@
+"""The plugin that is looked at: how to make it, and the small fits that it is put through."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge import options
+from forge.errors import ForgeError
+from forge.hooks import hookimpl
+from forge.plugin import Callback, Plugin
+from forge.progress import Interval
+from forge.task import TaskModule
+from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny
+from forge.trainer import FitResult
+
+Make = Callable[[], Plugin]
+Given = Plugin | Make
+"""What a plugin author hands over: a class, a function that makes the plugin, or a plugin."""
+UPDATES = 7
+"""Past the end of an epoch and into the next, with and without accumulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A kind of fit that every plugin meets sooner or later."""
+
+    name: str
+    task: Callable[[], TaskModule]
+    window: int = 1
+
+
+SITUATIONS = (
+    Situation("a fit", TinyTask),
+    Situation("a fit with accumulation", TinyTask, window=2),
+    Situation("a fit with two optimizers", TinyGAN),
+    Situation("a fit with two optimizers and accumulation", TinyGAN, window=2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A plugin to be made again and again, the plugins it needs beside it, and the situations it is made for."""
+
+    name: str
+    make: Make
+    beside: Callable[[], Iterable[Plugin]]
+    situations: tuple[Situation, ...]
+
+    @property
+    def situation(self) -> Situation:
+        """The plainest of them."""
+        return self.situations[0]
+
+    def fit(self, *plugins: Plugin, situation: Situation | None = None, **given: Any) -> tuple[TaskModule, FitResult]:
+        """A fit with these plugins and with what the subject needs beside it; `folder` and the Trainer's options."""
+        return fit([*plugins, *self.beside()], situation or self.situation, **given)
+
+    @contextmanager
+    def surviving(self, what: str) -> Iterator[None]:
+        """Say of any error that the plugin did not survive `what`."""
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(
+                f"{self.name!r} does not survive {what}: {type(error).__name__}: {error}\n"
+                + "\n".join(getattr(error, "__notes__", ()))
+            ) from error
+
+
+def subject(given: Given, beside: Callable[[], Iterable[Plugin]], leave_out: Iterable[str]) -> Subject:
+    """What is known of a plugin before anything has run."""
+    make = maker(given)
+    plugin = make()
+    assert isinstance(plugin, Plugin), f"{plugin!r} is no forge.Plugin."
+    assert make() is not plugin, "`make` returned one object twice; it must make a new plugin each time."
+    left = set(leave_out)
+    situations = tuple(situation for situation in SITUATIONS if situation.name not in left)
+    assert situations, "Every situation was left out: there is nothing to check."
+    return Subject(plugin.name, make, beside, situations)
+
+
+def maker(given: Given) -> Make:
+    """A function that makes the plugin anew: the class or function itself, or one that repeats a plugin's options."""
+    if not isinstance(given, Plugin):
+        return given
+    if isinstance(given, Callback):
+        every = None if given.every is None else Interval(given.every)
+        return lambda: Callback(given.function, given.event, every, not given.observer)
+    kind, name = type(given), given.name
+    values = {option.name: getattr(given.config, option.name) for option in options.of_config(kind.Config)}
+
+    def again() -> Plugin:
+        try:
+            plugin = kind(**values)
+        except (TypeError, ForgeError) as error:
+            raise AssertionError(
+                f"{name!r} cannot be made anew from its options ({error}). Pass a function that makes it: "
+                f"check_plugin(lambda: {kind.__name__}(...))."
+            ) from error
+        plugin.name = name
+        return plugin
+
+    return again
+
+
+def fit(
+    plugins: Iterable[Plugin],
+    situation: Situation,
+    *,
+    task: TaskModule | None = None,
+    folder: Path | None = None,
+    **trainer_options: Any,
+) -> tuple[TaskModule, FitResult]:
+    """A fit in a run folder, a temporary one unless it is given, so that sinks have somewhere to write."""
+    if folder is None and trainer_options.get("run_dir") is not False:
+        with tempfile.TemporaryDirectory() as temporary:
+            return fit(plugins, situation, task=task, folder=Path(temporary), **trainer_options)
+    stack = list(plugins)
+    if situation.window > 1 and not any(owns(plugin, "forge_plan_step") for plugin in stack):
+        stack.append(Window(situation.window))
+    asked: dict[str, Any] = {"max_epochs": None, "max_updates": UPDATES, "run_dir": folder}
+    if folder is not None:
+        asked["resume"] = "auto"
+    return fit_tiny(stack, task=task or situation.task(), **{**asked, **trainer_options})
+
+
+def owns(plugin: Plugin, hook: str) -> bool:
+    """Whether the plugin implements the hook other than by wrapping it."""
+    method = getattr(plugin, hook, None)
+    return method is not None and not wraps(plugin, hook)
+
+
+def wraps(plugin: Plugin, hook: str) -> bool:
+    return bool(getattr(getattr(plugin, hook, None), "forge_impl", {}).get("wrapper"))
+
+
+class Window(Plugin):
+    """Accumulate: the kit knows no other plugin, so it brings its own."""
+
+    def __init__(self, window: int):
+        super().__init__()
+        self.name, self.window = "forge.testing.window", window
+
+    @hookimpl
+    def forge_plan_step(self) -> int:
+        return self.window

@@ -1,0 +1,391 @@
+"""Bad plugins, one mistake each: the kit finds every one, and says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forge
+from forge.testing import check_plugin
+
+
+class LeaksHook(forge.Plugin):
+    """Looks at activations, and never takes its hook away."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        next(trainer.task.children()).register_forward_hook(self.look)
+
+    def look(self, module: nn.Module, args: Any, output: Tensor) -> None: ...
+
+
+class LeaksParameterHook(forge.Plugin):
+    """Looks at gradients as they come, and never takes its hook away."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        for parameter in trainer.task.parameters():
+            parameter.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, parameter: Tensor) -> None: ...
+
+
+class MutatesWeights(forge.Plugin):
+    """Says that it only watches, and rounds a weight."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_boundary(self, step: forge.Step) -> None:
+        with torch.no_grad():
+            step.parameters()[0].copy_(step.parameters()[0].half())
+
+
+class LosesState(forge.Plugin):
+    """Noise that shrinks with every update, and begins anew when a run is resumed."""
+
+    before = ("clip",)
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.scale = 1.0
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        self.scale *= 0.5
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=self.scale)
+
+
+class DependsOnOrder(forge.Plugin):
+    """Doubles gradients: before they are clipped, or after?"""
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+
+class DependsOnOrderAtTheEnd(forge.Plugin):
+    """Pulls weights towards zero: before they are averaged, or after?"""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(step.parameters(), 0.9)
+
+
+class FailsByOrder(forge.Plugin):
+    """Adds a group of parameters, which whoever made a schedule before does not know."""
+
+    @forge.hookimpl(wrapper=True)
+    def forge_build_optimizers(self) -> Generator[None, Any, Any]:
+        built = yield
+        for optimizer in built.values():
+            *rest, last = optimizer.param_groups[0]["params"]
+            optimizer.param_groups[0]["params"] = rest
+            optimizer.add_param_group({"params": [last]})
+        return built
+
+
+class Swallows(forge.Plugin):
+    """Means well: a bad batch shall not end the run."""
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except Exception:
+            return True
+
+
+class Replaces(forge.Plugin):
+    """Means well: errors shall have a nice name."""
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except Exception as error:
+            raise RuntimeError("the model failed") from error
+
+
+class FailsInTheEnd(forge.Plugin):
+    """Closes what was never opened where something else failed before."""
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self.seen = [0]
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        self.seen.clear()
+
+
+class StaysPatched(forge.Plugin):
+    """Puts grad mode back, unless something fails meanwhile."""
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self) -> Generator[None, Any, Any]:
+        torch.set_default_dtype(torch.float64)
+        result = yield
+        torch.set_default_dtype(torch.float32)
+        return result
+
+
+class Syncs(forge.Plugin):
+    """Says that it may run in a CUDA graph, and decides by a number."""
+
+    capturable = True
+    before = ("clip",)
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        for parameter in step.parameters():
+            if parameter.grad is not None and parameter.grad.norm().item() > 1:
+                parameter.grad.div_(2)
+
+
+class SyncsByMask(forge.Plugin):
+    """Says that it may run in a CUDA graph, and picks what is large."""
+
+    capturable = True
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        gradient = step.parameters()[0].grad
+        if gradient is not None:
+            step.record("large", gradient[gradient > 0.1].sum())
+
+
+class SyncsByList(forge.Plugin):
+    """Says that it may run in a CUDA graph, and takes the loss to the host."""
+
+    capturable = True
+
+    @forge.hookimpl(wrapper=True)
+    def forge_backward(self, step: forge.Step, loss: Tensor) -> Generator[None, Any, Any]:
+        result = yield
+        step.record("again", sum([loss.detach().tolist()]))
+        return result
+
+
+class LeavesAFlag(forge.Plugin):
+    """Makes a run deterministic, and all that follow it too."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        torch.use_deterministic_algorithms(True)
+
+
+class LeavesTheEnvironment(forge.Plugin):
+    """Tells a library something through the environment."""
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        os.environ["A_LIBRARY_IS_QUIET"] = "1"
+
+
+class CarriesState(forge.Plugin):
+    """Counts over all runs of an object, and acts by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @forge.hookimpl
+    def forge_inspect_grads(self, step: forge.Step) -> None:
+        self.count += 1
+        if self.count == 9:
+            step.skip_update("the ninth")
+
+
+class Draws(forge.Plugin):
+    """Says that it only watches, and picks one parameter by chance."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        step.record("norm", random.choice(step.parameters()).norm())
+
+
+class DrawsFromTorch(forge.Plugin):
+    """Says that it only watches, and draws a direction."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        weight = step.parameters()[0]
+        step.record("curvature", (weight * torch.randn_like(weight)).sum())
+
+
+class KeepsGraph(forge.Plugin):
+    """A running mean of the loss, with everything that led to it."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.mean: Tensor | float = 0.0
+
+    @forge.hookimpl(wrapper=True)
+    def forge_backward(self, loss: Tensor) -> Generator[None, Any, Any]:
+        self.mean = 0.9 * self.mean + 0.1 * loss
+        return (yield)
+
+
+class GoesByTheClock(forge.Plugin):
+    """Shrinks gradients by the time of day."""
+
+    before = ("clip",)
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(time.perf_counter() % 1)
+
+
+class OwnGenerator(forge.Plugin):
+    """Noise from a generator of its own, which is seeded but not saved."""
+
+    before = ("clip",)
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self.generator = torch.Generator().manual_seed(trainer.seed or 0)
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        for parameter in step.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn(parameter.shape, generator=self.generator), alpha=0.1)
+
+
+class LeavesAThread(forge.Plugin):
+    """Watches in the background, and is never told to stop."""
+
+    stop = threading.Event()
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        threading.Thread(target=self.stop.wait, name="watcher", daemon=True).start()
+
+
+class LeavesAFile(forge.Plugin):
+    """Writes a log, and leaves its file open."""
+
+    files: list[Any] = []
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        if trainer.run_dir is not None and trainer.env.is_main:
+            trainer.run_dir.mkdir(parents=True, exist_ok=True)
+            self.files.append((trainer.run_dir / "own.log").open("w"))
+
+
+class WritesEverywhere(forge.Plugin):
+    """Writes a log into the run folder, on all ranks at once."""
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Trainer, update: int) -> None:
+        if trainer.run_dir is not None:
+            trainer.run_dir.mkdir(parents=True, exist_ok=True)
+            (trainer.run_dir / "own.log").write_text(str(update))
+
+
+class WritesWhereItStands(forge.Plugin):
+    """Writes a log into whatever folder the process is in."""
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Trainer, update: int) -> None:
+        if trainer.run_dir is None:
+            Path("own.log").write_text(str(update))
+
+
+class OddState(forge.Plugin):
+    """Has a lock in its state, which no file can hold."""
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> dict[str, Any]:
+        return {"queue": {"lock": threading.Lock()}}
+
+    @forge.hookimpl
+    def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+PLANTED: dict[type[forge.Plugin], list[str]] = {
+    LeaksHook: ["'leaks_hook' leaves a hook on the task after a fit", "LeaksHook.look", "of net", "handle.remove()"],
+    LeaksParameterHook: ["'leaks_parameter_hook' leaves a hook on the parameter net.0.weight", "handle.remove()"],
+    MutatesWeights: ["'mutates_weights' says observer = True", "net.0.weight differs"],
+    LosesState: ["'loses_state' that is resumed at update 4 ends elsewhere", "forge_state_dict"],
+    DependsOnOrder: ["'depends_on_order' depends on its place", "'clip'", "forge_edit_grads", "before = ('clip',)"],
+    DependsOnOrderAtTheEnd: ["its place", "inside of 'ema'", "Both act in forge_step_end", "('averaged_weights',)"],
+    FailsByOrder: ["a fit fails when it stands outside of 'schedule', and only then: ValueError", "('schedule',)"],
+    Swallows: ["'swallows' swallows an error in the task's training_step", "finally"],
+    Replaces: ["'replaces' replaces an error in the task's training_step by RuntimeError: the model failed"],
+    FailsInTheEnd: ["'fails_in_the_end' fails once more", "forge_setup_env", "forge_end raises AttributeError"],
+    StaysPatched: [
+        "'stays_patched' leaves torch.get_default_dtype() changed after an error in the task's validation_step"
+    ],
+    Syncs: ["'syncs' says capturable = True", "forge_edit_grads", ".item()", "test_planted_plugins.py:", "step.record"],
+    SyncsByMask: ["'syncs_by_mask' says capturable = True", "forge_inspect_grads", "what a mask picks"],
+    SyncsByList: ["'syncs_by_list' says capturable = True", "forge_backward", ".tolist()"],
+    LeavesAFlag: [
+        "'leaves_a_flag' leaves torch.are_deterministic_algorithms_enabled() changed",
+        "True instead of False",
+    ],
+    LeavesTheEnvironment: ["leaves os.environ changed after a fit: A_LIBRARY_IS_QUIET is '1' instead of None"],
+    CarriesState: ["'carries_state' carries something from one run into the next", "forge_start, not in __init__"],
+    Draws: ["'draws' says observer = True", "it draws from Python's random", "a generator of your own"],
+    DrawsFromTorch: ["'draws_from_torch' says observer = True", "It draws from torch's global generator"],
+    KeepsGraph: ["'keeps_graph' keeps", "alive with the graph that made them", "memory grows", "detach()"],
+    GoesByTheClock: ["'goes_by_the_clock' makes a fit end elsewhere each time", "a clock", "trainer.seed"],
+    OwnGenerator: ["'own_generator' that is resumed at update 4 ends elsewhere", "forge_state_dict"],
+    LeavesAThread: ["'leaves_a_thread' leaves a thread running after a fit: watcher", "join it, in forge_end"],
+    LeavesAFile: ["'leaves_a_file' leaves a file open after a fit", "own.log", "forge_end"],
+    WritesEverywhere: ["'writes_everywhere' writes run/own.log on rank 1", "trainer.env.is_main"],
+    WritesWhereItStands: ["'writes_where_it_stands' writes own.log in a fit that has no run folder", "trainer.run_dir"],
+    OddState: ["forge_state_dict of 'odd_state'['queue']['lock'] is a lock", "numbers, strings, tensors"],
+}
+"""Each mistake with words that its message must have: who, where, what, and the way out."""
+
+
+@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_mistake_is_found_and_named(kind: type[forge.Plugin]) -> None:
+    with pytest.raises(AssertionError) as found:
+        check_plugin(kind, leave_out=["cost"])
+    missing = [words for words in PLANTED[kind] if words not in str(found.value)]
+    assert not missing, f"{missing} not in: {found.value}"
+
+
+def test_a_switch_that_a_plugin_leaves_is_put_back_by_the_kit() -> None:
+    with pytest.raises(AssertionError, match="leaves torch"):
+        check_plugin(LeavesAFlag)
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(AssertionError, match="leaves os"):
+        check_plugin(LeavesTheEnvironment)
+    assert "A_LIBRARY_IS_QUIET" not in os.environ
+
+
+def teardown_module() -> None:
+    LeavesAThread.stop.set()
+    for file in LeavesAFile.files:
+        file.close()
