@@ -1,12 +1,14 @@
-"""The run folder and the run card: what ran, with what, on what."""
+"""The run folder, the run card (what ran, with what, on what) and the word at its end (what it came to)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -17,10 +19,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from forge import __version__, options
+from forge.errors import Interrupted
 from forge.plugin import Callback, Plugin, snake_case
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
+
+END = "end.json"
+"""Written when a fit ends, in whatever way it can still write; removed when the run goes on."""
 
 
 def new_run_dir(group: str) -> Path:
@@ -40,7 +46,7 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
     task = trainer.task
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
         "task": {
             "class": type(task).__name__,
@@ -65,8 +71,39 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
 def write_card(card: dict[str, Any], folder: Path) -> None:
     """`card.json` for programs, `card.md` for people."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / END).unlink(missing_ok=True)  # a new life has begun: what the last one came to holds no more
     (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "card.md").write_text(card_as_markdown(card))
+
+
+def write_end(trainer: Trainer, error: BaseException | None, seconds: float) -> None:
+    """`end.json`: how a fit ended, after how long, and the latest value of every metric."""
+    assert trainer.run_dir is not None
+    progress = trainer.progress
+    status, reason = ending(trainer, error)
+    numbers = {name: value for name, value in trainer.metrics.items() if isinstance(value, (int, float))}
+    record = {
+        "status": status,
+        "reason": reason,
+        "ended": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "seconds": round(seconds, 3),
+        "updates": progress.update,
+        "epochs": progress.epoch,
+        "samples": progress.sample,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in numbers.items()},
+    }
+    beside = trainer.run_dir / f".{END}.{os.getpid()}"
+    beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    os.replace(beside, trainer.run_dir / END)
+
+
+def ending(trainer: Trainer, error: BaseException | None) -> tuple[str, str]:
+    """(finished, interrupted or failed, why) of a fit that ends now."""
+    if error is None:
+        return "finished", trainer._stop_reason or trainer._end or ""
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        return "interrupted", str(error) or type(error).__name__
+    return "failed", f"{type(error).__name__}: {error}"[:500]
 
 
 def card_as_markdown(card: dict[str, Any]) -> str:

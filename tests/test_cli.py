@@ -131,7 +131,8 @@ def test_fit_trains_a_recipe_and_prints_metrics_run_folder_and_what_comes_next(f
     (run,) = Path("runs/quickstart").iterdir()
     assert "val/accuracy" in out
     assert str(run) in out
-    assert f"tensorboard --logdir {run}" in out
+    assert f"forge board {run}" in out
+    assert f"forge report {run}" in out
     assert f"forge test quickstart task.hidden=16 --weights {run}/weights.safetensors" in out
     assert {"weights.safetensors", "config.yaml", "metrics.jsonl"} <= {path.name for path in run.iterdir()}
 
@@ -356,12 +357,13 @@ def test_a_new_task_trains_at_once(forge, ring):
     assert "val/accuracy" in out
 
 
-def test_a_new_plugin_is_a_package_whose_own_tests_pass(forge):
-    forge("new", "plugin", "weight-norm")
-    folder = Path("forge-weight-norm")
+def test_a_new_plugin_is_a_package_in_a_folder_of_that_name_whose_own_tests_pass(forge):
+    out = forge("new", "plugin", "weight-norm")
+    assert "pip install -e weight-norm && pytest weight-norm" in out
+    folder = Path("weight-norm")
     assert 'weight_norm = "forge_weight_norm:WeightNorm"' in (folder / "pyproject.toml").read_text()
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(tests, cwd=folder, capture_output=True, text=True)
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(tests, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

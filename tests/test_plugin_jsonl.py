@@ -14,7 +14,7 @@ import torch
 import forge
 from forge.env import Env
 from forge.metrics import PendingMeans
-from forge_plugins import JSONL, Accumulate, Tensorboard
+from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
 from tests.tasks import Classifier, fit, make_batches, second_rank
 
 
@@ -79,6 +79,104 @@ def test_images_and_texts_are_left_out(tmp_path: Path) -> None:
     line = lines_of(tmp_path)[-1]
     assert line["val/count"] == 3
     assert not {"val/picture", "val/note"} & line.keys()
+
+
+def test_texts_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    fit(Writes(), val=make_batches(1), max_epochs=2, plugins=[JSONL()], run_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(line["update"], line["name"], line["text"]) for line in lines] == [
+        (4, "val/note", "a note"),
+        (8, "val/note", "a note"),
+    ]
+
+
+class Writes(Classifier):
+    """Logs a text after every validation."""
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        return {"note": forge.Text("a note")}
+
+
+def test_a_resumed_run_drops_the_texts_of_what_it_does_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"val": make_batches(1), "run_dir": tmp_path, "validate_every": "1 updates"}
+    fit(Writes(), max_updates=2, plugins=[JSONL(), Checkpoint()], **options)
+    with (tmp_path / "texts.jsonl").open("a") as file:
+        file.write('{"update": 3, "name": "val/note", "text": "of a life that was killed"}\n{"upd')
+    fit(Writes(), max_updates=4, plugins=[JSONL(), Checkpoint()], resume=True, **options)
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(line["update"], line["text"]) for line in lines] == [(update, "a note") for update in (1, 2, 3, 4)]
+
+
+class TestTheEnd:
+    """end.json: how a fit ended, for whoever looks later."""
+
+    def test_a_fit_that_is_done_says_so_with_its_last_metrics(self, tmp_path: Path) -> None:
+        result = fit(val=make_batches(1), max_epochs=2, plugins=[JSONL()], run_dir=tmp_path)
+        end = end_of(tmp_path)
+        assert (end["status"], end["reason"]) == ("finished", "max_epochs")
+        assert (end["updates"], end["epochs"], end["metrics"]) == (8, 2, result.metrics)
+        assert end["seconds"] > 0
+
+    def test_an_error_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(RuntimeError):
+            fit(Raises(), plugins=[JSONL()], run_dir=tmp_path)
+        assert (end_of(tmp_path)["status"], end_of(tmp_path)["reason"]) == ("failed", "RuntimeError: on purpose")
+
+    def test_an_interrupt_is_no_failure(self, tmp_path: Path) -> None:
+        task = Raises()
+        task.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            fit(task, plugins=[JSONL()], run_dir=tmp_path)
+        assert end_of(tmp_path)["status"] == "interrupted"
+
+    def test_what_is_not_finite_is_null(self, tmp_path: Path) -> None:
+        class Odd(Classifier):
+            def evaluation_end(self, stage: str) -> dict[str, Any]:
+                return {"odd": math.nan}
+
+        fit(Odd(), val=make_batches(1), plugins=[JSONL()], run_dir=tmp_path)
+        assert end_of(tmp_path)["metrics"]["val/odd"] is None
+
+    def test_a_run_that_goes_on_has_no_end_meanwhile(self, tmp_path: Path) -> None:
+        there: list[bool] = []
+
+        @forge.on("boundary")
+        def look(trainer: forge.Trainer) -> None:
+            there.append((tmp_path / "end.json").exists())
+
+        options: dict[str, Any] = {"plugins": [JSONL(), Checkpoint(), look], "run_dir": tmp_path}
+        fit(max_epochs=1, **options)
+        fit(max_epochs=2, resume=True, **options)
+        assert there == [False] * 8
+        assert end_of(tmp_path)["updates"] == 8
+
+    def test_a_resume_that_is_refused_leaves_it_alone(self, tmp_path: Path) -> None:
+        fit(plugins=[JSONL(), Checkpoint()], run_dir=tmp_path)
+        before = (tmp_path / "end.json").read_text()
+        with pytest.raises(forge.CheckpointError):
+            fit(plugins=[JSONL(), Checkpoint()], run_dir=tmp_path)
+        with pytest.raises(forge.ForgeError):
+            fit(train=make_batches(7), plugins=[JSONL(), Checkpoint()], run_dir=tmp_path, resume=True, max_epochs=2)
+        assert (tmp_path / "end.json").read_text() == before
+
+    def test_evaluations_leave_none(self, tmp_path: Path) -> None:
+        forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(1))
+        assert not (tmp_path / "end.json").exists()
+
+
+class Raises(Classifier):
+    """Ends in its second update."""
+
+    error: BaseException = RuntimeError("on purpose")
+
+    def training_step(self, batch: Any) -> Any:
+        if self.trainer is not None and self.trainer.progress.update == 1:
+            raise self.error
+        return super().training_step(batch)
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "end.json").read_text())
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import math
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
@@ -16,8 +19,9 @@ import forge
 from forge.env import Env
 from forge.errors import ForgeError
 from forge.metrics import PendingMeans
-from forge_plugins import Progress
-from forge_plugins.progress import Status, clock, grouped, ordered, short, speed_of
+from forge_plugins import Checkpoint, Progress, Tensorboard
+from forge_plugins.progress.reading import clock, grouped, ordered, short, speed_of
+from forge_plugins.progress.status import Status
 from tests.tasks import Classifier, fit, make_batches, second_rank
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -43,6 +47,12 @@ class Terminal(io.StringIO):
     def text(self) -> str:
         """What was written, without colours and cursor movements."""
         return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self.getvalue())
+
+    @property
+    def pictures(self) -> list[str]:
+        """Every picture of the bars, one after the other."""
+        drawn = re.split(r"\r?\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", self.getvalue())
+        return [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text) for text in drawn]
 
     @property
     def last_picture(self) -> str:
@@ -138,6 +148,20 @@ class TestLines:
         forge.Trainer(plugins=[Progress()], device="cpu").predict(Classifier(), make_batches(2))
         assert len(_lines(capsys)) == 1
 
+    def test_a_line_says_how_many_samples_a_second(self, capsys: Any) -> None:
+        fit(max_epochs=3, plugins=[Progress()])
+        assert re.search(r"/s  \S+ samples/s  0:00 left", _lines(capsys)[1])
+
+    def test_a_log_that_holds_warnings_alone_holds_no_progress(self, capsys: Any) -> None:
+        logger = logging.getLogger("forge")
+        before = logger.level
+        logger.setLevel(logging.WARNING)
+        try:
+            fit(plugins=[Progress()])
+        finally:
+            logger.setLevel(before)
+        assert capsys.readouterr().err == ""
+
     def test_other_processes_show_nothing(self, capsys: Any) -> None:
         fit(plugins=[Progress(), SecondRank()])
         assert capsys.readouterr().err == ""
@@ -150,10 +174,70 @@ class TestLines:
 class TestBar:
     def test_the_last_picture_has_counters_and_metrics(self, terminal: Terminal) -> None:
         terminal.show(lambda: fit(val=make_batches(1), max_epochs=2, plugins=[Progress()]))
-        bar, metrics = terminal.last_picture.splitlines()[:2]
+        bar = terminal.last_picture.splitlines()[0]
         assert bar.startswith(" epoch 2/2 done ━━━")
         assert "  8/8  " in bar.replace("━ 8/8", "━  8/8")
-        assert re.search(r"train loss \S+ accuracy \S+  val loss \S+ accuracy", metrics)
+        assert re.search(r"train loss \S+ accuracy \S+  val loss \S+ accuracy", terminal.text)
+
+    def test_while_it_runs_there_is_a_bar_for_the_epoch_and_one_for_the_run(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+        terminal.show(lambda: fit(train=make_batches(5, size=3), max_epochs=2, plugins=[Progress()], log_every=1))
+        picture = next(text for text in terminal.pictures if "update  8/10" in text)
+        epoch, update, metrics = picture.splitlines()
+        assert re.match(r" epoch 2/2    ━+.*━ 3/5 ", epoch)
+        assert re.match(r" update  8/10 ━+.*━ 80 % .* left", update)
+        assert re.search(r"\d updates?/s|\d/s", epoch)
+        assert "samples/s" in epoch
+        assert metrics.startswith(" train loss")
+        assert epoch.index("3/5") == update.index("80 %")
+
+    def test_one_epoch_is_one_bar(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+        terminal.show(lambda: fit(plugins=[Progress()], log_every=1))
+        assert not [text for text in terminal.pictures if " update " in text]
+
+    def test_the_end_is_a_table_with_the_last_and_the_best_of_every_validation(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        losses = iter([3.0, 1.0, 2.0])
+
+        class Scripted(Classifier):
+            def evaluation_end(self, stage: str) -> dict[str, Any]:
+                return {"error": next(losses), "score": math.nan}
+
+        options: dict[str, Any] = {"plugins": [Progress(), Checkpoint(), Tensorboard()], "run_dir": tmp_path / "run"}
+        terminal.show(lambda: fit(Scripted(), val=make_batches(1), max_epochs=3, **options))
+        end = terminal.last_picture
+        assert re.search(r"metric +last +best +update", end)
+        assert re.search(r"val/error +2 +1 +8\n", end)
+        assert re.search(r"val/score +not finite *\n", end)
+        assert re.search(r"train/loss +0\.\d+ *\n", end)
+        assert "trained     3 epochs, 12 updates in " in end
+        assert ": max_epochs" in end
+        assert re.search(r"speed +\S+ updates/s, \S+ samples/s", end)
+        folded = end.replace("\n", "")
+        assert f"run folder  {tmp_path}/run" in folded
+        assert "checkpoints update-00000008, update-00000012 (latest)" in end
+        assert f"forge board {tmp_path}/run" in folded
+
+    def test_what_was_rewound_is_no_best(self) -> None:
+        trainer, status = forge.Trainer(max_epochs=1, plugins=[]), Status("fit")
+        for update, loss in ((2, 3.0), (4, 1.0)):
+            trainer.progress.update = update
+            status.move(trainer)
+            status.log(update, {"val/loss": loss})
+        trainer.progress.update = trainer.resumed_from = 2
+        trainer.restores += 1
+        status.move(trainer)
+        assert status.best == {"val/loss": (2, 3.0)}
+
+    def test_a_resumed_run_says_from_where_on_its_best_is_known(self, terminal: Terminal, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"plugins": [Progress(), Checkpoint()], "run_dir": tmp_path, "val": make_batches(1)}
+        fit(max_epochs=1, **options)
+        terminal.show(lambda: fit(max_epochs=2, resume=True, **options))
+        assert "best since 4" in terminal.last_picture
 
     def test_every_line_fits_the_terminal(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
         class Talks(Classifier):
@@ -162,8 +246,10 @@ class TestBar:
 
         for columns in (20, 40, 80, 120):
             monkeypatch.setenv("COLUMNS", str(columns))
-            terminal.show(lambda: fit(Talks(), plugins=[Progress()]))
-            assert max(map(len, terminal.last_picture.splitlines())) <= columns
+            terminal.show(lambda: fit(Talks(), max_epochs=2, plugins=[Progress()]))
+            pictures = [text.partition("trained ")[0] for text in terminal.pictures]  # under it are lines to be copied
+            assert max(len(line) for text in pictures for line in text.splitlines()) <= columns
+            terminal.truncate(terminal.seek(0))
 
     def test_the_cursor_comes_back(self, terminal: Terminal) -> None:
         terminal.show(lambda: fit(plugins=[Progress()]))
@@ -234,7 +320,7 @@ class TestBar:
         assert terminal.text.startswith("epoch 1/1  update 4/4")
 
     def test_many_updates_are_few_pictures(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("forge_plugins.progress.REFRESH", 3600.0)
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 3600.0)
         terminal.show(lambda: fit(train=make_batches(50), max_epochs=2, plugins=[Progress()], log_every=1))
         # one when it starts, one after the first update, one at the end
         assert terminal.text.count("epoch 1/2") + terminal.text.count("epoch 2/2") == 3
@@ -275,7 +361,7 @@ class TestASilentEnd:
     def test_a_bar_stops_at_the_first_error_and_the_run_goes_on(
         self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, writes: int, error: OSError
     ) -> None:
-        monkeypatch.setattr("forge_plugins.progress.REFRESH", 0.0)
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
         stderr, stdout = Gone(terminal, writes, error), Terminal()
         printed_to: list[Any] = []
 
@@ -351,7 +437,7 @@ class TestSpeed:
 
     def _after(self, monkeypatch: pytest.MonkeyPatch, moves: list[tuple[float, int]], paused: float = 0.0) -> Status:
         now = [0.0]
-        monkeypatch.setattr("forge_plugins.progress.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("forge_plugins.progress.status.time.monotonic", lambda: now[0])
         trainer, status = forge.Trainer(max_epochs=1, plugins=[]), Status("fit", planned=100)
         for now[0], trainer.progress.update in moves:
             status.paused = paused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
@@ -14,7 +15,7 @@ from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
     from forge.data import Splits
-    from forge.trainer import FitResult
+    from forge.trainer import FitResult, Trainer
 
 EXAMPLES = """\
 examples:
@@ -36,6 +37,7 @@ def parser() -> ArgumentParser:
         help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; none: start a new run",
     )
     parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     ranks.add_arguments(parser)
     return parser
@@ -45,7 +47,9 @@ def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     if args.nproc is not None:
         return ranks.launch(args, recipe)
-    talks = ranks.rank() == 0
+    talks = ranks.rank() == 0 and not args.quiet
+    if args.quiet:
+        logging.getLogger("forge").setLevel(logging.WARNING)  # whoever opened the log puts its level back
     trainer, task, data = target.build(recipe, args.run_dir)
     if args.resume:
         trainer.resume = "auto"
@@ -56,33 +60,44 @@ def run(args: Namespace) -> int:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
     result = trainer.fit(task, data.train, data.val, weights=args.weights)
     if talks:
-        _report(result, trainer.stack.names, data, args)
+        _report(result, trainer, data, args)
     return 0
 
 
-def _report(result: FitResult, plugins: list[str], data: Splits, args: Namespace) -> None:
-    from forge.metrics import is_diagnostic
-
+def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) -> None:
+    """What it came to; on a terminal the bar has left that there already, and only what comes next is missing."""
     console = show.console()
-    console.print()
-    aside = [name for name in result.metrics if is_diagnostic(name, plugins)]
-    console.print(show.metrics({name: value for name, value in result.metrics.items() if name not in aside}))
+    shown = "progress" in trainer.stack and sys.stdout.isatty() and sys.stderr.isatty()
+    lines = {} if shown else _lines(result)
+    if data.test is not None and result.run_dir is not None:
+        weights = str(show.near(result.run_dir) / "weights.safetensors")
+        lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
+    if shown:
+        for label, text in lines.items():
+            console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+        return
+    from forge.metrics import is_diagnostic
+    from forge.report.comparing import bests
+    from forge.report.folder import Run
+    from forge.report.summary import summary
+
+    aside = [name for name in result.metrics if is_diagnostic(name, trainer.stack.names)]
     if aside:
         whose = ", ".join(dict.fromkeys(name.partition("/")[0] for name in sorted(aside)))
-        console.print(Text(f"and {len(aside)} of {whose}: in the run's logs", "dim"))
+        lines = {"also": f"{len(aside)} metrics of {whose}, in the run's logs", **lines}
+    best = bests(Run(result.run_dir)) if result.run_dir is not None else {}
     console.print()
-    console.print(f"{_count(result.epochs, 'epoch')}, {_count(result.updates, 'update')}: {result.stop_reason}")
-    if result.run_dir is None:
-        return
-    folder = show.near(result.run_dir)
-    weights = str(folder / "weights.safetensors")
-    lines = {"run folder": str(folder)}
-    if (result.run_dir / "tensorboard").is_dir():
-        lines["look"] = shlex.join([show.command("tensorboard"), "--logdir", str(folder)])
-    if data.test is not None:
-        lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
-    for label, text in lines.items():
-        console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
+    shown_metrics = {name: value for name, value in result.metrics.items() if name not in aside}
+    console.print(summary(shown_metrics, best, lines), soft_wrap=True)
+
+
+def _lines(result: FitResult) -> dict[str, str]:
+    from forge.report.summary import folder_lines
+    from forge.report.words import counted
+
+    done = f"{counted(result.epochs, 'epoch')}, {counted(result.updates, 'update')}: {result.stop_reason}"
+    found = {"trained": done}
+    return found if result.run_dir is None else found | folder_lines(result.run_dir)
 
 
 def _same_task(args: Namespace) -> list[str]:
@@ -90,7 +105,3 @@ def _same_task(args: Namespace) -> list[str]:
     named = [("--recipe", args.recipe), ("--data", args.data)]
     options = [word for flag, value in named if value for word in (flag, value)]
     return [args.target, *options, *(text for text in args.overrides if text.startswith(("task.", "data.")))]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

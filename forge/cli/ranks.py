@@ -100,7 +100,7 @@ def _run_dir(args: Namespace, recipe: Recipe) -> str | None:
 def _worker_words(args: Namespace, run_dir: str | None) -> list[str]:
     """The command of a worker: this one, less what concerns the launch."""
     named = {"--recipe": args.recipe, "--data": args.data, "--run-dir": run_dir, "--weights": args.weights}
-    flags = {"--resume": args.resume, "--trace": args.trace}
+    flags = {"--resume": args.resume, "--trace": args.trace, "--quiet": args.quiet}
     return [
         "fit",
         args.target,

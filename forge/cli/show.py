@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge import places
+from forge.places import command as command
 
 
 def console(stderr: bool = False) -> Console:
@@ -57,15 +57,6 @@ def _tell(text: Text) -> None:
 def near(path: Path) -> Path:
     """A path as one would type it, to go on from."""
     return Path(places.near(path))
-
-
-def command(name: str) -> str:
-    """How to call a program of this environment: by name where the shell finds this very one, else by its path."""
-    here = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    if not here.exists() or (found and Path(found).resolve() == here.resolve()):
-        return name
-    return places.near(here)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError
+from forge.report.ticks import nice_ticks
 from forge.tuning.lr import LRCurve, rate_text
 
 WIDTH, HEIGHT = 1200, 720
@@ -142,16 +143,6 @@ def shown_range(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[flo
     highest = min(max(losses), start + 0.35 * fall)
     room = 0.06 * max(highest - lowest, fall)
     return lowest - 2 * room, highest + room
-
-
-def nice_ticks(lowest: float, highest: float, about: int = 6) -> list[float]:
-    """Round numbers between two values."""
-    raw = (highest - lowest) / about
-    step = 10 ** math.floor(math.log10(raw))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if factor * step >= raw)
-    first, last = math.ceil(lowest / step), math.floor(highest / step)
-    digits = max(0, 1 - math.floor(math.log10(step)))
-    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def _big(*numbers: float) -> list[float]:

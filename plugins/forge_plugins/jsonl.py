@@ -1,4 +1,4 @@
-"""Metrics as JSON lines."""
+"""Metrics as JSON lines, and the run's end as JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import forge
+from forge.run import write_end
 
 logger = logging.getLogger("forge")
+
+METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
 
 
 class JSONL(forge.Plugin):
@@ -22,8 +25,12 @@ class JSONL(forge.Plugin):
 
     Each line begins with where the run was: `update`, `epoch` (epochs finished) and `sample` (samples trained on), as
     they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
-    name; images, texts and histograms are left out. What is not finite (NaN, infinity) is written as null, because
-    JSON has no number for it and a column keeps its type.
+    name; images and histograms are left out. What is not finite (NaN, infinity) is written as null, because JSON has
+    no number for it and a column keeps its type. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`.
+
+    When a fit ends, RUN/end.json says how: its `status` (finished, interrupted, failed), the `reason`, the time it took
+    and the last value of every metric. A killed process leaves none, and a run that goes on removes it; `forge runs`
+    and `forge report` go by it.
 
     Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
     it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
@@ -39,51 +46,83 @@ class JSONL(forge.Plugin):
 
     def __init__(self) -> None:
         super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What belongs to one run."""
         self._file: TextIOWrapper | None = None
-        self._started = 0.0
+        self._started: float | None = None
         self._restores = 0
         self._gave_up = False
+        self._error: BaseException | None = None
+        self._card: int | None = None
+        "When the run card was written that was there at the start; a run that is refused leaves it as it is."
 
     @forge.hookimpl
-    def forge_start(self) -> None:
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._forget()
         self._started = time.monotonic()
-        self._restores = 0
-        self._gave_up = False
+        self._card = card_of(trainer)
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
         if trainer.run_dir is None or not trainer.env.is_main or self._gave_up:
             return
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        if not scalars:
-            return
+        texts = {name: value.text for name, value in metrics.items() if isinstance(value, forge.Text)}
         epoch, sample = counters_after(trainer, update)
-        where = {"update": update, "epoch": epoch, "sample": sample, "time": round(time.monotonic() - self._started, 3)}
+        where = {"update": update, "epoch": epoch, "sample": sample, "time": round(self._seconds, 3)}
+        if not scalars and not texts:
+            return
         try:
-            self._write(trainer, trainer.run_dir / "metrics.jsonl", as_json({**where, **scalars, **where}) + "\n")
+            file = self._ready(trainer, trainer.run_dir)
+            if scalars:
+                file.write(as_json({**where, **scalars, **where}) + "\n")
+            if texts:
+                write_texts(trainer.run_dir / TEXTS, where, texts)
         except OSError as error:
             self._give_up(error)
 
-    def _write(self, trainer: forge.Trainer, path: Path, line: str) -> None:
+    @property
+    def _seconds(self) -> float:
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    def _ready(self, trainer: forge.Trainer, folder: Path) -> TextIOWrapper:
         if self._restores != trainer.restores:
             self._close()
         if self._file is None:
-            self._file = self._open(trainer, path)
-        self._file.write(line)
+            self._file = self._open(trainer, folder)
+        return self._file
 
-    def _open(self, trainer: forge.Trainer, path: Path) -> TextIOWrapper:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if trainer.resumed_from is not None and path.exists():
-            drop_after(path, trainer.resumed_from)
+    def _open(self, trainer: forge.Trainer, folder: Path) -> TextIOWrapper:
+        """The file, without what a life that was given up has written there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
+            drop_after(folder / name, trainer.resumed_from or 0)
         self._restores = trainer.restores
-        return path.open("a", buffering=1, encoding="utf-8")
+        return (folder / METRICS).open("a", buffering=1, encoding="utf-8")
 
     @forge.hookimpl
-    def forge_end(self) -> None:
+    def forge_exception(self, error: BaseException) -> None:
+        self._error = error
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
         try:
             self._close()
         except OSError as error:
             self._give_up(error)
+        try:
+            if self._trained(trainer):
+                write_end(trainer, self._error, self._seconds)
+        except OSError as error:
+            logger.error("jsonl: end.json cannot be written: %s.", error)
+        self._started = self._error = None
+
+    def _trained(self, trainer: forge.Trainer) -> bool:
+        """Whether a fit has begun here that has an end to tell of; core writes the card when nothing refuses it."""
+        began = self._started is not None and trainer.verb == "fit" and trainer.run_dir is not None
+        return began and trainer.env.is_main and card_of(trainer) != self._card
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -98,8 +137,24 @@ class JSONL(forge.Plugin):
         logger.error("jsonl: metrics.jsonl cannot be written: %s. The run goes on, without further lines in it.", error)
 
 
+def card_of(trainer: forge.Trainer) -> int | None:
+    """When the run card was written; None where there is none."""
+    try:
+        return None if trainer.run_dir is None else (trainer.run_dir / "card.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> None:
+    """Texts are few: the file is opened for each."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(as_json({**where, "name": name, "text": text}) + "\n" for name, text in texts.items())
+
+
 def drop_after(path: Path, update: int) -> None:
-    """Take the lines of later updates out of a metrics file, and a last line that a kill has cut short."""
+    """Take the lines of later updates out of a file, and a last line that a kill has cut short."""
+    if not path.exists():
+        return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -1,0 +1,48 @@
+"""`forge report`: a run as one HTML page to send to someone."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from forge.cli import show, target
+from forge.errors import ForgeError
+from forge.report.locating import locate
+
+EXAMPLES = """\
+RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has. The page needs no
+network and holds no script; a run that is still going can be reported too.
+
+examples:
+  forge report runs/quickstart                          the newest run; writes report.html into its folder
+  forge report runs/quickstart/RUN -o quickstart.html
+  forge report RUN_A RUN_B -o compared.html             curves over one another, and what differs
+"""
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser("report", "Write a run, or several, as one HTML page to send to someone.", EXAMPLES)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run; several are compared")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write (default: RUN/report.html; for several: report.html)"
+    )
+    return parser
+
+
+def run(args: Namespace) -> int:
+    from forge.report.page import page
+
+    runs = [locate(name) for name in args.runs]
+    beside = runs[0].path if len(runs) == 1 else Path()
+    file = Path(args.output) if args.output else beside / "report.html"
+    if file.is_dir():
+        raise ForgeError(f"-o {args.output} is a folder; name a file in it, as in {file / 'report.html'}.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(runs), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ForgeError(
+            f"The report cannot be written to {file}: {error.strerror}. Choose another file with -o."
+        ) from error
+    show.console().print(f"Wrote {show.near(file)}.", soft_wrap=True, markup=False)
+    return 0

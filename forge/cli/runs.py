@@ -1,0 +1,253 @@
+"""`forge runs`: what has run here and what it came to; `forge runs compare` says what made the difference."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from forge.cli import show, target
+from forge.errors import ForgeError, did_you_mean
+from forge.report import comparing, words
+from forge.report.directions import mode_of
+from forge.report.folder import Run
+from forge.report.locating import RUNS, locate, runs_in
+
+COMPARE = "compare"
+EXAMPLES = """\
+RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has.
+
+examples:
+  forge runs                                      every run under runs/, newest first
+  forge runs runs/quickstart --sort val/accuracy  one recipe's, the best first
+  forge runs compare RUN_A RUN_B                  what differs in recipe, result and surroundings
+  forge runs --json | jq '.[0].metrics'           for programs
+"""
+STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
+SHORTER = "shorter"
+DISPENSABLE = ("recipe", "task", "duration", "started", SHORTER, "updates")
+"""Columns that a narrow terminal does without, first to last; on the way runs lose the name of their group."""
+MOST_METRICS = 6
+
+
+def parser() -> ArgumentParser:
+    parser = target.new_parser(
+        "runs", "List runs with what they came to, or compare some (compare RUN RUN ...).", EXAMPLES
+    )
+    parser.add_argument(
+        "words", metavar="FOLDER | compare RUN RUN ...", nargs="*", help=f"where to look (default: {RUNS})"
+    )
+    parser.add_argument("--sort", metavar="METRIC", help="the best value first, as in --sort val/accuracy")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    match args.words:
+        case ["compare", one, other, *more]:
+            if args.sort:
+                raise ForgeError("--sort is for the list of runs: forge runs --sort METRIC")
+            return _compare([locate(name) for name in (one, other, *more)], args.json)
+        case ["compare", *_]:
+            raise ForgeError("Write: forge runs compare RUN RUN")
+        case []:
+            return _list(RUNS, args.sort, args.json)
+        case [folder]:
+            return _list(folder, args.sort, args.json)
+        case several:
+            raise ForgeError(
+                f"forge runs lists one folder, and got {', '.join(several)}. To compare: forge runs compare"
+            )
+
+
+# -- the list ---------------------------------------------------------------------------------------------------------
+
+
+def _list(folder: str, metric: str | None, as_json: bool) -> int:
+    if not Path(folder).is_dir() and folder != RUNS:
+        raise ForgeError(f"There is no folder {folder!r}.{_nearby(folder)}")
+    runs = runs_in(folder)
+    if metric:
+        runs = _sorted(runs, metric)
+    if as_json:
+        print(json.dumps([described(run) for run in runs], indent=2, allow_nan=False))
+        return 0
+    if not runs:
+        show.message(f"No runs in {folder} yet: forge fit quickstart makes one.", "dim")
+        return 0
+    console = show.console()
+    console.print(_table(runs, metric, console))
+    if console.is_terminal:
+        console.print("\nforge runs compare RUN RUN says what differs; forge report RUN draws one.", style="dim")
+    return 0
+
+
+def _nearby(folder: str) -> str:
+    there = [str(path) for path in Path(RUNS).iterdir()] if Path(RUNS).is_dir() else []
+    return did_you_mean(folder, [path for path in there if Path(path).is_dir()])
+
+
+def _sorted(runs: Sequence[Run], metric: str) -> list[Run]:
+    known = {name for run in runs for name in run.final}
+    if metric not in known:
+        raise ForgeError(f"None of these {len(runs)} runs has a metric {metric!r}.{did_you_mean(metric, known)}")
+    sign = 1 if mode_of(metric) == "min" else -1
+
+    def rank(run: Run) -> tuple[bool, float]:
+        value = run.final.get(metric, math.nan)
+        return not math.isfinite(value), sign * value if math.isfinite(value) else 0.0
+
+    return sorted(runs, key=rank)
+
+
+def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
+    """As many columns as there is room for; the run, its status and its metrics stay."""
+    counted: dict[str, int] = {}
+    for run in runs:
+        for name in run.final:
+            if name.startswith(("val/", "test/")):
+                counted[name] = counted.get(name, 0) + 1
+    metrics = sorted(counted, key=lambda name: -counted[name])[:MOST_METRICS]
+    if metric and metric not in metrics:
+        metrics.insert(0, metric)
+    columns: dict[str, Callable[[Run], str | Text]] = {
+        "run": label,
+        "recipe": lambda run: run.recipe,
+        "task": lambda run: run.task,
+        "status": lambda run: Text(run.status, STYLES.get(run.status, "")),
+        "updates": _updates,
+        "started": lambda run: words.short_moment(run.started),
+        "duration": lambda run: words.duration(run.seconds),
+        **{name: lambda run, name=name: _value(run, name) for name in metrics},
+    }
+    watched = {run.best.monitor for run in runs if run.best}
+    best = f"best {' or '.join(sorted(watched))}" if watched else ""
+    if best:
+        columns[best] = _best
+    dispensable = [*DISPENSABLE, *(name for name in reversed(metrics[1:]) if name != metric), best]
+    while True:
+        grid = _filled(runs, columns)
+        needed = Measurement.get(console, console.options.update(max_width=10_000), grid).maximum
+        if needed <= console.width or not dispensable:
+            return grid
+        first = dispensable.pop(0)
+        if first == SHORTER:
+            columns["run"] = lambda run: run.path.name
+        columns.pop(first, None)
+
+
+def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]) -> Table:
+    grid = show.table(*columns)
+    for column in grid.columns:
+        if "/" in str(column.header) or column.header in ("updates", "duration"):
+            column.justify = "right"
+    for run in runs:
+        grid.add_row(
+            *(Text(cell) if isinstance(cell, str) else cell for cell in (tell(run) for tell in columns.values()))
+        )
+    return grid
+
+
+def label(run: Run) -> str:
+    """What to type for a run: its path, without the folder where runs are looked for anyway."""
+    return str(show.near(run.path)).removeprefix(f"{RUNS}/")
+
+
+def _updates(run: Run) -> str:
+    return f"{run.updates}/{run.planned}" if run.planned and run.planned != run.updates else str(run.updates)
+
+
+def _value(run: Run, name: str) -> str:
+    return words.number(run.final[name]) if name in run.final else ""
+
+
+def _best(run: Run) -> str:
+    best = run.best
+    return "" if best is None else f"{words.number(best.value)} at {best.update}"
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What `--json` says of one run."""
+    return {
+        "path": str(run.path),
+        "name": run.name,
+        "recipe": run.recipe or None,
+        "task": run.task or None,
+        "status": run.status,
+        "reason": run.reason or None,
+        "updates": run.updates,
+        "planned_updates": run.planned,
+        "epochs": run.epochs,
+        "started": run.card.get("started"),
+        "seconds": round(run.seconds, 3),
+        "metrics": {name: value if math.isfinite(value) else None for name, value in run.final.items()},
+        "best": vars(run.best) if run.best else None,
+    }
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+def _compare(runs: Sequence[Run], as_json: bool) -> int:
+    parts = comparing.compare(runs)
+    if as_json:
+        told = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}
+        print(json.dumps(told, indent=2, allow_nan=False))
+        return 0
+    console = show.console()
+    names = _labels(runs)
+    for name, run in zip(names, runs, strict=True):
+        console.print(
+            Text.assemble(
+                (f"{name}  ", "bold"), str(show.near(run.path)), (f"  {run.status}", STYLES.get(run.status, ""))
+            ),
+            soft_wrap=True,
+        )
+    for part, rows in parts.items():
+        console.print()
+        if not rows:
+            console.print(Text(f"{part}: no difference", "dim"))
+            continue
+        console.print(_side_by_side(part, rows, names))
+    return 0
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """A, B, C: what a run's column is called."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return [letters[i] if i < len(letters) else str(i + 1) for i in range(len(runs))]
+
+
+def _side_by_side(part: str, rows: comparing.Rows, names: Sequence[str]) -> Table:
+    is_result = part == "result"
+    two = is_result and len(names) == 2
+    grid = show.table(part, *names, *["difference"] * two, wrap=names)
+    for column in grid.columns[1:]:
+        column.justify = "right" if is_result else "left"
+    tell = words.number if is_result else words.value_text
+    for key, values in rows.items():
+        cells = [Text("–" if value is None else tell(value)) for value in values]
+        change = comparing.difference(values) if two else None
+        more = [Text(words.signed(change), _tone(key, change)) if change else Text("")] if two else []
+        grid.add_row(Text(key), *cells, *more)
+    return grid
+
+
+def _tone(key: str, change: float) -> str:
+    mode = mode_of(key)
+    return "" if mode is None else "green" if (change < 0) == (mode == "min") else "red"
+
+
+def _finite(rows: comparing.Rows) -> comparing.Rows:
+    return {
+        key: [None if isinstance(value, float) and not math.isfinite(value) else value for value in values]
+        for key, values in rows.items()
+    }

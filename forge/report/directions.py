@@ -1,0 +1,28 @@
+"""Whether more of a metric is better, as far as its name tells."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+Mode = Literal["min", "max"]
+
+LESS = {"loss", "error", "err", "nll", "perplexity", "ppl", "bpc", "mse", "mae", "rmse", "wer", "cer", "fid", "entropy"}
+MORE = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "r2", "bleu", "rouge", "score"}
+
+
+def mode_of(name: str) -> Mode | None:
+    """ "min" for val/loss, "max" for val/accuracy, None where the name says neither."""
+    words = set(re.split(r"[^a-z0-9]+", name.rpartition("/")[2].lower()))
+    if words & LESS:
+        return "min"
+    return "max" if words & MORE else None
+
+
+def best_of(points: Iterable[tuple[int, float]], mode: Mode) -> tuple[int, float] | None:
+    """(update, value) of the best finite point; of equals the earliest."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    sign = 1 if mode == "min" else -1
+    return min(finite, key=lambda point: sign * point[1], default=None)

@@ -1,0 +1,304 @@
+"""A run folder, read back: what ran, how it went, what it came to.
+
+Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. What cannot be read is left
+out, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from forge.report.lock import is_held
+
+STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
+COUNTERS = ("update", "epoch", "sample", "time")
+MOST_BYTES = 64 * 2**20
+"""A file that should be small and is larger is not read."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint by its name; nothing of it has been verified."""
+
+    name: str
+    update: int
+    bytes: int
+    marks: tuple[str, ...]
+    "Links that point to it: latest, best."
+
+
+@dataclass(frozen=True)
+class Best:
+    """What the checkpoint `best` was kept for."""
+
+    monitor: str
+    mode: str
+    update: int
+    value: float
+
+
+class Run:
+    """One run. Everything is read when it is first asked for."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @property
+    def name(self) -> str:
+        """The folder with its group: quickstart/20260101-120000-abcd."""
+        return "/".join(self.path.absolute().parts[-2:])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        return _read_object(self.path / "card.json")
+
+    @cached_property
+    def end(self) -> dict[str, Any]:
+        """What was written at the end; empty while the run goes on, and after a kill."""
+        return _read_object(self.path / "end.json")
+
+    @cached_property
+    def ledger(self) -> dict[str, Any]:
+        return _read_object(self.path / "ledger.json")
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one that a kill has cut short is none."""
+        return [line for line in _read_lines(self.path / "metrics.jsonl") if _whole(line, "update")]
+
+    @cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        found = _read_lines(self.path / "texts.jsonl")
+        return [line for line in found if isinstance(line.get("name"), str) and isinstance(line.get("text"), str)]
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """config.yaml as it is."""
+        return _read_text(self.path / "config.yaml")
+
+    # -- what ran -----------------------------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> str:
+        return _word(self.card.get("recipe"))
+
+    @property
+    def task(self) -> str:
+        return _word(_object(self.card.get("task")).get("class"))
+
+    @property
+    def planned(self) -> int | None:
+        planned = self.card.get("planned_updates")
+        return planned if type(planned) is int else None
+
+    @cached_property
+    def started(self) -> float:
+        """When its last life began, in seconds since 1970."""
+        try:
+            return datetime.strptime(str(self.card.get("started")), "%Y-%m-%d %H:%M:%S %z").timestamp()
+        except (ValueError, OverflowError):
+            return _changed(self.path / "card.json") or _changed(self.path / "metrics.jsonl") or 0.0
+
+    # -- how it went --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def status(self) -> str:
+        """One of STATUSES. "killed" is a run that nobody holds and that left no word of its end."""
+        held = is_held(self.path)
+        if held:
+            return "running"
+        said = self.end.get("status")
+        if said in STATUSES:
+            return str(said)
+        if held is None:
+            return "unknown"
+        weights, card = _changed(self.path / "weights.safetensors"), _changed(self.path / "card.json")
+        return "finished" if weights and weights >= card else "killed"
+
+    @property
+    def reason(self) -> str:
+        return _word(self.end.get("reason"))
+
+    @property
+    def updates(self) -> int:
+        return self._count("updates", "update")
+
+    @property
+    def epochs(self) -> int:
+        return self._count("epochs", "epoch")
+
+    @property
+    def samples(self) -> int:
+        return self._count("samples", "sample")
+
+    def _count(self, at_end: str, in_line: str) -> int:
+        said = self.end.get(at_end)
+        return (
+            said
+            if type(said) is int
+            else max((line[in_line] for line in self.records if _whole(line, in_line)), default=0)
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """How long it trained, over all its lives; each one's clock began at zero."""
+        at_end = self.end.get("seconds")
+        at_end = float(at_end) if isinstance(at_end, (int, float)) and math.isfinite(at_end) else 0.0
+        if at_end and self.card.get("resumed_from") is None:
+            return at_end  # one life: no line needs to be read
+        total = last = 0.0
+        for line in self.records:
+            now = line.get("time")
+            if isinstance(now, (int, float)) and math.isfinite(now):
+                if now < last:
+                    total += last
+                last = float(now)
+        return total + max(last, at_end)
+
+    @cached_property
+    def series(self) -> dict[str, list[tuple[int, float]]]:
+        """(update, value) of every metric; NaN where the value was not finite."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in self.records:
+            for name, value in line.items():
+                if name in COUNTERS or not (value is None or isinstance(value, (int, float))):
+                    continue
+                found.setdefault(name, []).append((line["update"], _number(value)))
+        return found
+
+    @cached_property
+    def final(self) -> dict[str, float]:
+        """The latest value of every metric. An end that has been written spares reading every line."""
+        said = self.end.get("metrics")
+        if not isinstance(said, dict):
+            return {name: points[-1][1] for name, points in self.series.items()}
+        found = {
+            name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
+        }
+        if _changed(self.path / "metrics.jsonl") > _changed(self.path / "end.json"):  # a test has been added since
+            found |= {name: points[-1][1] for name, points in self.series.items() if name not in found}
+        return found
+
+    # -- what it left -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Oldest first."""
+        folder, found, marks = self.path / "checkpoints", [], {}
+        for entry in _entries(folder):
+            if entry.is_symlink():
+                marks.setdefault(os.path.basename(os.readlink(entry)), []).append(entry.name)
+            elif entry.name.startswith("update-") and entry.name[7:].isdigit() and entry.is_dir():
+                found.append(entry.name)
+        return [
+            Checkpoint(name, int(name[7:]), _size(folder / name), tuple(sorted(marks.get(name, ()))))
+            for name in sorted(found, key=lambda name: int(name[7:]))
+        ]
+
+    @cached_property
+    def best(self) -> Best | None:
+        """What the checkpoint `best` says of itself."""
+        plugins = _object(_read_object(self.path / "checkpoints" / "best" / "state.json").get("plugins"))
+        for state in plugins.values():
+            match state:
+                case {
+                    "monitor": str(monitor),
+                    "mode": str(mode),
+                    "best": [{"update": int(update), "value": float(value)}, *_],
+                }:
+                    return Best(monitor, mode, update, value)
+        return None
+
+
+def is_run(path: Path) -> bool:
+    """A run folder is one with a card, or with metrics."""
+    return any((path / name).is_file() for name in ("card.json", "metrics.jsonl"))
+
+
+def find_runs(folder: Path, depth: int = 4) -> Iterator[Path]:
+    """Every run folder in a folder, itself included; there are no runs inside of runs."""
+    if is_run(folder):
+        yield folder
+    elif depth:
+        for entry in sorted(_entries(folder), key=lambda entry: entry.name):
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from find_runs(Path(entry.path), depth - 1)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return _object(json.loads(_read_text(path)))
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found.append(_object(json.loads(line)))
+                except (ValueError, RecursionError):
+                    continue
+    except OSError:
+        pass
+    return found
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(folder: Path) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in _entries(folder))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _whole(line: dict[str, Any], name: str) -> bool:
+    return type(line.get(name)) is int and 0 <= line[name] < 2**53
+
+
+def _number(value: Any) -> float:
+    """As a float; null stands for what is not finite."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan

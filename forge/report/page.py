@@ -1,0 +1,266 @@
+"""One HTML page about a run, or several side by side: nothing is loaded from elsewhere, and nothing runs in it.
+
+Whatever comes from a run passes through `esc` on its way in, because the run may be a stranger's.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from forge import __version__
+from forge.report import comparing, words
+from forge.report.charts import MOST_CHARTS, panels
+from forge.report.folder import Run
+from forge.report.style import SHEET
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""What the browser is told: no script, no picture, no font, no request."""
+MOST_TEXTS = 10
+
+
+def esc(value: Any) -> str:
+    """A value from a run as text of the page."""
+    return html.escape(str(value), quote=True)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole document."""
+    title = title_of(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
+    body = one(runs[0]) if len(runs) == 1 else several(runs)
+    made = f"Made by forge {esc(__version__)} on {time.strftime('%Y-%m-%d %H:%M')}."
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{esc(title)}</title>\n<style>{SHEET}</style>\n</head>\n<body>\n<main>\n"
+        f"{body}<footer>{made}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def title_of(run: Run) -> str:
+    return f"{run.recipe or run.task or 'run'} · {run.path.absolute().name}"
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def one(run: Run) -> str:
+    badge = f'<span class="badge {esc(run.status)}">{esc(run.status)}</span>'
+    parts = [
+        f"<h1>{esc(title_of(run))} {badge}</h1>\n<p class='soft'>{esc(outcome(run))}</p>\n",
+        tiles(run),
+        section("Metrics", metrics_table(run)),
+        curves({"": run}),
+        section("Samples", texts(run)),
+        section("Run card", card(run)),
+        *[fold(name, text) for name, text in details(run)],
+    ]
+    return "".join(parts)
+
+
+def outcome(run: Run) -> str:
+    """In one sentence, how it went."""
+    updates = words.counted(run.updates, "update")
+    if run.planned and run.planned != run.updates:
+        updates = f"{run.updates:,} of {words.counted(run.planned, 'update')}"
+    done = f"{words.counted(run.epochs, 'epoch')}, {updates} in {words.duration(run.seconds)}"
+    match run.status:
+        case "finished":
+            return f"Finished after {done}" + (f": {run.reason}." if run.reason else ".")
+        case "running":
+            return f"Still running when this page was made, after {done}."
+        case "interrupted" | "failed":
+            return f"{run.status.capitalize()} after {done}: {run.reason}"
+        case "killed":
+            return f"Ended without a word after {done}, as a killed process does."
+    return f"{done}; whether it still runs cannot be told from here."
+
+
+def tiles(run: Run) -> str:
+    rate = run.samples / run.seconds if run.seconds else 0.0
+    values = {
+        "updates": f"{run.updates:,}",
+        "epochs": f"{run.epochs:,}",
+        "time": words.duration(run.seconds),
+        "samples per second, overall": words.number(round(rate)) if rate else "",
+        "parameters": words.count(_mapping(run.card.get("task")).get("parameters")),
+        "device": str(run.card.get("device") or ""),
+    }
+    for name, (_, value) in list(comparing.bests(run).items())[:2]:
+        values[f"best {name}"] = words.number(value)
+    shown = [
+        f"<div class='tile'><b>{esc(value)}</b><span>{esc(label)}</span></div>"
+        for label, value in values.items()
+        if value
+    ]
+    return f"<div class='tiles'>{''.join(shown)}</div>\n"
+
+
+def metrics_table(run: Run) -> str:
+    best = comparing.bests(run)
+    rows = []
+    for name in comparing.metrics_of(run):
+        at, value = best.get(name, ("", None))
+        rows.append([name, words.number(run.final[name]), "" if value is None else words.number(value), at])
+    return table(["metric", "last", "best", "at update"], rows, numbers=(1, 2, 3)) if rows else ""
+
+
+def curves(runs: Mapping[str, Run]) -> str:
+    every = panels(runs)
+    drawn = every[:MOST_CHARTS]
+    own = [panel.draw() for panel in drawn if not panel.is_aside]
+    aside = [panel.draw() for panel in drawn if panel.is_aside]
+    parts = [section("Curves", _charts(own))]
+    if aside:
+        parts.append(fold(f"{words.counted(len(aside), 'chart')} of plugins", _charts(aside)))
+    if len(every) > len(drawn):
+        parts.append(f"<p class='soft'>{len(every) - len(drawn)} more charts were left out.</p>\n")
+    return "".join(parts)
+
+
+def _charts(drawn: Sequence[str]) -> str:
+    cards = "".join(f"<div class='card'>{chart}</div>\n" for chart in drawn)
+    return f"<div class='charts'>\n{cards}</div>\n" if drawn else ""
+
+
+def texts(run: Run) -> str:
+    """The last texts of every name, newest first."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for line in run.texts:
+        by_name.setdefault(line["name"], []).append(line)
+    parts = []
+    for name, lines in by_name.items():
+        newest, *older = lines[-MOST_TEXTS:][::-1]
+        parts.append(f"<h3>{esc(name)} <span class='soft'>at update {esc(newest.get('update'))}</span></h3>")
+        parts.append(f"<pre>{esc(newest['text'])}</pre>")
+        parts += [fold(f"at update {line.get('update')}", f"<pre>{esc(line['text'])}</pre>") for line in older]
+    return f"<div class='card'>{''.join(parts)}</div>\n" if parts else ""
+
+
+def card(run: Run) -> str:
+    """What ran, on what."""
+    data = run.card
+    if not data:
+        return ""
+    task = data.get("task") if isinstance(data.get("task"), dict) else {}
+    rows = {
+        "started": data.get("started"),
+        "command": data.get("command"),
+        "recipe": data.get("recipe"),
+        "task": f"{task.get('class')}({_options(task.get('options'))})" if task else None,
+        "parameters": _parameters(run),
+        "optimizer": ", ".join(map(str, _mapping(data.get("optimizers")).values())),
+        "seed": data.get("seed"),
+        "device": data.get("device"),
+        "ranks": data.get("world"),
+        "resumed from": None if data.get("resumed_from") is None else f"update {data['resumed_from']}",
+        "machine": data.get("machine"),
+        "versions": ", ".join(f"{name} {version}" for name, version in _mapping(data.get("versions")).items()),
+        "git": comparing.surroundings(run).get("commit"),
+    }
+    about = [[key, value] for key, value in rows.items() if value not in (None, "")]
+    plugins = [plugin for plugin in data.get("stack") or [] if isinstance(plugin, dict)]
+    stack = [[plugin.get("name"), _options(plugin.get("options"))] for plugin in plugins]
+    return (
+        "<div class='two'>"
+        + table([], about)
+        + (table(["plugin, outermost first", "options"], stack) if stack else "")
+        + "</div>\n"
+    )
+
+
+def details(run: Run) -> Iterable[tuple[str, str]]:
+    """What is folded away: (heading, content)."""
+    ledger = ledger_table(run)
+    if ledger:
+        yield "What plugins cost", ledger
+    if run.checkpoints:
+        rows = [[c.name, ", ".join(c.marks), words.size(c.bytes)] for c in run.checkpoints]
+        yield words.counted(len(rows), "checkpoint"), table(["checkpoint", "", "size"], rows, numbers=(2,))
+    if run.recipe_text:
+        yield "Recipe, as it ran", f"<pre>{esc(run.recipe_text)}</pre>"
+
+
+def ledger_table(run: Run) -> str:
+    """RUN/ledger.json as the plugin ledger wrote it."""
+    rows = []
+    for row in run.ledger.get("rows") or []:
+        match row:
+            case {"plugin": plugin, "hook": hook, "us_per_update": float(spent), "share": float(share)}:
+                name = str(hook).removeprefix("forge_") + (" (validation)" if row.get("in_validation") else "")
+                calls = row.get("calls_per_update")
+                often = f"{calls:.3g}" if isinstance(calls, float) else ""
+                rows.append([plugin, name, often, f"{spent:,.1f}", f"{100 * share:.1f} %"])
+    return table(["plugin", "hook", "calls", "µs per update", "share"], rows, numbers=(2, 3, 4)) if rows else ""
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def several(runs: Sequence[Run]) -> str:
+    """Overlaid curves, and tables of what differs."""
+    labels = {chr(ord("A") + i) if i < 26 else str(i + 1): run for i, run in enumerate(runs)}
+    rows = [
+        [label, run.name, run.status, f"{run.updates:,}", words.duration(run.seconds), words.moment(run.started)]
+        for label, run in labels.items()
+    ]
+    parts = comparing.compare(runs)
+    shown = [
+        section("Results", _rows(parts["result"], labels, words.number, numbers=True)),
+        curves(labels),
+        section("What differs in the recipe", _rows(parts["recipe"], labels, words.value_text) or _none()),
+        section("What differs around it", _rows(parts["surroundings"], labels, words.value_text) or _none()),
+    ]
+    for label, run in labels.items():
+        inside = [card(run), section("Samples", texts(run)), *(fold(name, text) for name, text in details(run))]
+        shown.append(fold(f"{label}: {title_of(run)}", f"<p class='soft'>{esc(outcome(run))}</p>" + "".join(inside)))
+    heading = f"<h1>{len(runs)} runs</h1>\n"
+    return heading + table(["", "run", "status", "updates", "time", "started"], rows, numbers=(3, 4)) + "".join(shown)
+
+
+def _rows(rows: comparing.Rows, labels: Mapping[str, Run], tell: Any, numbers: bool = False) -> str:
+    if not rows:
+        return ""
+    filled = [[key, *("–" if value is None else tell(value) for value in values)] for key, values in rows.items()]
+    columns = range(1, len(labels) + 1) if numbers else ()
+    return table(["", *labels], filled, numbers=tuple(columns))
+
+
+def _none() -> str:
+    return "<div class='card soft'>nothing</div>\n"
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def section(heading: str, content: str) -> str:
+    return f"<h2>{esc(heading)}</h2>\n{content}" if content else ""
+
+
+def fold(heading: str, content: str) -> str:
+    return f"<details><summary>{esc(heading)}</summary>\n{content}</details>\n"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
+    """Cells are texts from the run, and escaped here."""
+    kinds = {0: " class='k'", **dict.fromkeys(numbers, " class='n'")}
+    head = "".join(f"<th{' class=n' if i in numbers else ''}>{esc(text)}</th>" for i, text in enumerate(heads))
+    lines = ["".join(f"<td{kinds.get(i, '')}>{esc(cell)}</td>" for i, cell in enumerate(row)) for row in rows]
+    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    return f"<div class='card'><table>{f'<tr>{head}</tr>' if head else ''}\n{body}</table></div>\n"
+
+
+def _options(values: Any) -> str:
+    return ", ".join(f"{key}={words.value_text(value)}" for key, value in _mapping(values).items())
+
+
+def _parameters(run: Run) -> str:
+    count = _mapping(run.card.get("task")).get("parameters")
+    return f"{count:,}" if type(count) is int else ""
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,254 @@
+"""Curves as one SVG text: no library, no script, readable on light and on dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from forge.report.ticks import log_ticks, nice_ticks, tick_text
+
+Point = tuple[float, float]
+
+COLORS = 7
+"""Okabe and Ito's colours, which the colour-blind tell apart; further series take them again, dashed."""
+STYLE = """
+.forge-chart{background:#fff;color:#1f2933;font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
+max-width:100%;height:auto;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;--c4:#b98300;--c5:#3f9bd6;--c6:#6b7280}
+@media (prefers-color-scheme:dark){.forge-chart{background:#171a1f;color:#e4e7eb;--c0:#4aa8e0;--c1:#f0803c;--c2:#2bc79a;
+--c3:#e59cc6;--c4:#f0b93a;--c5:#8cd0ff;--c6:#a7afba}}
+.forge-chart text{fill:currentColor;stroke:none}
+.forge-chart .tick{opacity:.7}
+.forge-chart .title{font-size:14px;font-weight:600}
+.forge-chart .grid{stroke:currentColor;stroke-opacity:.13;fill:none}
+.forge-chart .axis{stroke:currentColor;stroke-opacity:.5;fill:none}
+.forge-chart .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+.forge-chart .lost{stroke:#d64545;stroke-width:1.6;fill:none}
+""".replace("\n", "")
+LETTER = 6.4
+"""About how wide a letter is; there is nobody to ask."""
+MOST_POINTS = 2000
+"""A longer series is drawn by its lowest and highest point of every stretch."""
+MOST_DOTS = 40
+"""Up to so many points each has a dot, which says its value when it is pointed at."""
+MOST_LOST = 40
+
+
+def line_chart(
+    series: Mapping[str, Sequence[Point]],
+    title: str = "",
+    x_label: str = "update",
+    y_label: str = "",
+    width: int = 640,
+    height: int = 320,
+    log_y: bool = False,
+) -> str:
+    """Curves by name as one `<svg>`, for a page or a file of its own.
+
+    What is not finite leaves a gap and a small red cross on the axis; with `log_y`, so does what is not positive. Each
+    curve's `data-points` holds its points as they were given, `x,y x,y ...`.
+    """
+    return Chart(series, title, x_label, y_label, width, height, log_y).draw()
+
+
+class Chart:
+    """One picture. `x` and `y` turn values into its coordinates."""
+
+    def __init__(
+        self,
+        series: Mapping[str, Sequence[Point]],
+        title: str,
+        x_label: str,
+        y_label: str,
+        width: int,
+        height: int,
+        log_y: bool,
+    ):
+        self.series, self.title, self.width, self.height = series, title, width, height
+        self.x_label, self.y_label = x_label, y_label
+        shown = [point for points in series.values() for point in points if _is_finite(point)]
+        self.log_y = log_y and any(y > 0 for _, y in shown)
+        if self.log_y:
+            shown = [(x, y) for x, y in shown if y > 0]
+        self.empty = not shown
+        self.left_x, self.right_x = _spread([x for x, _ in shown], 0.0)
+        if 0 < self.left_x < 0.2 * self.right_x:
+            self.left_x = 0.0
+        self.bottom_y, self.top_y = self._y_range([y for _, y in shown])
+        self.x_ticks = [] if self.empty else nice_ticks(self.left_x, self.right_x, max(3, width // 70))
+        self.y_ticks = self._y_ticks(max(4, height // 45))
+        self.legend = list(self._legend())
+        self.top = 14.0 + 22 * bool(title) + (18 * (1 + self.legend[-1][1]) if self.legend else 0) + 14 * bool(y_label)
+        self.floor = height - (40.0 if x_label else 26.0)
+        longest = max((len(tick_text(tick)) for tick in self.y_ticks), default=1)
+        self.left, self.right = 14 + LETTER * (longest + 1), width - 18.0
+
+    def _y_range(self, values: list[float]) -> tuple[float, float]:
+        if not self.log_y:
+            return _spread(values, 0.05)
+        return _spread([math.log10(value) for value in values], 0.05)
+
+    def _y_ticks(self, about: int) -> list[float]:
+        if self.log_y:
+            return log_ticks(10 ** max(self.bottom_y, -300), 10 ** min(self.top_y, 300))
+        return nice_ticks(self.bottom_y, self.top_y, about)
+
+    def _legend(self) -> Iterator[tuple[str, int, float]]:
+        """(name, line, x) of every entry, as many on a line as there is room for."""
+        x, line = 14.0, 0
+        if len(self.series) == 1 and next(iter(self.series)) in (self.title, self.y_label):
+            return
+        for name in self.series:
+            room = 30 + LETTER * len(_short(name)) + 16
+            if x > 14 and x + room > self.width:
+                x, line = 14.0, line + 1
+            yield name, line, x
+            x += room
+
+    def x(self, value: float) -> float:
+        return self.left + (value - self.left_x) / (self.right_x - self.left_x) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        at = math.log10(value) if self.log_y else value
+        return self.floor - (at - self.bottom_y) / (self.top_y - self.bottom_y) * (self.floor - self.top)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def draw(self, styled: bool = True) -> str:
+        """The text; a page that has STYLE once does without it here."""
+        name = _text(self.title or ", ".join(self.series) or "chart")
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="{name}" '
+            f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}">'
+        )
+        parts = [head, *[f"<style>{STYLE}</style>"] * styled, *self._words(), *self._axes()]
+        for i, points in enumerate(self.series.values()):
+            parts += self._curve(i, points)
+        return "\n".join([*parts, *self._lost(), "</svg>"]) + "\n"
+
+    def _words(self) -> Iterator[str]:
+        top = 14.0
+        if self.title:
+            room = int((self.width - 28) / (LETTER * 1.25))
+            yield f'<text class="title" x="14" y="24">{_text(_short(self.title, room))}</text>'
+            top += 22
+        for i, (name, line, x) in enumerate(self.legend):
+            y = top + 18 * line + 6
+            yield f'<path class="curve" {_stroke(i)} d="M{x:.1f} {y:.1f}h20"/>'
+            yield f'<text x="{x + 26:.1f}" y="{y + 4:.1f}">{_text(_short(name))}</text>'
+        if self.y_label and self.y_label != self.title:
+            yield f'<text class="tick" x="14" y="{self.top - 8:.1f}">{_text(self.y_label)}</text>'
+        if self.x_label:
+            middle = (self.left + self.right) / 2
+            y = self.height - 8
+            yield f'<text class="tick" x="{middle:.1f}" y="{y}" text-anchor="middle">{_text(self.x_label)}</text>'
+
+    def _axes(self) -> Iterator[str]:
+        lines = [f"M{self.left:.1f} {self.y(tick):.1f}H{self.right:.1f}" for tick in self.y_ticks]
+        lines += [f"M{self.x(tick):.1f} {self.top:.1f}V{self.floor:.1f}" for tick in self.x_ticks]
+        if lines:
+            yield f'<path class="grid" d="{"".join(lines)}"/>'
+        yield f'<path class="axis" d="M{self.left:.1f} {self.floor:.1f}H{self.right:.1f}"/>'
+        for tick in [] if self.empty else self.y_ticks:
+            yield (
+                f'<text class="tick" x="{self.left - 7:.1f}" y="{self.y(tick) + 4:.1f}" text-anchor="end">'
+                f"{tick_text(tick)}</text>"
+            )
+        for tick in self.x_ticks:
+            yield (
+                f'<text class="tick" x="{self.x(tick):.1f}" y="{self.floor + 17:.1f}" text-anchor="middle">'
+                f"{tick_text(tick)}</text>"
+            )
+        if self.empty:
+            middle = f'x="{self.width / 2:.1f}" y="{(self.top + self.floor) / 2:.1f}"'
+            yield f'<text class="tick" {middle} text-anchor="middle">nothing to draw yet</text>'
+
+    def _curve(self, index: int, points: Sequence[Point]) -> Iterator[str]:
+        name = _text(list(self.series)[index])
+        given = " ".join(f"{_exact(x)},{_exact(y)}" for x, y in points if _is_finite((x, y)))
+        runs = [thinned(run, MOST_POINTS) for run in self._runs(points)]
+        path = "".join("M" + "L".join(f"{self.x(x):.2f} {self.y(y):.2f}" for x, y in run) for run in runs)
+        yield f'<path class="curve" {_stroke(index)} data-name="{name}" data-points="{given}" d="{path}"/>'
+        few = sum(map(len, runs)) <= MOST_DOTS
+        for run in runs:
+            for x, y in run if few or len(run) == 1 else ():
+                at = f'cx="{self.x(x):.2f}" cy="{self.y(y):.2f}" r="{3.2 if len(run) == 1 else 2.4}"'
+                told = f"{name}: {y:.6g} at {x:.10g}"
+                yield f'<circle fill="var(--c{index % COLORS})" {at}><title>{told}</title></circle>'
+
+    def _runs(self, points: Sequence[Point]) -> Iterator[list[Point]]:
+        """Stretches without a gap."""
+        run: list[Point] = []
+        for point in points:
+            if self._is_shown(point):
+                run.append(point)
+            elif run:
+                yield run
+                run = []
+        if run:
+            yield run
+
+    def _lost(self) -> Iterator[str]:
+        """Crosses on the axis, where a value has no place in the picture."""
+        crosses = 0
+        for name, points in self.series.items():
+            for x, y in points:
+                if self.empty or self._is_shown((x, y)) or not math.isfinite(x) or crosses == MOST_LOST:
+                    continue
+                crosses += 1
+                at = min(max(self.x(x), self.left), self.right)
+                yield (
+                    f'<path class="lost" d="M{at - 3:.1f} {self.floor - 3:.1f}l6 6m0 -6l-6 6">'
+                    f"<title>{_text(name)}: {y:g} at {x:.10g}</title></path>"
+                )
+
+    def _is_shown(self, point: Point) -> bool:
+        return _is_finite(point) and (point[1] > 0 or not self.log_y)
+
+
+def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
+    """At most so many of the points: of every stretch the lowest and the highest, and both ends."""
+    if len(points) <= most:
+        return points
+    inner = points[1:-1]
+    count = (most - 2) // 2
+    kept = [points[0]]
+    for i in range(count):
+        stretch = inner[i * len(inner) // count : (i + 1) * len(inner) // count]
+        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
+    return [*kept, points[-1]]
+
+
+def _spread(values: Sequence[float], room: float) -> tuple[float, float]:
+    """(lowest, highest) with some room around them, and never the same number twice."""
+    if not values:
+        return 0.0, 1.0
+    lowest, highest = min(values), max(values)
+    if not highest - lowest > 1e-9 * max(abs(lowest), abs(highest)):
+        around = abs(lowest) * 0.1 or 0.5
+        return lowest - around, highest + around
+    more = room * (highest - lowest)
+    return lowest - more, highest + more
+
+
+def _stroke(index: int) -> str:
+    dash = ("", "6 4", "2 4", "9 3 2 3")[index // COLORS % 4]
+    return f'stroke="var(--c{index % COLORS})"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+
+def _exact(value: float) -> str:
+    return repr(int(value) if isinstance(value, int) else float(value))
+
+
+def _text(text: str) -> str:
+    """As the content of an element or an attribute; what XML cannot hold is left out."""
+    return escape("".join(letter for letter in text if letter.isprintable()))
+
+
+def _short(text: str, most: int = 48) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _is_finite(point: Point) -> bool:
+    """Whether there can be a place for it: arithmetic with it must not overflow either."""
+    return math.isfinite(point[0]) and abs(point[0]) < 1e300 and math.isfinite(point[1]) and abs(point[1]) < 1e300

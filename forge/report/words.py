@@ -1,0 +1,87 @@
+"""Numbers and times as people read them, in tables and on pages."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+
+def number(value: Any) -> str:
+    """Whole numbers whole, others with five significant digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e9 else f"{value:.5g}"
+
+
+def count(value: Any) -> str:
+    """ "85,002", "10.8 million", "1.3 billion"; empty for what is no count."""
+    if type(value) is not int:
+        return ""
+    for name, unit in (("billion", 10**9), ("million", 10**6)):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value:,}"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 epoch", "12,000 updates"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def rate(value: float, noun: str) -> str:
+    """ "93.5 updates/s"; empty where nothing was measured."""
+    if not value:
+        return ""
+    return f"{value:,.0f} {noun}/s" if value >= 100 else f"{value:.3g} {noun}/s"
+
+
+def signed(value: float) -> str:
+    text = number(value)
+    return text if text.startswith("-") or not value else f"+{text}"
+
+
+def duration(seconds: float) -> str:
+    """ "4.2 s", "3 min 20 s", "2 h 05 min", "3 d 04 h"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if minutes < 60:
+        return f"{minutes} min {whole % 60:02} s"
+    return f"{hours} h {minutes % 60:02} min" if hours < 24 else f"{days} d {hours % 24:02} h"
+
+
+def moment(seconds: float) -> str:
+    """When, on this machine's clock."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+
+
+def short_moment(seconds: float) -> str:
+    """The same without the year, where it is this one."""
+    then, now = time.localtime(seconds), time.localtime()
+    return time.strftime("%m-%d %H:%M" if then.tm_year == now.tm_year else "%Y-%m-%d", then) if seconds else ""
+
+
+def size(number: float) -> str:
+    """ "512 B", "1.5 KiB", "2.3 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} GiB"
+
+
+def value_text(value: Any) -> str:
+    """An option's value as one would write it in a recipe."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(map(value_text, value)) if isinstance(value, list) else str(value)

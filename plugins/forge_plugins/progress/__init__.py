@@ -1,0 +1,108 @@
+"""Progress on the screen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import forge
+from forge.run import ending
+from forge_plugins.progress.bar import REFRESH, Bar
+from forge_plugins.progress.lines import Lines
+from forge_plugins.progress.screen import View, on_terminal
+from forge_plugins.progress.status import NEVER, Status, share_of_epoch
+
+STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
+
+
+class Progress(forge.Plugin):
+    """Show how far the run is, how fast, how long it will take, the latest metrics, and in the end what it came to.
+
+    On a terminal there are two live bars, one for the epoch and one for the run, which leave what you print alone; when
+    the fit is done a table has the last and the best value of every metric, and lines say where the run is and how to
+    look at it. Anywhere else (a file, CI) there is a plain line per interval, at the end of every epoch, after every
+    validation and at the end of the run. All of it goes to stderr, so that stdout stays yours.
+
+    Only the main process shows anything. `forge fit -q` shows nothing but warnings and errors; in a script
+    `logging.getLogger("forge").setLevel(logging.WARNING)` does the same. Where stderr can be written no longer (a pipe
+    whose reader is gone), it falls silent, and the run goes on.
+
+    ::
+
+        forge fit quickstart progress.every="10 updates"
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        every: str = "10 s"
+        "How often to write a line where the output is no terminal, beside epochs and validations."
+
+    config: Config
+    observer = True
+
+    def __init__(self, *first: str, **values: Any):
+        super().__init__(*first, **values)
+        forge.Interval(self.config.every)  # refuses now what is no interval
+        self._view: View | None = None
+        self._look_at = NEVER
+        self._status = Status()
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        self._view, self._look_at = None, NEVER
+        if not trainer.env.is_main or is_quiet():
+            return
+        plan = trainer.planned_updates, trainer.max_epochs
+        self._status = Status(trainer.verb or "", *plan, plugins=trainer.stack.names)
+        self._status.epoch_share, self._status.per_epoch = share_of_epoch(trainer), trainer.updates_per_epoch
+        self._view = Bar(self._status) if on_terminal() else Lines(self._status, forge.Interval(self.config.every))
+        self._look_at = 0.0
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+        # every update passes here: one look at the clock, and out
+        if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
+            self._status.move(trainer)
+            self._look_at = self._view.look(step)
+
+    @forge.hookimpl
+    def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+        if self._view is not None and self._status.log(update, metrics):
+            self._look_at = 0.0
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+        if self._view is None:
+            return (yield)
+        self._status.move(trainer)
+        self._status.doing, began = STAGES.get(stage, stage), time.monotonic()
+        if self._status.evaluation_took > REFRESH:  # a short one would be gone before it is read
+            self._view.refresh()
+        try:
+            return (yield)
+        finally:
+            self._status.doing, self._status.evaluation_took = "", time.monotonic() - began
+            self._status.paused += self._status.evaluation_took
+
+    @forge.hookimpl
+    def forge_exception(self, error: BaseException) -> None:
+        self._status.ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        view, self._view, self._look_at = self._view, None, NEVER
+        if view is not None:
+            status = self._status
+            status.move(trainer)
+            status.ending = status.ending or "done"
+            status.run_dir, status.best_since = trainer.run_dir, trainer.resumed_from or None
+            status.reason = ending(trainer, None)[1]
+            view.close()
+
+
+def is_quiet() -> bool:
+    """Whether forge was told to say nothing but warnings."""
+    return logging.getLogger("forge").level > logging.INFO

@@ -1,0 +1,157 @@
+"""On a terminal: a bar for the epoch, a bar for the run, and the latest metrics under them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.text import Text
+
+import forge
+from forge.report.summary import summary
+from forge_plugins.progress.reading import (
+    clock,
+    epoch_of,
+    grouped,
+    rates_of,
+    share_of,
+    speed_of,
+    updates_of,
+    within_epoch,
+)
+from forge_plugins.progress.screen import Screen
+from forge_plugins.progress.status import NEVER, Status
+
+REFRESH = 0.25
+"""Seconds between two pictures; there is no thread, so a slow step is drawn when it ends."""
+MOVING = "cyan"
+LEAST = 8
+"""A bar that is shorter says nothing."""
+WIDE, NORMAL, MIDDLE = 100, 80, 60
+"""From so many columns on there is room for words, for samples per second, for counters beside the bars."""
+
+
+class Bar:
+    """What moves while a run goes on, and a summary when it is done."""
+
+    def __init__(self, status: Status):
+        self.status = status
+        # a stdout that goes elsewhere must not be drawn into the terminal
+        own_stdout = bool(getattr(sys.stdout, "isatty", bool)())
+        self.screen: Any = Screen()  # rich itself would end the process when a pipe breaks
+        self.console = Console(file=self.screen, highlight=False)
+        self.live = Live(self, console=self.console, auto_refresh=False, redirect_stdout=own_stdout)
+        self.live.start(refresh=True)
+        self._next = 0.0
+
+    def look(self, step: forge.Step) -> float:
+        if time.monotonic() >= self._next:
+            self.refresh()
+            self._next = NEVER if self.screen.gone else time.monotonic() + REFRESH
+        return self._next
+
+    def refresh(self) -> None:
+        self.live.refresh()
+        self._next = 0.0  # what is shown now passes soon
+        if self.screen.gone:
+            self.live.stop()  # what others print goes its own way again
+
+    def close(self) -> None:
+        self.live.stop()
+        status = self.status
+        if status.verb == "fit" and status.ending == "done" and not self.screen.gone:
+            self.console.print()
+            self.console.print(summary(status.metrics, status.best, status.lines(), status.best_since), soft_wrap=True)
+
+    # -- the picture --------------------------------------------------------------------------------------------------
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        status, width = self.status, options.max_width
+        if status.has_epoch_bar:
+            yield from self._two(console, options)
+        else:
+            left, right = self._left(), self._right(wide=width >= WIDE)
+            yield from self._row(console, options, left, self._run_bar, right, width - len(left) - len(right) - 4)
+        if status.metrics and not (status.ending == "done" and status.verb == "fit"):  # the summary has them all
+            yield self._metrics(width)
+
+    def _two(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The epoch over the run, bars of the same length one under the other."""
+        status, width = self.status, options.max_width
+        names = [epoch_of(status), f"update {updates_of(status)}"]
+        numbers = [within_epoch(status), share_of(status)] if width >= MIDDLE else ["", ""]
+        now = status.doing or rates_of(status, width >= WIDE, width >= NORMAL)
+        left_of = f"{clock(status.remaining)} left" if status.remaining is not None else ""
+        tails = [now, "  ".join(filter(None, [clock(status.elapsed), left_of]))]
+        name, number = (max(map(len, texts)) for texts in (names, numbers))
+        rights = [f"{n:<{number}}  {tail}" if number else tail for n, tail in zip(numbers, tails, strict=True)]
+        space = width - name - max(max(map(len, rights)), 30 if width >= MIDDLE else 0) - 4
+        bars = [self._epoch_bar, self._run_bar]
+        for label, bar, right in zip(names, bars, rights, strict=True):
+            yield from self._row(console, options, f"{label:<{name}}", bar, right, space)
+
+    def _row(
+        self, console: Console, options: ConsoleOptions, left: str, bar: Any, right: str, space: int
+    ) -> RenderResult:
+        yield Segment(f" {left} ", console.get_style(tone(self.status.ending)))
+        if space >= LEAST:
+            yield from bar(space).__rich_console__(console, options)
+        yield Segment(f" {right}")
+        yield Segment.line()
+
+    def _metrics(self, width: int) -> Text:
+        """As many whole metrics as fit on one line."""
+        text = Text(no_wrap=True)
+        for group, values in grouped(self.status.metrics):
+            heading = group
+            for name, value in values:
+                item = Text.assemble((f"{heading} " if heading else "", "cyan"), (f"{name} ", "bright_black"))
+                item.append(value, "bold red" if value in ("nan", "inf", "-inf") else "default")
+                gap = "  " if heading or not group else " "
+                if len(text) + len(gap) + len(item) > width - 2:
+                    return text.append(" …")
+                text.append(gap if text else " ").append_text(item)
+                heading = ""
+        return text
+
+    def _epoch_bar(self, width: int) -> ProgressBar:
+        return _bar(1.0, self.status.epoch_share or 0.0, width, MOVING)
+
+    def _run_bar(self, width: int) -> ProgressBar:
+        status = self.status
+        total = status.planned
+        if status.ending and total is None:
+            total = status.update  # nothing moves any more
+        return _bar(total, status.update, width, tone(status.ending) if status.ending else MOVING)
+
+    def _left(self) -> str:
+        status = self.status
+        if status.verb != "fit":
+            return f"{status.verb} {status.ending}".strip()
+        return f"{epoch_of(status)}{' ' if status.ending else ''}{status.ending}"
+
+    def _right(self, wide: bool) -> str:
+        status = self.status
+        if status.verb != "fit":
+            return "  ".join(filter(None, [status.doing, clock(status.elapsed)]))
+        if status.ending:
+            parts = [updates_of(status), speed_of(status.average_speed, wide), clock(status.elapsed)]
+        else:
+            now = status.doing or speed_of(status.speed, wide)
+            parts = [updates_of(status), f"{now:>{14 if wide else 10}}", clock(status.elapsed)]
+        if status.remaining is not None and not status.ending:
+            parts.append(f"{clock(status.remaining)} left")
+        return "  ".join(filter(None, parts))
+
+
+def _bar(total: float | None, done: float, width: int, style: str) -> ProgressBar:
+    return ProgressBar(total, done, width, complete_style=style, finished_style=style)
+
+
+def tone(ending: str) -> str:
+    return {"": "bold", "done": "green", "interrupted": "yellow", "failed": "red"}[ending]

@@ -1,0 +1,57 @@
+"""Anywhere but on a terminal: plain lines."""
+
+from __future__ import annotations
+
+import time
+
+import forge
+from forge_plugins.progress.reading import clock, epoch_of, listed, rates_of, speed_of, updates_of
+from forge_plugins.progress.screen import Screen
+from forge_plugins.progress.status import Status
+
+
+class Lines:
+    """One plain line per interval, epoch and validation."""
+
+    def __init__(self, status: Status, every: forge.Interval):
+        self.status, self.every = status, every
+        self._seconds = every.count if every.unit == "second" else 0.0
+        self._next = time.monotonic() + self._seconds
+        self._owed = False
+        self._screen = Screen()
+
+    def look(self, step: forge.Step) -> float:
+        status = self.status
+        if step.ends_epoch and status.logged < status.update:
+            self._owed = True  # on an accelerator the epoch's last metrics arrive with the next update
+            return 0.0
+        if step.ends_epoch or self._owed or status.validated or self._interval_ended(step):
+            self._write(self._line())
+            self._owed = status.validated = False
+            self._next = time.monotonic() + self._seconds
+        return self._next if self._seconds else 0.0
+
+    def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
+        status = self.status
+        if status.verb != "fit":
+            self._write(f"{status.verb} {status.ending} in {clock(status.elapsed)}{listed(status.metrics)}")
+            return
+        parts = [status.ending, epoch_of(status), f"update {updates_of(status)}", f"in {clock(status.elapsed)}"]
+        parts.append(speed_of(status.average_speed, wide=True))
+        self._write("  ".join(filter(None, parts)) + listed(status.metrics))
+
+    def _interval_ended(self, step: forge.Step) -> bool:
+        return time.monotonic() >= self._next if self._seconds else self.every.due(step)
+
+    def _line(self) -> str:
+        status = self.status
+        parts = [epoch_of(status), f"update {updates_of(status)}", rates_of(status, wide=True)]
+        if status.remaining is not None:
+            parts.append(f"{clock(status.remaining)} left")
+        return "  ".join(filter(None, parts)) + listed(status.metrics)
+
+    def _write(self, text: str) -> None:
+        print(text, file=self._screen, flush=True)

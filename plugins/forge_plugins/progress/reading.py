@@ -1,0 +1,96 @@
+"""How things read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from forge.report.words import rate
+from forge_plugins.progress.status import Status
+
+FIRST = ("train", "val", "test", "lr")
+"""Metrics are shown in this order, all others after them."""
+
+
+def epoch_of(status: Status) -> str:
+    """ "epoch  3/10", or "epoch 3" where nobody set an end."""
+    if status.max_epochs is None:
+        return f"epoch {status.epoch}"
+    return f"epoch {status.epoch:>{len(str(status.max_epochs))}}/{status.max_epochs}"
+
+
+def updates_of(status: Status) -> str:
+    """ "240/600", padded so that it does not move as it grows."""
+    if status.planned is None:
+        return f"{status.update}"
+    return f"{status.update:>{len(str(status.planned))}}/{status.planned}"
+
+
+def speed_of(speed: float, wide: bool) -> str:
+    """ "143/s", or for slow steps "2.5 s each"; empty while it is not known."""
+    if not speed:
+        return ""
+    if speed < 1:
+        return f"{1 / speed:.3g} s/update"
+    return (
+        f"{speed:,.0f}{' updates' if wide else ''}/s" if speed >= 100 else f"{speed:.1f}{' updates' if wide else ''}/s"
+    )
+
+
+def rates_of(status: Status, wide: bool, with_samples: bool = True) -> str:
+    """ "143/s  9,152 samples/s"."""
+    samples = rate(status.speed * status.samples_per_update, "samples") if with_samples else ""
+    return "  ".join(filter(None, [speed_of(status.speed, wide), samples]))
+
+
+def within_epoch(status: Status) -> str:
+    """ "12/20": updates of the current epoch."""
+    if status.per_epoch is None or status.epoch_share is None:
+        return ""
+    return f"{round(status.epoch_share * status.per_epoch):>{len(str(status.per_epoch))}}/{status.per_epoch}"
+
+
+def share_of(status: Status) -> str:
+    """ "13 %" of the whole run."""
+    return "" if not status.planned else f"{100 * min(status.update / status.planned, 1.0):.0f} %"
+
+
+def clock(seconds: float) -> str:
+    """ "0:07", "12:34", "1:02:03"."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def short(name: str, value: float) -> str:
+    """A few digits, of a width that seldom changes."""
+    size = abs(value)
+    if isinstance(value, int) or 1e4 <= size < 1e7:
+        return f"{value:,.0f}"
+    if name.partition("/")[0] == "lr":
+        return f"{value:.3g}"
+    if size == 0 or 0.01 <= size < 10:
+        return f"{value:.4f}"
+    return f"{value:#.4g}".rstrip(".") if 1e-3 <= size < 1e4 else f"{value:.2e}"
+
+
+def ordered(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(name, short value), training first."""
+
+    def rank(name: str) -> int:
+        head = name.partition("/")[0]
+        return FIRST.index(head) if head in FIRST else len(FIRST)
+
+    return [(name, short(name, metrics[name])) for name in sorted(metrics, key=rank)]
+
+
+def grouped(metrics: Mapping[str, float]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Metrics by what is before the first slash: ("train", [("loss", "0.1234"), ...])."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, value in ordered(metrics):
+        head, slash, rest = name.partition("/")
+        groups.setdefault(head if slash else "", []).append((rest or head, value))
+    yield from groups.items()
+
+
+def listed(metrics: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {value}" for name, value in ordered(metrics))

@@ -1,0 +1,160 @@
+"""What there is to show."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import forge
+from forge.metrics import is_diagnostic
+from forge.report.directions import mode_of
+from forge.report.summary import folder_lines
+from forge.report.words import counted, duration, rate
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class Status:
+    """What there is to show."""
+
+    verb: str = ""
+    planned: int | None = None
+    max_epochs: int | None = None
+    update: int = 0
+    epoch: int = 1
+    "The epoch of the last update, from 1."
+    epochs: int = 0
+    "Epochs done."
+    sample: int = 0
+    epoch_share: float | None = None
+    "How much of the current epoch is done; None where its length is not known."
+    per_epoch: int | None = None
+    plugins: Collection[str] = ()
+    "Names of the stack: what a plugin says of itself is not for the screen."
+    metrics: dict[str, float] = field(default_factory=dict)
+    bests: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    "(update, value) of every validation that was better than all before, of metrics whose name says what is better."
+    best_since: int | None = None
+    "Where a resumed run began this life: its best before is not known here."
+    logged: int = 0
+    "The update of the last training log."
+    validated: bool = False
+    "Whether a validation has been logged and not been written about."
+    doing: str = ""
+    ending: str = ""
+    "How the run ended, once it has."
+    speed: float = 0.0
+    "Updates per second, lately and outside of evaluation."
+    evaluation_took: float = NEVER
+    "Seconds of the last evaluation."
+    paused: float = 0.0
+    "Seconds of evaluation since the last move."
+    reason: str = ""
+    run_dir: Path | None = None
+    restores: int = 0
+    began: float = field(default_factory=time.monotonic)
+    _first: tuple[float, int, int] | None = None
+    "When and where speed began to count: (time, update, sample)."
+    _last: tuple[float, int] = (0.0, 0)
+
+    def lines(self) -> dict[str, str]:
+        """What stands under the summary."""
+        done = f"{counted(self.epochs, 'epoch')}, {counted(self.update, 'update')} in {duration(self.elapsed)}"
+        rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
+        found = {"trained": f"{done}: {self.reason}" if self.reason else done}
+        if any(rates):
+            found["speed"] = f"{', '.join(filter(None, rates))}, evaluation and saves included"
+        return found | (folder_lines(self.run_dir) if self.run_dir is not None else {})
+
+    @property
+    def has_epoch_bar(self) -> bool:
+        """Whether an epoch is something else than the run, and how far it is can be told."""
+        return self.verb == "fit" and not self.ending and self.max_epochs != 1 and self.epoch_share is not None
+
+    def move(self, trainer: forge.Trainer) -> None:
+        """Take the counters over, and see how fast they grow."""
+        now, progress = time.monotonic(), trainer.progress
+        self.update, self.sample, self.epochs = progress.update, progress.sample, progress.epoch
+        self.epoch = trainer.step.epoch + 1 if trainer.step is not None else 1
+        self.epoch_share, self.per_epoch = share_of_epoch(trainer), trainer.updates_per_epoch
+        if self.restores != trainer.restores:
+            self._go_back(trainer)
+        if self._first is None:
+            if self.update:  # the first update warms things up (compilers, caches): it counts for no speed
+                self._first, self._last, self.paused = (now, self.update, self.sample), (now, self.update), 0.0
+            return
+        spent, done = now - self._last[0] - self.paused, self.update - self._last[1]
+        if done and spent > 0:
+            self.speed = 0.7 * self.speed + 0.3 * done / spent if self.speed else done / spent
+            self._last, self.paused = (now, self.update), 0.0
+
+    def _go_back(self, trainer: forge.Trainer) -> None:
+        """The run has been restored: what came after does not count."""
+        self.restores, self._first = trainer.restores, None
+        for name, found in list(self.bests.items()):
+            self.bests[name] = [(update, value) for update, value in found if update <= (trainer.resumed_from or 0)]
+
+    @property
+    def best(self) -> dict[str, tuple[int, float]]:
+        """(update, value) of the best validation."""
+        return {name: found[-1] for name, found in self.bests.items() if found}
+
+    def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
+        """Keep the newest scalars; whether they are worth a look at once."""
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
+                self.metrics[name] = value
+                self._compare(update, name, value)
+        evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
+        if evaluated:
+            self.validated = True
+        elif any(name.startswith("train/") for name in metrics):
+            self.logged = update
+        return evaluated
+
+    def _compare(self, update: int, name: str, value: float) -> None:
+        mode = mode_of(name) if name.startswith(("val/", "test/")) else None
+        if mode is None or not math.isfinite(value):
+            return
+        sign = 1 if mode == "min" else -1
+        found = self.bests.setdefault(name, [])
+        if not found or sign * value < sign * found[-1][1]:
+            found.append((update, value))
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def average_speed(self) -> float:
+        """Updates per second over the whole run, evaluation included."""
+        if self._first is None:
+            return 0.0
+        spent, done = time.monotonic() - self._first[0], self.update - self._first[1]
+        return done / spent if spent > 0 else 0.0
+
+    @property
+    def samples_per_update(self) -> float:
+        """0 where nobody counted samples."""
+        done = 0 if self._first is None else self.update - self._first[1]
+        return 0.0 if self._first is None or not done else (self.sample - self._first[2]) / done
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds to the end, if everything goes on as it went."""
+        if self.planned is None or not self.average_speed:
+            return None
+        return max(self.planned - self.update, 0) / self.average_speed
+
+
+def share_of_epoch(trainer: forge.Trainer) -> float | None:
+    """How much of the epoch is behind the last update; None where the loader has no length."""
+    feed, step = getattr(trainer, "feed", None), trainer.step
+    if feed is None or not feed.length:
+        return None
+    return 1.0 if step is not None and step.ends_epoch else feed.batches / feed.length

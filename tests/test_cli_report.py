@@ -1,0 +1,261 @@
+"""forge report: one page that holds what the run folder holds, and nothing that a stranger could run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge
+from forge.cli import main
+from forge.report.folder import Run
+from forge.report.page import page
+from forge_plugins import JSONL, Checkpoint, Clip, Ledger
+from tests.tasks import Classifier, fit, make_batches
+
+HOSTILE = """</pre></td></svg></style><script>alert('x"')</script><img src=x onerror=alert(1)>"""
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+
+
+class Page(HTMLParser):
+    """A page taken apart: its tags, its text, its curves."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.curves: list[dict[str, str | None]] = []
+        self.texts: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == [], "tags are left open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "path" and "data-name" in dict(attrs):
+            self.curves.append(dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def points(self, *names: str) -> list[list[tuple[float, float]]]:
+        """The points of every curve of these names."""
+        found = [str(curve["data-points"]).split() for curve in self.curves if curve["data-name"] in names]
+        return [[(float(x), float(y)) for x, y in (pair.split(",") for pair in pairs)] for pairs in found]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything in it."""
+
+    class Writes(Classifier):
+        def evaluation_end(self, stage: str) -> dict[str, Any]:
+            return {"sample": forge.Text("To be, or <not> to be")}
+
+    folder = tmp_path_factory.mktemp("runs") / "group" / "20260101-120000-abcd"
+    plugins = [JSONL(), Checkpoint(), Clip(1.0), Ledger()]
+    options: dict[str, Any] = {"val": make_batches(1), "max_epochs": 3, "log_every": 2, "seed": 7, "run_dir": folder}
+    fit(Writes(), train=make_batches(6), plugins=plugins, **options)
+    (folder / "config.yaml").write_text("description: a recipe\ntask: {name: it}\n")
+    return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Write a run folder by hand: `make_run(lines, end={...}, card={...})`."""
+
+    def make(lines: list[dict[str, Any]], name: str = "run", **files: Any) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for stem, content in files.items():
+            (folder / f"{stem}.json").write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+def written(folder: Path, *names: str) -> list[list[tuple[float, float]]]:
+    """The points of metrics as metrics.jsonl has them."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[(line["update"], line[name]) for line in lines if line.get(name) is not None] for name in names]
+
+
+class TestOneRun:
+    def test_the_page_is_written_beside_the_run_or_where_one_says(self, trained: Path, capsys: Any) -> None:
+        assert main(["report", str(trained)]) == 0
+        assert (trained / "report.html").read_text().startswith("<!doctype html>")
+        assert main(["report", str(trained), "-o", "deep/page.html"]) == 0
+        assert Path("deep/page.html").exists()
+        assert capsys.readouterr().out.splitlines()[-1] == "Wrote deep/page.html."
+
+    def test_curves_have_the_points_of_metrics_jsonl(self, trained: Path) -> None:
+        shown = Page(page([Run(trained)]))
+        assert shown.points("train") == written(trained, "train/loss", "train/accuracy")
+        assert shown.points("val") == written(trained, "val/loss", "val/accuracy")
+        assert shown.points("learning rate") == written(trained, "lr")
+        assert shown.points("before") == written(trained, "grad_norm/before")
+        assert shown.points("clip") == written(trained, "ledger/clip")
+        assert len(shown.points("train")[0]) == 9
+
+    def test_it_says_how_the_run_ended_and_what_it_came_to(self, trained: Path) -> None:
+        text = Page(page([Run(trained)])).text
+        end = json.loads((trained / "end.json").read_text())
+        assert "Finished after 3 epochs, 18 updates in " in text
+        assert ": max_epochs." in text
+        assert f"val/accuracy {end['metrics']['val/accuracy']:.5g}" in text
+        best = min(y for _, y in written(trained, "val/loss")[0])
+        assert f"{best:.5g} 18" in text
+
+    def test_it_has_card_stack_ledger_checkpoints_samples_and_recipe(self, trained: Path) -> None:
+        text = Page(page([Run(trained)])).text
+        assert "task Writes(" in text
+        assert f"forge {forge.__version__}" in text
+        assert "clip max_norm=1" in text
+        assert "What plugins cost" in text
+        assert "clip edit_grads 1 " in text
+        assert "update-00000018 latest" in text
+        assert "val/sample at update 18 To be, or <not> to be" in text
+        assert "task: {name: it}" in text
+
+    def test_it_loads_nothing_and_runs_nothing(self, trained: Path) -> None:
+        text = page([Run(trained)])
+        shown = Page(text)
+        assert not {"script", "img", "link", "iframe", "object", "a"} & set(shown.tags)
+        assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("src", "href")]
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+        assert "default-src 'none'" in text
+
+
+class TestRunsAsTheyAre:
+    def test_a_killed_run_is_shown_up_to_its_torn_last_line(self, make_run: Any) -> None:
+        folder = make_run(
+            [{"update": i, "epoch": 0, "sample": 8 * i, "time": i / 2, "train/loss": 1 / i} for i in (1, 2, 3)]
+        )
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"update": 4, "train/lo')
+        shown = Page(page([Run(folder)]))
+        assert shown.points("train") == [[(1, 1.0), (2, 0.5), (3, 1 / 3)]]
+        assert "Ended without a word after 0 epochs, 3 updates in 1.5 s" in shown.text
+
+    def test_what_is_not_finite_is_left_out_of_the_curve_and_named_in_the_table(self, make_run: Any) -> None:
+        shown = Page(page([Run(make_run([{"update": i, "val/loss": None if i == 3 else 1.0 * i} for i in (1, 2, 3)]))]))
+        assert shown.points("val") == [[(1, 1.0), (2, 2.0)]]
+        assert "val/loss not finite 1 1" in shown.text
+
+    def test_a_run_without_validation_or_card_has_a_page(self, make_run: Any) -> None:
+        assert "train/loss 2" in Page(page([Run(make_run([{"update": 1, "train/loss": 2.0}]))])).text
+
+    def test_a_run_that_has_logged_nothing_has_a_page(self, make_run: Any) -> None:
+        assert "0 updates" in Page(page([Run(make_run([], card={"recipe": "mine"}))])).text
+
+    def test_a_run_that_goes_on_is_reported_as_such(self, tmp_path: Path) -> None:
+        texts: list[str] = []
+
+        @forge.on("boundary")
+        def look(trainer: forge.Trainer) -> None:
+            texts.append(Page(page([Run(tmp_path)])).text)
+
+        fit(train=make_batches(2), plugins=[JSONL(), look], run_dir=tmp_path, log_every=1)
+        assert "running Still running when this page was made, after 0 epochs, 1 of 2 updates in" in texts[0]
+
+    def test_a_failed_run_says_why(self, make_run: Any) -> None:
+        end = {"status": "failed", "reason": "RuntimeError: out of memory", "updates": 7, "epochs": 0, "seconds": 3.0}
+        text = Page(page([Run(make_run([{"update": 5, "train/loss": 1.0}], end=end))])).text
+        assert "Failed after 0 epochs, 7 updates in 3.0 s: RuntimeError: out of memory" in text
+
+    @pytest.mark.parametrize("content", ["[]", "nul", '{"task": 3, "stack": {"a": 1}, "trainer": []}', "[" * 100_000])
+    def test_files_that_are_something_else_are_left_out(self, make_run: Any, content: str) -> None:
+        folder = make_run(
+            [{"update": 1, "train/loss": 2.0, "odd": [1], "big": 10**400}, {"update": "x"}, {"update": -1}]
+        )
+        for name in ("card.json", "end.json", "ledger.json", "config.yaml", "texts.jsonl"):
+            (folder / name).write_text(content)
+        assert Page(page([Run(folder)])).points("train") == [[(1, 2.0)]]
+
+
+def test_whatever_a_run_says_is_text(make_run: Any, tmp_path: Path) -> None:
+    card = {
+        **dict.fromkeys(("recipe", "command", "machine", "device", "started", "seed", "planned_updates"), HOSTILE),
+        "task": {"class": HOSTILE, "options": {HOSTILE: HOSTILE}},
+        "optimizers": {HOSTILE: HOSTILE},
+        "versions": {HOSTILE: HOSTILE},
+        "git": {"commit": HOSTILE},
+        "stack": [{"name": HOSTILE, "options": {HOSTILE: HOSTILE}}],
+    }
+    ledger = {"rows": [{"plugin": HOSTILE, "hook": HOSTILE, "us_per_update": 1.0, "share": 0.1}]}
+    end = {"status": "failed", "reason": HOSTILE}
+    lines = [{"update": i, f"train/{HOSTILE}": 1.0 * i, HOSTILE: 2.0, "val/loss": math.pi} for i in (1, 2)]
+    folder = make_run(lines, name=HOSTILE.replace("/", "∕"), card=card, ledger=ledger, end=end)
+    (folder / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
+    (folder / "texts.jsonl").write_text(json.dumps({"update": HOSTILE, "name": HOSTILE, "text": HOSTILE}) + "\n")
+    (folder / "checkpoints" / "update-00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "<script>").symlink_to("update-00000001")
+    for runs in ([Run(folder)], [Run(folder), Run(make_run([{"update": 1, "val/loss": 1.0}], name="other"))]):
+        shown = Page(page(runs))
+        assert not {"script", "img"} & set(shown.tags)
+        assert not [name for name, _ in shown.attributes if name.startswith("on")]
+        assert "alert(" in shown.text
+
+
+class TestSeveralRuns:
+    def test_their_curves_lie_over_one_another(self, make_run: Any) -> None:
+        folders = [
+            make_run([{"update": i, "val/loss": i * k, "lr": k} for i in (1, 2)], name=f"run{k}") for k in (1.0, 3.0)
+        ]
+        shown = Page(page([Run(folder) for folder in folders]))
+        assert shown.points("A val") == written(folders[0], "val/loss")
+        assert shown.points("B val") == written(folders[1], "val/loss")
+        assert shown.points("A", "B") == [*written(folders[0], "lr"), *written(folders[1], "lr")]
+
+    def test_tables_say_what_differs(self, make_run: Any, capsys: Any) -> None:
+        for name, rate in (("one", 0.1), ("two", 0.2)):
+            card = {"task": {"class": "Net", "options": {"lr": rate, "width": 8}}, "device": f"device {name}"}
+            make_run([{"update": 5, "val/loss": rate}], name=name, card=card)
+        folder = make_run([], name="x").parent
+        assert main(["report", str(folder / "one"), str(folder / "two")]) == 0
+        text = Page(Path("report.html").read_text()).text
+        assert "task.lr 0.1 0.2" in text
+        assert "task.width" not in text.split("What differs around it")[0]
+        assert "best val/loss 0.1 0.2" in text
+        assert "device device one device two" in text
+
+
+class TestMistakes:
+    def test_an_unknown_run_is_answered_with_the_nearest(self, capsys: Any) -> None:
+        folder = Path("runs/quickstart/20260101-120000-abcd")
+        folder.mkdir(parents=True)
+        (folder / "card.json").write_text("{}")
+        assert main(["report", "runs/quickstrat/20260101-120000-abcd"]) == 2
+        assert "Did you mean 'quickstart/20260101-120000-abcd'?" in capsys.readouterr().err
+
+    def test_a_folder_that_is_no_run_is_named(self, tmp_path: Path, capsys: Any) -> None:
+        assert main(["report", str(tmp_path)]) == 2
+        assert "holds no run" in capsys.readouterr().err
+
+    def test_a_file_that_cannot_be_written_is_named(self, trained: Path, capsys: Any) -> None:
+        Path("file").write_text("")
+        assert main(["report", str(trained), "-o", "file/page.html"]) == 2
+        assert "cannot be written to file/page.html" in capsys.readouterr().err
+        assert main(["report", str(trained), "-o", "."]) == 2
+        assert "name a file in it" in capsys.readouterr().err
