@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         TaskError,
     )
     from forge.hooks import hookimpl
-    from forge.metrics import Histogram, Image, Text
+    from forge.lightning import LightningAdapter
+    from forge.metrics import Embedding, Histogram, Image, Text
     from forge.plugin import Plugin, on
     from forge.progress import Interval
     from forge.recipe import load_recipe
@@ -44,12 +45,14 @@ _HOME = {
     "CheckpointError": "forge.errors",
     "DataError": "forge.errors",
     "DeterminismError": "forge.errors",
+    "Embedding": "forge.metrics",
     "FitResult": "forge.trainer",
     "ForgeError": "forge.errors",
     "Histogram": "forge.metrics",
     "Image": "forge.metrics",
     "Interrupted": "forge.errors",
     "Interval": "forge.progress",
+    "LightningAdapter": "forge.lightning",
     "NonFiniteError": "forge.errors",
     "Plugin": "forge.plugin",
     "RecipeError": "forge.errors",
@@ -69,12 +72,14 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "DeterminismError",
+    "Embedding",
     "FitResult",
     "ForgeError",
     "Histogram",
     "Image",
     "Interrupted",
     "Interval",
+    "LightningAdapter",
     "NonFiniteError",
     "Plugin",
     "RecipeError",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forge import checks
+from forge import accumulating, checks
 from forge.data.feed import length_of, set_epoch
 from forge.data.share import Portion
 from forge.errors import DataError, TaskError
-from forge.metrics import Histogram, Image, Means, Text, check_scalars
+from forge.metrics import DRAWN, Means, check_scalars
 from forge.seeding import RNGState
 from forge.step import Step
 from forge.task import STAGE_METHODS
@@ -28,18 +28,22 @@ def run(trainer: Trainer, stage: str) -> Any:
     """Evaluate a stage: its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
     means, outputs = Means(trainer.env.device, trainer.env), []
     trainer.env.copy_from_first(trainer.task, parameters=False)
-    with evaluation_mode(trainer):
-        for name, loader in trainer.loaders[stage].items():
+    loaders = trainer.loaders[stage]
+    with accumulating.apart(trainer.task, f"{stage}/") as means.held, evaluation_mode(trainer):
+        for name, loader in loaders.items():
             prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
             for step, raw, output in forward_batches(trainer, stage, name, loader):
                 if stage == "predict":
                     outputs.append(None if step.borrowed else _to_host(output))
                 else:
                     count(means, prefix, output, 0 if step.borrowed else trainer.task.num_items(raw), step)
+            if len(loaders) > 1:
+                means.compute_held(only_returned=True)  # a metric counts each loader for itself
         if stage == "predict":
             return _from_all_ranks(trainer, outputs)
         ending = trainer.task.evaluation_end(stage)
-    return {**means.read().result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
+        counted = means.read()
+    return {**counted.result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
 
 
 def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
@@ -53,7 +57,8 @@ def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any)
         if isinstance(raw, Portion):
             raw, step.borrowed = raw.batch, raw.samples == 0
         batch = hooks.forge_prepare_batch(step, raw)
-        output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
+        with accumulating.kept(trainer.task) if step.borrowed else nullcontext():
+            output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
         given += 1
         yield step, raw, output
     expected = length_of(loader)
@@ -104,7 +109,7 @@ def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
     if ending is None:
         return {}
     where = f"{type(trainer.task).__name__}.evaluation_end"
-    scalars = {key: value for key, value in ending.items() if not isinstance(value, (Image, Text, Histogram))}
+    scalars = {key: value for key, value in ending.items() if not isinstance(value, DRAWN)}
     check_scalars(scalars, where)
     return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
 

@@ -212,7 +212,7 @@ def forge_evaluate(trainer: Trainer, stage: str) -> Any:
 @hookspec
 def forge_log(trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
     """Event. Metrics have arrived on the host: numbers, `forge.Image`, `forge.Text`,
-    `forge.Histogram`. `update` is the x-axis.
+    `forge.Histogram`, `forge.Embedding`. `update` is the x-axis.
 
     On an accelerator training metrics arrive one update after their interval ended, so that nothing waits.
     """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forge.accumulating import kept as kept_metrics
 from forge.seeding import RNGState
 from forge.state import sharding
 
@@ -22,11 +23,11 @@ Owned = tuple[dict[str, Tensor | None], str]
 
 @contextmanager
 def untouched(trainer: Trainer) -> Iterator[None]:
-    """Whatever runs meanwhile leaves the random numbers and the task's buffers as they were."""
+    """Whatever runs meanwhile leaves the random numbers, the task's buffers and its metrics as they were."""
     device = trainer.env.device
     rng = RNGState.capture(device)
     try:
-        with kept_buffers(trainer.task):
+        with kept_buffers(trainer.task), kept_metrics(trainer.task):
             yield
     finally:
         rng.restore(device)

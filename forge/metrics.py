@@ -8,18 +8,22 @@ device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from forge.accumulating import Held, Kept, is_metric, put_back
 from forge.errors import TaskError
 
 if TYPE_CHECKING:
     from forge.env import Env
+
+logger = logging.getLogger("forge")
 
 FOLD_AFTER = 1024
 """Kept values per metric before they are folded into one, so that memory stays flat however rarely one reads."""
@@ -63,17 +67,46 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Points to log: `vectors` (N, D), to be looked at in two or three dimensions.
+
+    `labels` has a word for each point, `images` (N, 3 or 1, H, W) a small picture: floats in [0, 1] or uint8.
+    """
+
+    vectors: Tensor
+    labels: Sequence[str] = ()
+    images: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.vectors.ndim != 2 or not self.vectors.numel():
+            raise TaskError(f"forge.Embedding has vectors of shape {tuple(self.vectors.shape)}; it takes (N, D).")
+        count = len(self.vectors)
+        if len(self.labels) not in (0, count):
+            raise TaskError(f"forge.Embedding has {count} vectors but {len(self.labels)} labels; give one for each.")
+        images = self.images
+        if images is not None and (images.ndim != 4 or len(images) != count or images.shape[1] not in (1, 3)):
+            raise TaskError(
+                f"forge.Embedding has {count} vectors and images of shape {tuple(images.shape)}; "
+                f"it takes ({count}, 3 or 1, H, W)."
+            )
+
+
+DRAWN = (Image, Text, Histogram, Embedding)
+"""What is logged beside numbers: sinks that draw show it, all others pass over it."""
+
+
 def publishable(name: str, value: Any) -> Any:
-    """What sinks can take: a number, an Image, a Text or a Histogram; a tensor of one number is read."""
-    if isinstance(value, (Image, Text, Histogram)):
+    """What sinks can take: a number, or one of `DRAWN`; a tensor of one number is read."""
+    if isinstance(value, DRAWN):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, Real):
         return value if isinstance(value, (int, float)) else float(value)
     raise TaskError(
-        f"trainer.publish got {name!r} as a {type(value).__name__}; it takes numbers, forge.Image, forge.Text and "
-        "forge.Histogram."
+        f"trainer.publish got {name!r} as a {type(value).__name__}; it takes numbers, forge.Image, forge.Text, "
+        "forge.Histogram and forge.Embedding."
     )
 
 
@@ -82,6 +115,14 @@ def is_diagnostic(name: str, plugins: Collection[str]) -> bool:
     looking up, not for a line on the screen."""
     head, slash, _ = name.partition("/")
     return bool(slash) and any(head == plugin.partition("@")[0] for plugin in plugins)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where counting stood."""
+
+    counted: Mapping[str, Any]
+    held: Kept
 
 
 class Means:
@@ -94,6 +135,8 @@ class Means:
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
         self._settle: Callable[[], None] | None = None
+        self.held: Held | None = None
+        "The task's own metrics that accumulate; None where a step's are not looked at."
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
         """Count `value` in the mean of `name`."""
@@ -107,8 +150,9 @@ class Means:
         mass = weight if type(weight) is int else float(weight)  # a number of numpy's would not fit into a checkpoint
         if mass == 0:  # it drops its values, NaN or not
             if self._env is not None:  # the names are those of the other ranks all the same
-                for name in metrics:
-                    self._sums.setdefault(prefix + name, [0.0, 0])
+                for name, value in metrics.items():
+                    if not self._accumulates(prefix + name, value):
+                        self._sums.setdefault(prefix + name, [0.0, 0])
             return
         for name, value in metrics.items():
             if isinstance(value, Tensor):
@@ -117,6 +161,8 @@ class Means:
                 except RuntimeError as error:
                     raise _no_scalar(prefix + name, value) from error
             elif type(value) is not float:
+                if self._accumulates(prefix + name, value):
+                    continue
                 value = float(value)
             sums = self._sums.get(prefix + name)
             if sums is None:
@@ -128,7 +174,35 @@ class Means:
     def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
         self.settle()
         for name, value in metrics.items():
-            self.keep(prefix + name, _detached(prefix + name, value) if isinstance(value, Tensor) else value, weight)
+            if isinstance(value, Tensor):
+                self.keep(prefix + name, _detached(prefix + name, value), weight)
+            elif not self._accumulates(prefix + name, value):
+                self.keep(prefix + name, value, weight)
+
+    def hold(self, task: nn.Module) -> None:
+        """Count what the metrics that this task holds accumulate in training; they begin anew."""
+        self.held = Held(task, "train/")
+        self.held.reset()
+
+    def _accumulates(self, name: str, value: Any) -> bool:
+        """Whether a step's value is a metric that accumulates: it is computed when the means are read."""
+        if not is_metric(value):
+            return False
+        if self.held is not None:
+            self.held.call(name, value)
+        return True
+
+    def compute_held(self, only_returned: bool = False) -> None:
+        """Count what the metrics that accumulate come to, in place of what else has their name. All ranks must ask."""
+        if self.held is None or not len(self.held):
+            return
+        counts = self._env is None or self._env.is_main  # every rank has the value of all
+        for name, value in self.held.compute(self._env, only_returned).items():
+            number: Any = value if counts else 0.0
+            if self.on_host:
+                self._sums[name] = [float(number), int(counts)]
+            else:
+                self._kept[name] = ([_detached(name, number) if isinstance(number, Tensor) else number], [int(counts)])
 
     def keep(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
         """On an accelerator: count a value that nobody will change any more."""
@@ -152,7 +226,7 @@ class Means:
     @property
     def empty(self) -> bool:
         self.settle()
-        return not self._sums and not self._kept
+        return not self._sums and not self._kept and not (self.held is not None and self.held.state_dict())
 
     def total(self, name: str) -> float:
         """The weighted sum behind the mean of `name` since the last read, on the host. One NaN stays in it."""
@@ -164,20 +238,22 @@ class Means:
         self.settle()
         return self._kept[name][0][-count:] if name in self._kept else []
 
-    def mark(self) -> Mapping[str, Any]:
+    def mark(self) -> Mark:
         """Where counting stands now, for `back_to`; cheap enough for every window."""
         self.settle()
+        held = self.held.keep() if self.held else []
         if self.on_host:
-            return {name: list(pair) for name, pair in self._sums.items()}
-        return {name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}
+            return Mark({name: list(pair) for name, pair in self._sums.items()}, held)
+        return Mark({name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}, held)
 
-    def back_to(self, mark: Mapping[str, Any]) -> None:
+    def back_to(self, mark: Mark) -> None:
         """Forget what was counted since `mark`; nothing may have been read in between."""
         self.settle()
         if self.on_host:
-            self._sums = dict(mark)
+            self._sums = dict(mark.counted)
         else:
-            self._kept = dict(mark)
+            self._kept = dict(mark.counted)
+        put_back(mark.held)
 
     def read(self) -> PendingMeans:
         """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet.
@@ -185,6 +261,7 @@ class Means:
         On several ranks they are the means over all of them, and all of them must ask.
         """
         self.settle()
+        self.compute_held()
         if self._env is not None:
             return self._read_together(self._env)
         if self.on_host:
@@ -211,7 +288,9 @@ class Means:
         """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
         self.settle()
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
-        return {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
+        held = self.held.state_dict() if self.held else {}
+        counted = {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
+        return {**counted, "held": held} if held else counted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a state; one from another kind of device is turned into this one's."""
@@ -219,6 +298,8 @@ class Means:
         if "by_rank" in state:
             self._load_by_rank(state["by_rank"])
             return
+        if self.held:
+            self.held.load_state_dict(state.get("held", {}))
         self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
         self._kept = {}
         for name, (values, weights) in state["kept"].items():
@@ -239,6 +320,16 @@ class Means:
             self.load_state_dict(states[rank])
             return
         self._sums, self._kept = {}, {}
+        if self.held:
+            self.held.reset()
+        lost = sorted({path for state in states for path in state.get("held", {})})
+        if lost:
+            logger.warning(
+                "The run had %d ranks and has %d: what %s had accumulated since the last log is not taken over.",
+                len(states),
+                world,
+                ", ".join(lost),
+            )
         if rank == 0:
             together = Means(torch.device("cpu"))
             for state in states:
@@ -319,9 +410,10 @@ def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
                     f"{where} returned the metric {name!r} with shape {tuple(value.shape)}; a metric is a scalar. "
                     "Reduce it with .mean() or .sum()."
                 )
-        elif not isinstance(value, Real):
+        elif not isinstance(value, Real) and not is_metric(value):
             raise TaskError(
-                f"{where} returned {type(value).__name__} for the metric {name!r}; return a number or a scalar tensor."
+                f"{where} returned {type(value).__name__} for the metric {name!r}; return a number, a scalar tensor, "
+                "or a metric of torchmetrics."
             )
 
 

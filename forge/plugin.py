@@ -76,6 +76,8 @@ class Plugin:
     """Promises that its step hooks may run inside a CUDA graph."""
     replays: bool = False
     """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
+    charts: Mapping[str, str] = {}
+    """What to draw of the metrics that it logs: `section/title` of a chart to a regular expression of their names."""
 
     name: str
     """The recipe key, or the class name in snake case."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge import checks, resumption
+from forge import accumulating, checks, resumption
 from forge.core import Core
 from forge.data.adopt import resumable_reason, shares_badly
 from forge.data.feed import Feed, check_loader
@@ -164,6 +164,8 @@ class Session:
     def _build_model(self) -> None:
         trainer = self.trainer
         build = Build(trainer.task, TaskCall(trainer.task))
+        if trainer.env.shares > 1:
+            accumulating.mind_company(trainer, build.model)
         if trainer.verb == "fit":
             trainer.task.train()
             build.model.train()
@@ -208,6 +210,7 @@ class Session:
                 "A ReduceLROnPlateau steps after each validation, but this fit has no val loader. Pass one."
             )
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
+        trainer.means.hold(task)
         trainer.weighs_by_itself = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_rng = needs_replay or self._owner_replays()

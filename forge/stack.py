@@ -7,6 +7,7 @@ Printed order = call order = outermost to innermost. The order is the one given,
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,20 @@ class Stack:
                     if isinstance(plugin.conflicts, Mapping):
                         instead = plugin.conflicts[other]
                     raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. {instead}")
+            for title, pattern in plugin.charts.items():
+                _check_chart(plugin.name, title, pattern)
+
+
+def _check_chart(plugin: str, title: str, pattern: str) -> None:
+    section, _, name = title.partition("/")
+    if not section or not name:
+        raise StackError(f"{plugin!r} declares a chart {title!r}; write its section and its title: 'section/title'.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise StackError(
+            f"{plugin!r}: the chart {title!r} has the pattern {pattern!r}, which is none: {error}."
+        ) from None
 
 
 def make_plugins(given: Any) -> list[Plugin]:

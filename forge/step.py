@@ -8,11 +8,13 @@ say which stage and batch it is in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from forge import accumulating
 from forge.errors import DataError
 from forge.optimizers import drop_gradients
 from forge.seeding import RNGState
@@ -174,10 +176,11 @@ class Step:
         device = self.trainer.env.device
         now, recorded = RNGState.capture(device), self._record
         self._record, self.loss = record, None
-        for micro, (batch, rng) in enumerate(zip(self._prepared, self._rng, strict=True)):
-            self.micro = micro
-            rng.restore(device)
-            self.trainer.hooks.forge_micro_step(self, batch)
+        with nullcontext() if record else accumulating.kept(self.trainer.task):
+            for micro, (batch, rng) in enumerate(zip(self._prepared, self._rng, strict=True)):
+                self.micro = micro
+                rng.restore(device)
+                self.trainer.hooks.forge_micro_step(self, batch)
         self._record = recorded
         now.restore(device)
 

@@ -173,7 +173,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         return size
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
-        """Called after the last batch of an evaluation: return more scalars, `forge.Image`s or `forge.Text`s to log.
+        """Called after the last batch of an evaluation: return more scalars to log, or something to look at
+        (`forge.Image`, `forge.Text`, `forge.Histogram`, `forge.Embedding`).
 
         On several ranks it is called on each; what a rank kept is its share. Rank 0's numbers count.
         """

@@ -148,6 +148,8 @@ class Trainer:
     "Batches evaluated so far: with the counters of progress it tells that a run is alive."
     window: int
     "Micro-batches that the first window asks for."
+    borrowed: list[bool]
+    "On several ranks, which micro-batches of the window belong to another rank, and run here for company only."
     # set by the session: what the loop needs to know of the task
     keep_batches: bool
     keep_rng: bool
@@ -276,7 +278,7 @@ class Trainer:
     # -- for plugins and tasks ---------------------------------------------------------------------------------------
 
     def publish(self, metrics: Mapping[str, Any]) -> None:
-        """Hand numbers, `forge.Image`, `forge.Text` or `forge.Histogram` to every sink now, as of this update.
+        """Hand numbers, or a `forge.Image`, `Text`, `Histogram` or `Embedding`, to every sink now, as of this update.
 
         For what is made once or at an interval; a number of every update goes through `step.record`.
         """
@@ -396,6 +398,7 @@ class Trainer:
 
             refuse_different_windows(self.env, len(portions), ends_epoch)
         batches, samples = [portion.batch for portion in portions], sum(portion.total for portion in portions)
+        self.borrowed = [not portion.samples for portion in portions]
         if not self.weighs_by_itself:
             for portion in portions:
                 _refuse_other_size(portion)

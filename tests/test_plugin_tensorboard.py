@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ from forge.env import Env
 from forge.errors import RecipeError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Clip, Guard, Progress, Schedule, Tensorboard
-from forge_plugins.tensorboard import new_file
+from forge_plugins.tensorboard.events import new_file
 from tests.conftest import REPO, Run
 from tests.tasks import Classifier, fit, make_batches, second_rank
 
@@ -175,7 +176,12 @@ def test_texts_and_captions_are_under_their_own_names(tmp_path: Path) -> None:
 
 def test_the_run_card_is_there_as_text(tmp_path: Path) -> None:
     fit(plugins=[Tensorboard()], run_dir=tmp_path)
-    assert text_of(read(tmp_path), "run card") == (tmp_path / "card.md").read_text()
+    shown = text_of(read(tmp_path), "card")
+    for key, value in re.findall(r"^\| (.+?) \| (.+) \|$", (tmp_path / "card.md").read_text(), re.MULTILINE):
+        assert f"- **{key}**: {value}\n" in shown
+    assert "- **optimizer**: SGD" in shown
+    assert "|" not in shown
+    assert "1. **tensorboard**(flush_seconds=10)" in shown
 
 
 def test_a_number_that_is_not_finite_is_written(tmp_path: Path) -> None:
@@ -375,7 +381,7 @@ def live(folder: Path, *plugins: forge.Plugin, updates: int = 12, every: int = 3
 
 
 def without_card(shown: dict[str, list[tuple[int, Any]]]) -> dict[str, list[tuple[int, Any]]]:
-    return {tag: series for tag, series in shown.items() if tag != "run card"}
+    return {tag: series for tag, series in shown.items() if tag != "card"}
 
 
 def check_lives(folder: Path, cuts: list[int], every: int) -> None:
@@ -418,17 +424,16 @@ def test_the_run_card_is_there_once_for_every_life_that_counts(tmp_path: Path) -
     for cut in (8, 7):  # the second life dies where the third one begins
         live(tmp_path, cut_at(cut))
     live(tmp_path)
-    cards = Board(tmp_path).shown()["run card"]
+    cards = Board(tmp_path).shown()["card"]
     assert [step for step, _ in cards] == [0, 7]
-    assert cards[-1][1] == [(tmp_path / "card.md").read_bytes()]
-    assert b"resumed from | update 6" in cards[-1][1][0]
+    assert b"- **resumed from**: update 6" in cards[-1][1][0]
 
 
 def test_a_life_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         live(tmp_path, cut_at(2))
     live(tmp_path)
-    assert [step for step, _ in Board(tmp_path).shown()["run card"]] == [0]
+    assert [step for step, _ in Board(tmp_path).shown()["card"]] == [0]
 
 
 def test_a_resumed_run_is_one_session_with_the_end_of_its_last_life(tmp_path: Path) -> None:
@@ -457,7 +462,7 @@ def test_a_fit_that_begins_anew_in_a_folder_replaces_what_is_drawn(tmp_path: Pat
         fit(train=make_batches(8), max_updates=updates, plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
     shown = Board(tmp_path).shown()
     assert [step for step, _ in shown["train/loss"]] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in shown["run card"]] == [0]
+    assert [step for step, _ in shown["card"]] == [0]
 
 
 def test_a_test_in_the_folder_of_a_fit_leaves_its_curves_alone(tmp_path: Path) -> None:
@@ -495,7 +500,7 @@ def test_a_rewind_takes_back_what_was_drawn_since(tmp_path: Path) -> None:
     assert [step for step, _ in shown["val/picture"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in shown["val/sum"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in shown["weights"]] == [2, 4, 6, 8, 10, 12]
-    assert [step for step, _ in shown["run card"]] == [0]
+    assert [step for step, _ in shown["card"]] == [0]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
@@ -509,7 +514,7 @@ def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path)
 
     live(tmp_path, back)
     shown = Board(tmp_path).shown()
-    assert [step for step, _ in shown["run card"]] == [0, 4]
+    assert [step for step, _ in shown["card"]] == [0, 4]
     assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
 
 

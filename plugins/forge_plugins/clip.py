@@ -38,6 +38,7 @@ class Clip(forge.Plugin):
     config: Config
     provides = ("clip",)
     capturable = True
+    charts = {"gradient norm/before and after clipping": r"grad_norm/.+"}
 
     def __init__(self, *first: float | None, **values: Any):
         super().__init__(*first, **values)

@@ -204,8 +204,9 @@ class CudaGraph(forge.Plugin):
                 return None
             with reads_of_the_device() as found:
                 step.trainer.core.forge_train_step(step)
-            if found:
-                self._give_up(f"the step reads the device at {found[0]}")
+            reason = fitness.of_the_metrics(step.trainer)
+            if found or reason is not None:
+                self._give_up(reason or f"the step reads the device at {found[0]}")
             return True
         if not seen or len(self._graphs) >= self.config.graphs or window.key in self._refused:
             self._look_at_many(window)

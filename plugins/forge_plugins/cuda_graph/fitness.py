@@ -43,6 +43,17 @@ def of_the_run(trainer: forge.Trainer, optimizers: Optimizers) -> str | None:
     return _of_the_optimizer(entry.optimizer)
 
 
+def of_the_metrics(trainer: forge.Trainer) -> str | None:
+    """The metric of torchmetrics that training updates: its state is replaced, and a graph would add to it no more."""
+    updated = trainer.means.held.updated() if trainer.means.held is not None else []
+    if not updated:
+        return None
+    return (
+        f"training_step updates the metric {updated[0]!r}, which a graph would not accumulate; update it in "
+        "validation_step alone, and return a tensor in training"
+    )
+
+
 def _of_the_optimizer(optimizer: Optimizer) -> str | None:
     if type(optimizer) in (SGD, Adam, AdamW) or "capturable" in optimizer.defaults:
         return None

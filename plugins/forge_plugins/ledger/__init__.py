@@ -56,6 +56,11 @@ class Ledger(forge.Plugin):
     config: Config
     observer = True
     provides = ("ledger",)
+    charts = {
+        "plugin ledger/each plugin, in µs per update": r"ledger/(?!total_share$|syncs_per_update$).+",
+        "plugin ledger/all plugins, as a share of an update": r"ledger/total_share",
+        "plugin ledger/times that the host waits for the device, per update": r"ledger/syncs_per_update",
+    }
 
     def __init__(self, *first: bool, **values: Any):
         super().__init__(*first, **values)

@@ -77,6 +77,10 @@ class Monitor(forge.Plugin):
 
     config: Config
     observer = True
+    charts = {
+        "gradient norm/of all parameters": r"monitor/([^/]+/)?grad_norm",
+        "size of an update/as a share of the weights": r"monitor/([^/]+/)?update_ratio",
+    }
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)

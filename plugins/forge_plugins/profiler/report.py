@@ -16,6 +16,7 @@ LABELS = {
     EVALUATION: "evaluation (not counted)",
 }
 LONGEST = 60
+TO_OPEN = "To look at a trace, open its file at https://ui.perfetto.dev: nothing is uploaded."
 NO_VERDICT = "There is no verdict: torch's profiler does not see what the device {} does."
 
 
@@ -79,6 +80,7 @@ class Report:
         if self.peak is not None:
             lines += [f"At most {size(self.peak)} were in use.", ""]
         lines += [f"- {line}" for line in self.files]
+        lines += ["", TO_OPEN] if self.files else []
         return "\n".join(lines).rstrip() + "\n"
 
     # -- tables -------------------------------------------------------------------------------------------------------

@@ -71,6 +71,15 @@ class Throughput(forge.Plugin):
     config: Config
     observer = True
     provides = ("throughput",)
+    charts = {
+        "throughput/samples per second": r"throughput/samples_per_s",
+        "throughput/tokens or items per second": r"throughput/(?!samples_)\w+_per_s",
+        "throughput/step time, in ms": r"throughput/step_ms_.+",
+        "throughput/share of the time that is spent waiting for data": r"throughput/data_wait_share",
+        "throughput/TFLOP per second": r"throughput/tflops",
+        "throughput/share of the device's peak (MFU)": r"throughput/mfu",
+        "throughput/memory, in GB": r"throughput/.+_gb",
+    }
 
     def __init__(self, *first: str | None, **values: Any):
         super().__init__(*first, **values)

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
 from forge.errors import RecipeError
-from forge.run import card_as_markdown, make_card, plain, plugin_options
+from forge.run import card_as_markdown, make_card
+from forge_plugins.tensorboard import layout, projector
+from forge_plugins.tensorboard.events import (
+    add_histogram,
+    add_image,
+    add_restart,
+    add_scalars,
+    add_text,
+    new_file,
+)
+from forge_plugins.tensorboard.hyperparameters import add_end_of_session, add_hyperparameters, hyperparameters
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger("forge")
 
-Hyperparameter = bool | int | float | str
-PATIENCE = 16
-"""How often to try for a file name that sorts last, an eighth of a second apart."""
-
 
 class Tensorboard(forge.Plugin):
-    """Write metrics to RUN/tensorboard, to be looked at with `tensorboard --logdir runs`.
+    """Write metrics to RUN/tensorboard, to be looked at with `forge board`.
 
     Scalars (learning rates among them), `forge.Image`, `forge.Text` and `forge.Histogram` are drawn over updates. The
-    run card is under TEXT. Hyperparameters (the options of the task, of the data, of the Trainer and of every plugin
-    that can change the run) are under HPARAMS with the latest value of every metric, and with success where the fit
-    reached its end. A trace in RUN/profile (`*.pt.trace.json`) is found by the same command where the package
-    torch-tb-profiler is installed.
+    run card is the first under TEXT. CUSTOM SCALARS has training against validation for every metric that both have,
+    the learning rate, and the charts that the plugins of the stack declare. Hyperparameters (the options of the task,
+    of the data, of the Trainer and of every plugin that can change the run) are under HPARAMS with the latest value of
+    every metric, and with success where the fit reached its end. The latest `forge.Embedding` of each name is under
+    PROJECTOR. A trace in RUN/profile (`*.pt.trace.json`) is shown by `forge board` too, where torch-tb-profiler is
+    installed.
 
     A run that is resumed or rewound goes on in the same curves: what it had drawn after the checkpoint is taken back,
     because it is made again, and what was drawn before it is on disk before the checkpoint is. TensorBoard keeps the
@@ -66,6 +73,9 @@ class Tensorboard(forge.Plugin):
         self._failed = self._gave_up = False
         self._restores = 0
         self._card_at = 0
+        self._tags: set[str] = set()
+        self._layout: layout.Layout = {}
+        "As it was written last."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -86,6 +96,9 @@ class Tensorboard(forge.Plugin):
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         if scalars:
             add_scalars(writer, scalars, update)
+            if trainer.verb == "fit" and not self._tags.issuperset(scalars):
+                self._tags.update(scalars)
+                self._lay_out(writer, trainer, update)
         if len(scalars) == len(metrics):
             return
         for name, value in metrics.items():
@@ -95,6 +108,16 @@ class Tensorboard(forge.Plugin):
                 add_text(writer, name, value.text, update)
             elif isinstance(value, forge.Histogram):
                 add_histogram(writer, name, value, update)
+            elif isinstance(value, forge.Embedding):
+                projector.write(writer.log_dir, name, value)
+                add_text(writer, name, projector.told(value), update)
+
+    def _lay_out(self, writer: SummaryWriter, trainer: forge.Trainer, update: int) -> None:
+        """Write the layout where the names that are known by now make another one."""
+        charts = layout.make(self._tags, trainer.stack)
+        if charts != self._layout:
+            self._layout = charts
+            layout.add(writer, charts, update)
 
     @forge.hookimpl
     def forge_exception(self) -> None:
@@ -114,15 +137,15 @@ class Tensorboard(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        """Nothing to keep; but what was drawn up to a checkpoint is on disk before the checkpoint is."""
+        """The names in use, for the layout; and what was drawn up to a checkpoint is on disk before the checkpoint."""
         if self._writer is not None:
             with self._going_on():
                 self._writer.flush()
-        return {}
+        return {"tags": sorted(self._tags)}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing was kept."""
+        self._tags = set(state.get("tags", ()))
 
     @contextmanager
     def _going_on(self) -> Generator[None]:
@@ -147,6 +170,7 @@ class Tensorboard(forge.Plugin):
         if trainer.verb == "fit":
             self._add_card(writer, trainer)
             add_hyperparameters(writer, hyperparameters(trainer))
+            self._begin_anew(writer, trainer)
         return writer
 
     def _take_back(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
@@ -156,11 +180,21 @@ class Tensorboard(forge.Plugin):
         add_restart(writer, first)
         if self._card_at >= first:
             self._add_card(writer, trainer)
+        self._begin_anew(writer, trainer)
+
+    def _begin_anew(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
+        """The layout, which may have been taken back, and no points of a fit that is made again from its beginning."""
+        first = first_made(trainer) or 0
+        self._layout = {}
+        if self._tags:
+            self._lay_out(writer, trainer, first)
+        if not first:
+            projector.clear(writer.log_dir)
 
     def _add_card(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
         """At the first update of this process, so that the next one to continue from there takes it back."""
         self._card_at = first_made(trainer) or 0
-        add_text(writer, "run card", run_card(trainer), self._card_at)
+        add_text(writer, "card", run_card(trainer), self._card_at)
 
 
 def _writes(trainer: forge.Trainer) -> bool:
@@ -179,127 +213,8 @@ def first_made(trainer: forge.Trainer) -> int | None:
 
 
 def run_card(trainer: forge.Trainer) -> str:
-    """The card of this run as Markdown."""
+    """The card of this run as Markdown, its table as a list: TensorBoard squeezes a table's first column."""
     assert trainer.run_dir is not None
     file = trainer.run_dir / "card.md"
-    return file.read_text() if file.exists() else card_as_markdown(make_card(trainer))
-
-
-def new_file(folder: Path, first: int | None, flush_seconds: int) -> SummaryWriter:
-    """A writer to a new file, which takes back everything from update `first` on.
-
-    TensorBoard reads files in the order of their names, and a name begins with the second that it was made in.
-    """
-    from torch.utils.tensorboard import SummaryWriter
-
-    tries = PATIENCE
-    while True:
-        there = set(folder.glob("*tfevents*"))
-        writer = SummaryWriter(str(folder), max_queue=1000, flush_secs=flush_seconds, purge_step=first)
-        made = set(folder.glob("*tfevents*")) - there
-        if not there or not made or max(made) > max(there):
-            return writer
-        if not tries:
-            logger.warning(
-                "tensorboard: %s is newer than this machine's clock: updates may be drawn twice.", max(there)
-            )
-            return writer
-        tries -= 1
-        writer.close()
-        for file in made:
-            file.unlink()
-        time.sleep(1 / 8)  # until the next second
-
-
-def add_restart(writer: SummaryWriter, first: int) -> None:
-    """Have TensorBoard forget everything from update `first` on."""
-    from tensorboard.compat.proto import event_pb2
-
-    log: Any = event_pb2  # whose classes are made as it is imported
-    _file(writer).add_event(log.Event(session_log=log.SessionLog(status=log.SessionLog.START)), first)
-
-
-def add_scalars(writer: SummaryWriter, scalars: Mapping[str, float], update: int) -> None:
-    """All scalars of a log in one event: add_scalar makes, queues and checksums one for each."""
-    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-    values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-    _file(writer).add_summary(Summary(value=values), update)
-
-
-def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int) -> None:
-    """A picture, and its caption as a text of its own."""
-    data = image.data.detach().cpu()
-    data = data.float() if data.is_floating_point() else data
-    writer.add_image(name, data, update, dataformats="HW" if data.ndim == 2 else "CHW")
-    if image.caption:
-        add_text(writer, f"{name}/caption", image.caption, update)
-
-
-def add_histogram(writer: SummaryWriter, name: str, histogram: forge.Histogram, update: int) -> None:
-    """A distribution; in its sums every value counts as the middle of its bin."""
-    counts, edges = histogram.counts.detach().cpu().double(), histogram.edges.detach().cpu().double()
-    left, right = edges[:-1], edges[1:]
-    middle = (left + right) / 2
-    filled = counts.nonzero().flatten().tolist() or [0]
-    writer.add_histogram_raw(
-        name,
-        min=left[filled[0]].item(),
-        max=right[filled[-1]].item(),
-        num=counts.sum().item(),
-        sum=(counts * middle).sum().item(),
-        sum_squares=(counts * middle**2).sum().item(),
-        bucket_limits=right.tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=update,
-    )
-
-
-def add_text(writer: SummaryWriter, name: str, markdown: str, update: int) -> None:
-    """A text under its own name; the writer's add_text would put "/text_summary" behind it."""
-    from torch.utils.tensorboard.summary import text
-
-    summary = text(name, markdown)
-    summary.value[0].tag = name
-    _file(writer).add_summary(summary, update)
-
-
-def hyperparameters(trainer: forge.Trainer) -> dict[str, Hyperparameter]:
-    """What can be varied between runs: options by the names they have in a recipe."""
-    found: dict[str, Any] = {f"task.{key}": value for key, value in trainer.task.init_args.items()}
-    data = trainer.recipe.config.get("data") if trainer.recipe is not None else None
-    found |= {f"data.{key}": value for key, value in (data or {}).items()}
-    found |= {f"trainer.{key}": value for key, value in trainer.settings.items()}
-    for plugin in trainer.stack:
-        if not plugin.observer:
-            found |= {f"{plugin.name}.{key}": value for key, value in plugin_options(plugin).items()}
-    return {key: _plain(value) for key, value in found.items() if value is not None}
-
-
-def add_hyperparameters(writer: SummaryWriter, values: dict[str, Hyperparameter]) -> None:
-    """What TensorBoard's HPARAMS page reads, in this run's own file; add_hparams would make a second run of it.
-
-    The page finds its columns in the runs: every hyperparameter of any of them, and every scalar. A list of columns in
-    one run, as add_hparams writes it, would hide those of all others.
-    """
-    from torch.utils.tensorboard.summary import hparams
-
-    _, start, _ = hparams(values, {})
-    _file(writer).add_summary(start)
-
-
-def add_end_of_session(writer: SummaryWriter) -> None:
-    """The run was a success. TensorBoard keeps the first end it reads, so one that may be resumed has none."""
-    from torch.utils.tensorboard.summary import hparams
-
-    _, _, end = hparams({}, {})
-    _file(writer).add_summary(end)
-
-
-def _file(writer: SummaryWriter) -> Any:
-    return writer._get_file_writer()
-
-
-def _plain(value: Any) -> Hyperparameter:
-    value = plain(value)
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
+    card = file.read_text() if file.exists() else card_as_markdown(make_card(trainer))
+    return re.sub(r"^\| (.*?) \| (.*) \|$", r"- **\1**: \2", card.replace("| | |\n|---|---|\n", ""), flags=re.MULTILINE)

@@ -1,0 +1,108 @@
+"""What a LightningModule asks for while it runs: `self.log`, `self.optimizers()`, `self.all_gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from forge.accumulating import is_metric
+from forge.errors import TaskError
+from forge.lightning import carried
+from forge.lightning.logged import Logged, in_training, logged, refuse_on_one_rank
+from forge.lightning.wrapping import Wrapped
+
+
+class Answers(Wrapped):
+    """forge's answers in place of Lightning's."""
+
+    def _listening(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Logged]]:
+        """Call a step; what it returned, and what it logged meanwhile."""
+        self._calls, self._weight = [], weight
+        try:
+            return carried.call(function, *arguments), self._calls
+        finally:
+            self._calls = None
+
+    def _weigh(self, call: Logged) -> Any:
+        """What a logged value weighs: the batch_size it was logged with, else the batch's; a borrowed one nothing."""
+        return call.weight if call.weight is not None and self._weight else self._weight
+
+    def _add_in_training(self, name: str, call: Logged) -> None:
+        raise NotImplementedError
+
+    def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _answer_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
+        who = type(self.module).__name__
+        if self.trainer is None:
+            return  # as in Lightning: steps can be called by hand
+        call = logged(who, name, value, *args, **options)
+        if rank_zero_only:
+            refuse_on_one_rank(who, name, self.trainer.env.world)
+        if self._calls is not None:
+            self._calls.append(call)
+        elif self.stage == "predict":
+            raise TaskError(f"{who}: self.log({name!r}) in predict: there is nothing that it would be logged to.")
+        else:
+            self._log_between(call)
+
+    def _log_between(self, call: Logged) -> None:
+        """`self.log` in a hook rather than in a step."""
+        if is_metric(call.value):
+            call = call._replace(value=call.value.compute())
+        if self.stage is not None:
+            self._count_evaluated([call])
+            return
+        assert self.trainer is not None
+        ended = self.trainer.step is not None and self.trainer.progress.update > self.trainer.step.index
+        self._weight = 1
+        if ended and self._epoch is not None:  # at the end of an epoch: what is logged is the value for it
+            self.names[call.name] = in_training(call.name)
+            self._epoch.means.add(in_training(call.name), call.value)
+        else:
+            self._add_in_training(in_training(call.name), call)
+
+    def _answer_log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+        several = hasattr(dictionary, "compute_groups")
+        items = dictionary.items(keep_base=False, copy_state=False) if several else dictionary.items()
+        for name, value in items:
+            self._answer_log(name, value, *args, **options)
+
+    def _answer_optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        assert self.trainer is not None
+        return self.trainer.optimizers[None]
+
+    def _answer_lr_schedulers(self) -> Any:
+        schedulers = [getattr(item.schedule, "scheduler", item.schedule) for item in self._schedules]
+        return schedulers[0] if len(schedulers) == 1 else schedulers or None
+
+    def _answer_clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if not gradient_clip_val:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm") == "value":
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+
+    def _answer_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        assert self.trainer is not None
+        world, device = self.trainer.env.world, self.trainer.env.device
+        if sync_grads and world > 1:
+            raise TaskError("self.all_gather(sync_grads=True) is not carried over: gradients do not travel through it.")
+
+        def gathered(value: Any) -> Any:
+            own = torch.as_tensor(value, device=device).detach().contiguous()
+            parts = [torch.empty_like(own) for _ in range(world)]
+            if world > 1:
+                torch.distributed.all_gather(parts, own, group=group)
+            return torch.stack(parts) if world > 1 else own
+
+        return tree_map(lambda v: gathered(v) if isinstance(v, (Tensor, int, float)) else v, data)

@@ -1,0 +1,116 @@
+"""What a LightningModule logs: `self.log` as values in forge's means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge.accumulating import is_metric
+from forge.env import move
+from forge.errors import TaskError
+from forge.lightning.names import short
+from forge.metrics import Means
+
+if TYPE_CHECKING:
+    from forge.trainer import Trainer
+
+
+class Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    name: str
+    value: Any
+    on_step: bool
+    on_epoch: bool
+    weight: int | None
+    add_dataloader_idx: bool
+
+
+def logged(
+    who: str,
+    name: str,
+    value: Any,
+    prog_bar: bool = False,
+    logger: bool | None = None,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: Any = "mean",
+    enable_graph: bool = False,
+    sync_dist: bool = False,
+    sync_dist_group: Any = None,
+    add_dataloader_idx: bool = True,
+    batch_size: int | None = None,
+    metric_attribute: str | None = None,
+    rank_zero_only: bool = False,
+) -> Logged:
+    """The arguments of `self.log` as forge needs them.
+
+    Every sink gets every value, and on several ranks a value is always the mean over all of them, so that prog_bar,
+    logger, sync_dist and its group, enable_graph and metric_attribute have nothing to say.
+    """
+    if is_metric(value):
+        return Logged(name, value, True, False, None, add_dataloader_idx)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TaskError(f"{who}: self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log its .mean().")
+    if not isinstance(value, (Tensor, Real)):
+        raise TaskError(f"{who}: self.log({name!r}) got a {type(value).__name__}; log a number, or use log_dict.")
+    if reduce_fx not in ("mean", "avg", torch.mean):
+        raise TaskError(
+            f"{who}: self.log({name!r}, reduce_fx={reduce_fx!r}): forge takes the mean. Hold a metric of torchmetrics "
+            "(MaxMetric, MinMetric, SumMetric), update it, and log the object."
+        )
+    value = value.detach() if isinstance(value, Tensor) else float(value)
+    return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+
+
+def refuse_on_one_rank(who: str, name: str, world: int) -> None:
+    """Ranks must log the same names: their means are taken together."""
+    if world > 1:
+        raise TaskError(
+            f"{who}: self.log({name!r}, rank_zero_only=True): forge takes the mean over all ranks, so all of them must "
+            "log it. Leave rank_zero_only out, and call self.log on every rank."
+        )
+
+
+def split(output: Any) -> tuple[Any, dict[str, Any]]:
+    """What a step returned as (loss, other scalars); tensors of more than one number are for the module's own hooks."""
+    if not isinstance(output, Mapping):
+        return output, {}
+    scalars = {
+        str(name): value
+        for name, value in output.items()
+        if name != "loss" and (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1))
+    }
+    return output.get("loss"), scalars
+
+
+def is_the_loss(value: Any, loss: Any) -> bool:
+    """Whether what was logged is the loss that was returned: the same memory, or its number."""
+    if not isinstance(value, Tensor):
+        return True
+    return isinstance(loss, Tensor) and value.data_ptr() == loss.data_ptr()
+
+
+class EpochMeans:
+    """Means over an epoch of training, for what is logged with `on_epoch=True`; kept in checkpoints by rank."""
+
+    def __init__(self, trainer: Trainer):
+        self._env = trainer.env
+        self.means = Means(trainer.env.device, trainer.env)
+
+    def read(self) -> dict[str, float]:
+        return self.means.read().result() if self._env.world > 1 or not self.means.empty else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self.means.state_dict()
+        if self._env.world == 1:
+            return own
+        return {"by_rank": self._env.gather(move(own, torch.device("cpu")))}
+
+
+def in_training(name: str) -> str:
+    return f"train/{short(name, 'train')}"

@@ -1,0 +1,112 @@
+"""Points for TensorBoard's PROJECTOR page: files beside the events, the latest of each name.
+
+SummaryWriter.add_embedding makes a folder for every update and lists only those of its own process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import forge
+
+CONFIG = "projector_config.pbtxt"
+FOLDER = "projector"
+WIDEST = 8192
+"""Pixels: a larger sheet of pictures is not shown."""
+
+
+def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
+    """Put points in the place of the former ones of that name."""
+    home = Path(folder) / FOLDER / quote(name, safe="")
+    home.mkdir(parents=True, exist_ok=True)
+    vectors = embedding.vectors.detach().cpu().float().nan_to_num().numpy()
+    _replace(home / "vectors.tsv", lambda path: np.savetxt(path, vectors, fmt="%.6g", delimiter="\t"))
+    for file in ("labels.tsv", "pictures.png"):
+        (home / file).unlink(missing_ok=True)
+    if embedding.labels:
+        lines = "".join(f"{_one_line(label)}\n" for label in embedding.labels)
+        _replace(home / "labels.tsv", lambda path: path.write_text(lines, encoding="utf-8"))
+    size = None
+    if embedding.images is not None:
+        size = _draw(home / "pictures.png", embedding.images)
+    _list(Path(folder), home, name, size)
+
+
+def clear(folder: str | Path) -> None:
+    """Leave nothing of an earlier fit."""
+    (Path(folder) / CONFIG).unlink(missing_ok=True)
+    shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
+
+
+def told(embedding: forge.Embedding) -> str:
+    """What the TEXT page says of it."""
+    count, width = embedding.vectors.shape
+    return f"{count:,} points of {width:,} dimensions. The PROJECTOR page shows the latest."
+
+
+def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> None:
+    """Say where the points are, besides those of other names."""
+    from google.protobuf import text_format
+    from tensorboard.plugins.projector import projector_config_pb2
+
+    config: Any = projector_config_pb2.ProjectorConfig()  # pyright: ignore[reportAttributeAccessIssue]
+    if (folder / CONFIG).exists():
+        text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), config)
+    others = [entry for entry in config.embeddings if entry.tensor_name != name]
+    del config.embeddings[:]
+    config.embeddings.extend(others)
+    entry = config.embeddings.add(tensor_name=name, tensor_path=_from(folder, home / "vectors.tsv"))
+    if (home / "labels.tsv").exists():
+        entry.metadata_path = _from(folder, home / "labels.tsv")
+    if size is not None:
+        entry.sprite.image_path = _from(folder, home / "pictures.png")
+        entry.sprite.single_image_dim.extend(size)
+    text = text_format.MessageToString(config)
+    _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _draw(file: Path, images: Tensor) -> tuple[int, int]:
+    """All pictures on one square sheet, row by row; return (width, height) of each on it."""
+    from PIL import Image
+
+    images = images.detach().cpu()
+    images = images.float() if images.is_floating_point() else images.float() / 255
+    columns = math.ceil(math.sqrt(len(images)))
+    most = WIDEST // columns
+    if max(images.shape[2:]) > most:
+        images = F.interpolate(images, size=(min(images.shape[2], most), min(images.shape[3], most)), mode="area")
+    height, width = images.shape[2:]
+    sheet = torch.zeros(columns * columns, 3, height, width)
+    sheet[: len(images)] = images.expand(-1, 3, -1, -1)
+    sheet = sheet.view(columns, columns, 3, height, width).permute(0, 3, 1, 4, 2)
+    pixels = sheet.reshape(columns * height, columns * width, 3).nan_to_num().clamp(0, 1).mul(255).round().byte()
+    _replace(file, lambda path: Image.fromarray(pixels.numpy()).save(path, format="PNG"))
+    return width, height
+
+
+def _from(folder: Path, file: Path) -> str:
+    """TensorBoard's paths begin at the folder of its list."""
+    return file.relative_to(folder).as_posix()
+
+
+def _one_line(label: Any) -> str:
+    """A tab would make columns of it, and an empty line would be left out."""
+    return " ".join(str(label).split()) or "–"
+
+
+def _replace(file: Path, write: Callable[[Path], Any]) -> None:
+    """Whoever reads meanwhile reads the old file or the new one."""
+    beside = file.with_name(f".{file.name}")
+    write(beside)
+    os.replace(beside, file)

@@ -1,0 +1,163 @@
+"""Real runs, a real TensorBoard over them, and Chromium looking at it: for tests, and for the pictures of the docs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response, sync_playwright
+
+LOOKING = Path(__file__).with_name("looking.py")
+FORGE = Path(sys.executable).with_name("forge")
+PLUGINS = ("ledger", "throughput", "monitor", "profiler")
+PATIENCE = 60_000
+"""Milliseconds for a page to show what it has to show."""
+
+
+def forge(*words: str, cwd: Path) -> None:
+    """Run the command line to its end."""
+    done = subprocess.run(
+        [FORGE, *words],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def make_runs(folder: Path, epochs: int = 4) -> dict[str, Path]:
+    """Train in `folder`: the quickstart once, and twice a task that logs pictures, texts and points. By their names."""
+    shutil.copy(LOOKING, folder / "looking.py")
+    plugins = [word for name in PLUGINS for word in ("-p", name)]
+    common = [
+        *plugins,
+        f"trainer.max_epochs={epochs}",
+        "trainer.log_every=5",
+        "monitor.every=20 updates",
+        "monitor.histograms=true",
+        "trainer.device=cpu",
+    ]
+    forge("fit", "quickstart", *common, "--run-dir", "runs/quickstart/first", cwd=folder)
+    for name, hidden in (("small", 32), ("large", 128)):
+        own = ["-p", "clip", "-p", "schedule", f"task.hidden={hidden}", "--run-dir", f"runs/looking/{name}"]
+        forge("fit", "looking.py:Looking", *common, *own, cwd=folder)
+    return {str(path.parent.relative_to(folder / "runs")): path.parent for path in folder.glob("runs/*/*/card.json")}
+
+
+def logged(run: Path) -> dict[str, list[tuple[int, float | None]]]:
+    """(update, value) of every metric, as metrics.jsonl has them."""
+    found: dict[str, list[tuple[int, float | None]]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        update = record["update"]
+        for name in record.keys() - {"update", "epoch", "sample", "time"}:
+            found.setdefault(name, []).append((update, record[name]))
+    return found
+
+
+@contextmanager
+def board(folder: Path) -> Iterator[str]:
+    """The address of a `forge board` over the runs of a folder."""
+    process = subprocess.Popen([FORGE, "board", "--no-open"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = re.findall(r"http://\S+", process.stdout.readline())[0]
+        _wait_for(address, len(list(folder.glob("runs/*/*/tensorboard"))))
+        yield address
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _wait_for(address: str, runs: int) -> None:
+    """Until TensorBoard has read something of every run, of which it tells nobody."""
+    deadline = time.monotonic() + PATIENCE / 1000
+    while len(json.load(urlopen(f"{address}data/runs"))) < runs:
+        assert time.monotonic() < deadline, "TensorBoard has not found the runs"
+        time.sleep(0.1)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium, or the one that FORGE_CHROMIUM names."""
+    path = os.environ.get("FORGE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert path, "There is no Chromium here. Install it (apt install chromium), or name it in FORGE_CHROMIUM."
+    with sync_playwright() as playwright:
+        # without a sandbox: containers have none to offer, and nothing but this machine's own pages is looked at
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Watched:
+    """A page of the board, with everything that it asked for and complained of."""
+
+    page: Page
+    address: str
+    errors: list[str] = field(default_factory=list)
+    answers: list[Response] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, browser: Browser, address: str, width: int = 1280, height: int = 800) -> Watched:
+        page = browser.new_page(viewport={"width": width, "height": height})
+        page.set_default_timeout(PATIENCE)
+        watched = cls(page, address)
+        page.on("console", watched._said)
+        page.on("pageerror", lambda error: watched.errors.append(str(error)))
+        page.on("response", watched._answered)
+        page.on("request", watched._asked)
+        return watched
+
+    def open(self, tab: str) -> Page:
+        """Go to a tab of the board, and be there when its data is."""
+        self.page.goto(f"{self.address}#{tab}")
+        self.page.wait_for_load_state("networkidle")
+        return self.page
+
+    def ask(self, *paths: str) -> list[Any]:
+        """What the server answers to this very page."""
+        script = "paths => Promise.all(paths.map(path => fetch(path).then(answer => answer.json())))"
+        return self.page.evaluate(script, paths)
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.errors.append(f"console: {message.text}")
+
+    def _answered(self, response: Response) -> None:
+        self.answers.append(response)
+        if response.status >= 400:
+            self.errors.append(f"{response.status}: {response.url}")
+
+    def _asked(self, request: Request) -> None:
+        there, here = urlsplit(request.url), urlsplit(self.address)
+        if there.scheme in ("http", "https", "ws", "wss") and there.netloc != here.netloc:
+            self.errors.append(f"asked another machine: {request.url}")
+
+    def curves(self) -> dict[tuple[str, str], list[tuple[int, float]]]:
+        """(update, value) by (run, name) of what the SCALARS page has loaded to draw."""
+        found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+        for response in self.answers:
+            if response.url.endswith("/scalars_multirun"):
+                name = re.findall(r'name="tag"\r\n\r\n(.*?)\r\n', response.request.post_data or "")
+                answer: dict[str, Any] = response.json()
+                for run, points in answer.items():
+                    found[run, name[0]] = [(step, value) for _, step, value in points]
+        return found
