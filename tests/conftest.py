@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
+from tests.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
@@ -79,6 +80,19 @@ def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.mktemp("cwd")
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small folder of data, made once; `small_data` tells recipes of it."""
+    return write_small_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def small_data(small_data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of data in the layout that recipes look for, small, and FORGE_DATA set to it."""
+    monkeypatch.setenv("FORGE_DATA", str(small_data_folder))
+    return small_data_folder
 
 
 @pytest.fixture(autouse=True)

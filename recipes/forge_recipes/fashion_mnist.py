@@ -1,0 +1,109 @@
+"""FashionMNIST: 70,000 pictures of clothes, 28 × 28 pixels, in ten classes; 60,000 to train on and 10,000 to test.
+
+The four files of the data set are read as they are, packed or not, and nothing is written beside them. The images lie
+in memory as one tensor, so a batch is one gather.
+
+By H. Xiao, K. Rasul and R. Vollgraf, Zalando Research, 2017, https://arxiv.org/abs/1708.07747, MIT licence.
+"""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge.data import Splits, TensorLoader
+from forge.errors import DataError
+from forge_recipes.roots import data_root
+
+CLASSES = (
+    "T-shirt",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+MEAN, STD = 0.2860, 0.3530
+"""Of the pixels of the 60,000 training images, between 0 and 1."""
+EVALUATION_BATCH = 1000
+
+
+def fashion_mnist(
+    batch_size: int = 64, root: str | None = None, val_share: float = 0.0, device: str | None = None
+) -> Splits:
+    """FashionMNIST, normalised. `root` is the folder that holds FashionMNIST/raw ($FORGE_DATA, or a download, if none).
+
+    Without a `val_share` all 60,000 images are trained on and validation is the test set, as in the published lab: look
+    at it, but choose nothing by it. With one, that share of the training images, the same in every run, is held out for
+    validation, and the test set is left for `forge test`. `device` is where the images lie; those of a GPU's own memory
+    need no copy per batch.
+    """
+    if not 0 <= val_share < 1:
+        raise DataError(
+            f"fashion_mnist: val_share is {val_share:g}; it is a share of the training images, from 0 to 1."
+        )
+    folder = find_files(root)
+    images, labels = read_part(folder, "train")
+    test = TensorLoader(*read_part(folder, "t10k"), batch_size=EVALUATION_BATCH, device=device)
+    held_out = round(val_share * len(labels))
+    val = test
+    if held_out:
+        # the split belongs to the data set: it is the same whatever the run's seed
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2017))
+        rest, apart = order[held_out:], order[:held_out]
+        val = TensorLoader(images[apart], labels[apart], batch_size=EVALUATION_BATCH, device=device)
+        images, labels = images[rest], labels[rest]
+    train = TensorLoader(images, labels, batch_size=batch_size, shuffle=True, device=device)
+    return Splits(train=train, val=val, test=test)
+
+
+def read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """The normalised images (N, 1, 28, 28) and the labels of "train" or "t10k"."""
+    images = torch.from_numpy(read_idx(folder / f"{part}-images-idx3-ubyte")).unsqueeze(1)
+    labels = torch.from_numpy(read_idx(folder / f"{part}-labels-idx1-ubyte"))
+    if len(images) != len(labels):
+        raise DataError(f"{folder} has {len(images)} images and {len(labels)} labels in its part {part!r}.")
+    # in place, in the order of torchvision's ToTensor and Normalize: the same bits
+    return images.float().div_(255).sub_(MEAN).div_(STD), labels.long()
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array in an idx file, or in the same file packed by gzip."""
+    packed = path.with_name(f"{path.name}.gz")
+    try:
+        content = gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{packed if packed.is_file() else path} cannot be read: {error}.") from error
+    start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    shape = np.frombuffer(content[4:start], dtype=">u4").tolist() if 4 < start <= len(content) else []
+    if not shape or len(content) - start != np.prod(shape, dtype=int):
+        raise DataError(f"{path} is no idx file of bytes, or not a whole one. Fetch it again.")
+    return np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(shape)
+
+
+def find_files(root: str | None) -> Path:
+    """The folder with the four files; fetched where they are not there yet."""
+    folder = data_root(root, "FashionMNIST") / "raw"
+    if not any(folder.glob("train-images-idx3-ubyte*")):
+        _download(folder)
+    return folder
+
+
+def _download(folder: Path) -> None:
+    try:
+        from torchvision.datasets import FashionMNIST
+
+        FashionMNIST(str(folder.parent.parent), download=True)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DataError(
+            f"fashion_mnist: the data set is not in {folder}, and cannot be fetched ({error}). Set FORGE_DATA=FOLDER "
+            "or data.root=FOLDER, where FOLDER/FashionMNIST/raw has its four files (train-images-idx3-ubyte.gz, ...)."
+        ) from error

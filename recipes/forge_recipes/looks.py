@@ -1,0 +1,73 @@
+"""What one wants to see of a classifier after an evaluation: predictions, its worst mistakes, who is taken for whom.
+
+Everything is kept where it was computed, and read once, when the evaluation is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import forge
+from forge import pictures
+from forge.env import Env
+
+
+class Looks:
+    """Collects in every batch of an evaluation with `add`, and draws at its end with `finish`."""
+
+    def __init__(self, names: Sequence[str], mean: float = 0.0, std: float = 1.0, shown: int = 24, points: int = 200):
+        self.names, self.mean, self.std = tuple(names), mean, std
+        self.shown, self.points = shown, points
+        self._counts: Tensor | None = None
+        self._first: tuple[Tensor, ...] = ()
+        self._worst: tuple[Tensor, ...] = ()
+
+    @torch.compiler.disable()  # a few small operations that change this object: nothing to gain from a graph
+    def add(self, images: Tensor, labels: Tensor, logits: Tensor, hidden: Tensor) -> None:
+        """Count a batch in; `hidden` is what the last layer sees. Nothing is read from the device."""
+        classes = len(self.names)
+        sure, said = logits.float().softmax(1).max(1)
+        if self._counts is None:
+            self._counts = labels.new_zeros(classes * classes)
+            self._first = tuple(t[: self.points].clone() for t in (images, labels, said, hidden.flatten(1)))
+        self._counts.index_add_(0, labels * classes + said, torch.ones_like(labels))
+        found = (torch.where(said == labels, -1.0, sure), images, labels, said)
+        if self._worst:
+            found = tuple(torch.cat(pair) for pair in zip(self._worst, found, strict=True))
+        worst = found[0].topk(min(self.shown, len(found[0]))).indices
+        self._worst = tuple(t[worst] for t in found)
+
+    def finish(self, env: Env) -> dict[str, Any]:
+        """Pictures and points of what was counted in, by name; then nothing is counted in any more."""
+        if self._counts is None:
+            return {}
+        classes = len(self.names)
+        counts = env.sum(self._counts).reshape(classes, classes).cpu()
+        images, labels, said, hidden = (t.cpu() for t in self._first)
+        sure, *mistakes = (t.cpu() for t in self._worst)
+        wrong = sure >= 0
+        self._counts, self._first, self._worst = None, (), ()
+        names = [self.names[i] for i in labels.tolist()]
+        seen: dict[str, Any] = {"embedding": forge.Embedding(hidden.float(), names, self._pixels(images))}
+        if find_spec("PIL") is None:  # it comes with torchvision; a run does not end for want of pictures
+            return seen
+        shown = slice(self.shown)
+        seen["predictions"] = self._grid(images[shown], labels[shown], said[shown])
+        seen["confusion"] = pictures.confusion(counts, self.names)
+        if wrong.any():
+            seen["mistakes"] = self._grid(*(t[wrong] for t in mistakes))
+        return seen
+
+    def _grid(self, images: Tensor, labels: Tensor, said: Tensor) -> forge.Image:
+        pairs = zip(labels.tolist(), said.tolist(), strict=True)
+        captions = [self.names[a] if a == b else f"{self.names[a]}\nnot {self.names[b]}" for a, b in pairs]
+        return pictures.grid(self._pixels(images), captions)
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        """The images as they were before they were normalised."""
+        return (images.float() * self.std + self.mean).clamp(0, 1)

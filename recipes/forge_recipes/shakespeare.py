@@ -1,0 +1,188 @@
+"""Tiny Shakespeare, character by character: a small GPT as in nanoGPT's `train_shakespeare_char`, which writes a text.
+
+The text is 1,115,394 characters of plays, put together by Andrej Karpathy for char-rnn (public domain); the first nine
+tenths are trained on. The model and its setting are nanoGPT's (https://github.com/karpathy/nanoGPT, MIT licence).
+"""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.data import Splits, TokenStream
+from forge_recipes.roots import data_root
+
+Batch = tuple[Tensor, Tensor]
+
+SOURCE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+ALPHABET = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""The characters of the text, sorted; a token is a place in here."""
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of a text."""
+    unknown = sorted(set(text) - set(ALPHABET))
+    if unknown:
+        raise forge.DataError(
+            f"shakespeare: {unknown[0]!r} is no character of tiny Shakespeare; these are: {ALPHABET!r}."
+        )
+    places = {character: place for place, character in enumerate(ALPHABET)}
+    return [places[character] for character in text]
+
+
+def decode(tokens: list[int]) -> str:
+    """The text of tokens."""
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to what came in."""
+
+    def __init__(self, width: int, heads: int, dropout: float):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.attention, self.dropout = Attention(width, heads, dropout), nn.Dropout(dropout)
+        up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.mlp = nn.Sequential(up, nn.GELU(), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class CharGPT(forge.TaskModule):
+    """A GPT over characters, nanoGPT's without biases; at the end of a run it writes `sample` characters."""
+
+    def __init__(
+        self,
+        layers: int = 6,
+        width: int = 384,
+        heads: int = 6,
+        context: int = 256,
+        dropout: float = 0.2,
+        lr: float = 1e-3,
+        beta2: float = 0.99,
+        weight_decay: float = 0.1,
+        sample: int = 500,
+    ):
+        super().__init__()
+        self.context, self.sample = context, sample
+        self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
+        self.tokens, self.positions = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:  # what is added to the residual stream is small, by how often that happens
+                is_added = name.endswith(("attention.out.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_added else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next character at each place; the head is the embedding."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(self.dropout(x))), self.tokens.weight)
+
+    def training_step(self, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW; matrices and embeddings decay, norms do not."""
+        decaying = [p for p in self.parameters() if p.ndim >= 2]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": decaying, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, self.beta2), fused=self.positions.weight.is_cuda)
+
+    @torch.inference_mode()
+    def write(self, prompt: str = "\n", length: int = 500, temperature: float = 0.8, seed: int = 1337) -> str:
+        """`prompt`, continued by `length` characters; with random numbers of its own, so that no run is disturbed."""
+        device = self.positions.weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.tensor([encode(prompt)], device=device)
+        for _ in range(length):
+            logits = self(tokens[:, -self.context :])[:, -1] / temperature
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, drawn], 1)
+        return decode(tokens[0].tolist())
+
+    @forge.hookimpl(wrapper=True)
+    def forge_export(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+        """At the end of a fit, with the weights that it was for: write a text, for the terminal and TensorBoard."""
+        if self.sample:
+            was_training = self.training
+            text = self.eval().write(length=self.sample)
+            self.train(was_training)
+            trainer.publish({"sample": forge.Text(f"```text\n{text.strip()}\n```")})
+            if trainer.env.is_main:
+                print(text.strip())
+        return (yield)
+
+
+def shakespeare(
+    root: str | None = None,
+    window: int = 256,
+    batch_size: int = 64,
+    order: Literal["random", "shuffled"] = "random",
+    samples: int | None = None,
+) -> Splits:
+    """Tiny Shakespeare as characters: windows of the first 90 % to train on, and the rest, in order, to validate.
+
+    The text is `tinyshakespeare/input.txt` in `root`, or in the folder that FORGE_DATA names; else it is downloaded to
+    the user's cache. With `order` random, windows begin anywhere, as in nanoGPT, and an epoch is `samples` of them (as
+    many as fit into the text, unless said); shuffled, an epoch is the whole text once, cut into windows. A validation
+    is always the same: all windows of the last 10 %, one after the other (nanoGPT takes some at random).
+    """
+    text = find_text(root).read_text(encoding="utf-8")
+    tokens = np.array(encode(text), np.uint16)
+    cut = int(0.9 * len(tokens))
+    return Splits(
+        train=TokenStream(tokens[:cut], window, batch_size, mode=order, samples=samples, drop_last=True),
+        val=TokenStream(tokens[cut:], window, batch_size=128, mode="sequential"),
+    )
+
+
+def find_text(root: str | None) -> Path:
+    """Where the text is; fetched where it is not there yet."""
+    path = data_root(root, "tinyshakespeare") / "input.txt"
+    if path.is_file():
+        return path
+    try:
+        with urllib.request.urlopen(SOURCE, timeout=30) as answer:
+            text = answer.read()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(text)
+        part.replace(path)  # whole or not there
+    except OSError as error:
+        raise forge.DataError(
+            f"shakespeare: {path} is not there, and {SOURCE} cannot be fetched ({error}). Put the text there, or set "
+            "FORGE_DATA (or data.root) to a folder that holds tinyshakespeare/input.txt."
+        ) from error
+    return path

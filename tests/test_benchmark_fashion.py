@@ -1,0 +1,68 @@
+"""The benchmark of the FashionMNIST lab: the plain script does the lab, and the rows say what the runs took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fashion
+from benchmarks.fashion import Life
+
+
+def test_the_plain_script_trains_the_labs_network_and_ends_with_its_time_and_accuracy(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchvision")
+    from benchmarks import fashion_plain
+
+    data = fashion.unpacked(small_data / "FashionMNIST" / "raw", tmp_path)
+    assert sum(parameter.numel() for parameter in fashion_plain.MLP().parameters()) == 269_322
+    monkeypatch.setattr(sys, "argv", ["fashion_plain", "--data", str(data), "--epochs", "2"])
+    fashion_plain.main()
+    told = capsys.readouterr().out.split()
+    assert told[-5:-4] == ["seconds"]
+    assert float(told[-1]) > 0.5
+
+
+def test_forges_script_ends_with_the_same_words(
+    small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import fashion_forge
+
+    words = ["fashion_forge", "--data", str(small_data), "--epochs", "2", "--run-dir", "run", "--fused"]
+    monkeypatch.setattr(sys, "argv", words)
+    fashion_forge.main()
+    told = capsys.readouterr().out.split()
+    assert told[-5:-4] == ["seconds"]
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    assert float(told[-1]) == pytest.approx(last["val/accuracy"], abs=1e-4)
+
+
+def test_ratios_compare_runs_of_the_same_round_and_the_same_adam(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {
+        "plain": [100, 200, 100],
+        "forge": [20, 60, 20],
+        "plain fused": [80, 160, 80],
+        "forge fused": [16, 32, 40],
+    }
+    order: list[str] = []
+
+    def run(name: str, epochs: int, seed: int, *_: object) -> Life:
+        order.append(name)
+        took = seconds[name][seed]
+        return Life(took, took + 4, took, 0.88 + seed / 100)
+
+    monkeypatch.setattr(fashion, "run", run)
+    rows = {row.contender: row for row in fashion.measure(list(seconds), 10, 3, 1, tmp_path)}
+    assert rows["forge"].ratio == 0.2
+    assert rows["forge fused"].ratio == 0.16
+    assert rows["forge fused"].ratio_same_adam == 0.2
+    assert rows["forge"].process_ratio == pytest.approx(24 / 104, abs=1e-4)
+    assert rows["plain"].accuracy == 0.89
+    assert [order[i] for i in (0, 4, 8)] == ["plain", "forge", "plain fused"]
+    assert fashion.table(list(rows.values())).row_count == 4

@@ -1,0 +1,56 @@
+"""fashion_cnn on CUDA: the images lie there, every update is replayed, evaluations show what they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.data import TensorLoader
+from forge.recipe import load_recipe
+from forge_plugins import CudaGraph
+from forge_recipes.fashion_cnn import moved
+
+pytestmark = pytest.mark.gpu
+
+QUIET = ["progress", "jsonl", "tensorboard", "checkpoint"]
+
+
+def test_the_recipe_is_captured_whole_and_learns(small_data: Path) -> None:
+    small = ["task.widths=[8,16]", "task.depths=[0,1]", "task.lr=0.02", "data.batch_size=32", "ema.decay=0.9"]
+    recipe = load_recipe(
+        "fashion_cnn", [*small, "trainer.max_epochs=6", "trainer.seed=3", "cuda_graph.strict=true"], remove=QUIET
+    )
+    torch.manual_seed(3)
+    task, data = recipe.make_task(), recipe.make_data()
+    assert isinstance(data.train, TensorLoader)
+    assert data.train.device.type == "cuda"
+    seen: dict[str, Any] = {}
+
+    @forge.on("log")
+    def keep(metrics: dict[str, Any]) -> None:
+        seen.update(metrics)
+
+    trainer = forge.Trainer(recipe=recipe, run_dir=False, plugins=[keep])
+    trainer.fit(task, data.train, data.val)
+    graph = next(plugin for plugin in trainer.stack if isinstance(plugin, CudaGraph))
+    assert graph.replayed >= trainer.progress.update - 4
+    assert seen["val/accuracy"] > 0.7
+    assert {"val/predictions", "val/confusion", "val/embedding"} <= seen.keys()
+    assert not seen["val/confusion"].data.is_cuda
+
+
+def test_augmentation_waits_for_nothing_and_draws_anew_in_every_replay() -> None:
+    images = torch.rand(64, 1, 28, 28, device="cuda")
+    moved(images, 2, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moved(images, 2, True)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)

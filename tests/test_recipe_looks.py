@@ -1,0 +1,78 @@
+"""What an evaluation shows of a classifier is what a loop over the samples finds: counts, mistakes, points."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import forge
+from forge import pictures
+from forge.env import Env
+from forge_recipes.looks import Looks
+
+NAMES = ["ant", "bee", "cat"]
+
+
+def evaluated(looks: Looks, samples: int = 90, batch: int = 40) -> tuple[torch.Tensor, ...]:
+    images, labels = torch.rand(samples, 1, 8, 8), torch.randint(3, (samples,))
+    logits, hidden = torch.randn(samples, 3), torch.randn(samples, 5)
+    for start in range(0, samples, batch):
+        looks.add(*(tensor[start : start + batch] for tensor in (images, labels, logits, hidden)))
+    return images, labels, logits, hidden
+
+
+def test_the_confusion_matrix_counts_every_sample() -> None:
+    looks = Looks(NAMES)
+    _, labels, logits, _ = evaluated(looks)
+    expected = torch.zeros(3, 3, dtype=torch.int64)
+    for label, said in zip(labels.tolist(), logits.argmax(1).tolist(), strict=True):
+        expected[label, said] += 1
+    assert looks._counts is not None
+    assert torch.equal(looks._counts.view(3, 3), expected)
+    shown = looks.finish(Env("cpu"))["confusion"]
+    assert torch.equal(shown.data, pictures.confusion(expected, NAMES).data)
+
+
+def test_the_mistakes_are_those_that_it_was_surest_of_over_all_batches() -> None:
+    looks = Looks(NAMES, shown=6)
+    images, labels, logits, _ = evaluated(looks)
+    sure, said = logits.softmax(1).max(1)
+    wrong = [i for i in sure.argsort(descending=True).tolist() if said[i] != labels[i]][:6]
+    captions = [f"{NAMES[int(labels[i])]}\nnot {NAMES[int(said[i])]}" for i in wrong]
+    expected = pictures.grid(images[wrong], captions)
+    assert torch.equal(looks.finish(Env("cpu"))["mistakes"].data, expected.data)
+
+
+def test_a_classifier_without_mistakes_has_none_to_show() -> None:
+    looks = Looks(NAMES)
+    labels = torch.randint(3, (10,))
+    looks.add(torch.rand(10, 1, 8, 8), labels, torch.eye(3)[labels], torch.rand(10, 2))
+    assert looks.finish(Env("cpu")).keys() == {"predictions", "confusion", "embedding"}
+
+
+def test_points_are_of_the_first_samples_with_their_names_and_pixels() -> None:
+    looks = Looks(NAMES, mean=0.5, std=0.25, points=7)
+    images, labels, _, hidden = evaluated(looks)
+    points = looks.finish(Env("cpu"))["embedding"]
+    assert isinstance(points, forge.Embedding)
+    assert torch.equal(points.vectors, hidden[:7])
+    assert list(points.labels) == [NAMES[i] for i in labels[:7].tolist()]
+    assert points.images is not None
+    torch.testing.assert_close(points.images, images[:7] * 0.25 + 0.5)
+
+
+def test_the_next_evaluation_begins_with_nothing() -> None:
+    looks = Looks(NAMES)
+    evaluated(looks)
+    looks.finish(Env("cpu"))
+    assert looks.finish(Env("cpu")) == {}
+    evaluated(looks, samples=4)
+    assert looks._counts is not None
+    assert int(looks._counts.sum()) == 4
+
+
+def test_without_pillow_there_are_points_but_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_recipes.looks.find_spec", lambda name: None)
+    looks = Looks(NAMES)
+    evaluated(looks)
+    assert looks.finish(Env("cpu")).keys() == {"embedding"}

@@ -1,0 +1,272 @@
+"""The small recipes: what they compute against plain PyTorch and plain counting, that they learn and can be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import forge
+from forge import pictures
+from forge.cli import main
+from forge.data import Loader, Splits, TensorLoader, pad_collate
+from forge.recipe import load_recipe
+from forge.testing import assert_same_weights
+from forge_plugins import Checkpoint
+from forge_recipes import gan, multilabel, regression, sentiment
+from forge_recipes.digits import digits
+
+NAMES = ("gan_digits", "multilabel", "regression", "sentiment")
+
+
+def fit(task: Any, splits: Splits, **options: Any) -> forge.FitResult:
+    settings: dict[str, Any] = {"seed": 0, "device": "cpu", "plugins": [], "run_dir": False, **options}
+    return forge.Trainer(**settings).fit(task, splits.train, splits.val)
+
+
+def evaluate(task: Any, splits: Splits) -> dict[str, Any]:
+    return forge.Trainer(plugins=[], run_dir=False, device="cpu").validate(task, splits.val)
+
+
+def whole(loader: Any) -> tuple[Tensor, Tensor]:
+    """The tensors of a loader, all of them."""
+    assert isinstance(loader, TensorLoader)
+    return loader.tensors[0], loader.tensors[1]
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_recipe_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_recipe(name).description
+    code = main(["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"])
+    printed, errors = capsys.readouterr()
+    assert code == 0, errors
+    assert "val/" in printed
+
+
+RESUMED: dict[str, tuple[Callable[[], Any], Callable[[], Splits]]] = {
+    "gan": (lambda: gan.DigitsGAN(hidden=16), lambda: digits(batch_size=300)),
+    "multilabel": (lambda: multilabel.Multilabel(width=4), lambda: multilabel.digit_pairs(100, 20, 20)),
+    "regression": (lambda: regression.Regression(hidden=8), lambda: regression.waves(125, batch_size=20)),
+    "sentiment": (lambda: sentiment.Sentiment(width=8), lambda: sentiment.reviews(100, 20, 20)),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str) -> None:
+    make_task, make_splits = RESUMED[name]
+
+    def life(folder: str, updates: int) -> Any:
+        torch.manual_seed(0)
+        task = make_task()
+        options = {"resume": "auto", "validate_every": "2 updates", "plugins": [Checkpoint(every=None)]}
+        fit(task, make_splits(), max_updates=updates, run_dir=folder, **options)
+        return task
+
+    straight = life("straight", 8)
+    life("cut", 3)  # in the middle of an epoch of 5
+    assert_same_weights(life("cut", 8), straight)
+
+
+# -- gan_digits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_gan_trains_as_a_plain_loop_that_takes_turns() -> None:
+    torch.manual_seed(0)
+    task, plain = gan.DigitsGAN(hidden=16), gan.DigitsGAN(hidden=16)
+    plain.load_state_dict(task.state_dict())
+    splits = digits()
+    assert isinstance(splits.train, TensorLoader)
+    fit(task, Splits(splits.train), max_updates=3)
+
+    torch.manual_seed(0)
+    critic = torch.optim.Adam(plain.critic.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    generator = torch.optim.Adam(plain.generator.parameters(), lr=5e-4, betas=(0.5, 0.999))
+    batches = TensorLoader(*splits.train.tensors, batch_size=64, shuffle=True, seed=0)
+    for real, _ in itertools.islice(batches, 3):
+        fake = plain.generator(torch.randn(64, 32)).detach()
+        critic.zero_grad()
+        real_loss, fake_loss = F.softplus(-plain.critic(real)), F.softplus(plain.critic(fake))
+        (real_loss + fake_loss).mean().backward()
+        critic.step()
+        generator.zero_grad()
+        F.softplus(-plain.critic(plain.generator(torch.randn(64, 32)))).mean().backward()
+        generator.step()
+    assert_same_weights(task, plain)
+
+
+def test_the_distance_is_that_of_the_two_gaussians() -> None:
+    points = torch.randn(500, 8, 8, dtype=torch.float64)
+    assert gan.frechet_distance(points, points) == pytest.approx(0, abs=1e-8)
+    assert gan.frechet_distance(points, points + 0.5) == pytest.approx(64 * 0.25)
+    spread = torch.cov(points.flatten(1).T).trace().item()
+    assert gan.frechet_distance(points, 3 * points - 2 * points.mean(0)) == pytest.approx(4 * spread)  # (3 - 1)² · tr C
+
+
+def test_the_gan_comes_closer_to_the_digits_and_shows_them() -> None:
+    torch.manual_seed(0)
+    task, splits = gan.DigitsGAN(), digits()
+    before = evaluate(task, splits)
+    assert evaluate(task, splits)["val/distance"] == before["val/distance"]  # the same noise each time
+    fit(task, splits, max_updates=200, validate_every=None)
+    after = evaluate(task, splits)
+    assert after["val/distance"] < 4 < before["val/distance"]
+    noise = torch.randn(len(whole(splits.val)[0]), 32, generator=torch.Generator().manual_seed(1998))
+    with torch.no_grad():
+        shown = pictures.grid(task.eval()(noise)[:32])
+    assert torch.equal(after["val/digits"].data, shown.data)
+
+
+# -- sentiment --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> sentiment.Reviews:
+    return sentiment.Reviews(400, seed=5)
+
+
+def test_labels_follow_from_the_words(texts: sentiment.Reviews) -> None:
+    def opinion(part: str) -> int:
+        turned = any(word in part.split() for word in ("not", "nobody", "far"))
+        good, bad = (any(word in part.split() for word in words) for words in (sentiment.GOOD, sentiment.BAD))
+        return (good - bad) * (-1 if turned else 1)
+
+    for text, label in zip(texts.texts, texts.labels, strict=True):
+        assert label == int(sum(opinion(part) for part in text.split(" , ")) > 0), text
+    assert 0.4 < sum(texts.labels) / len(texts) < 0.6
+    assert sentiment.Reviews(400, seed=5).texts == texts.texts
+
+
+def test_counting_words_does_not_solve_it() -> None:
+    def bags(reviews: sentiment.Reviews) -> tuple[Tensor, Tensor]:
+        counts = torch.stack([torch.bincount(t, minlength=len(sentiment.WORDS) + 1) for t in reviews.tokens])
+        return counts.double(), 2 * torch.tensor(reviews.labels).double() - 1
+
+    counts, labels = bags(sentiment.Reviews(2000, seed=1))
+    weights = torch.linalg.lstsq(counts, labels[:, None], driver="gelsd").solution
+    others, truths = bags(sentiment.Reviews(1000, seed=2))
+    accuracy = ((others @ weights).sign().squeeze(1) == truths).double().mean()
+    assert 0.5 < accuracy < 0.7
+
+
+def test_a_review_alone_gets_what_it_gets_among_longer_ones(texts: sentiment.Reviews) -> None:
+    task = sentiment.Sentiment(width=16).eval()
+    together, _ = pad_collate([texts[i] for i in range(20)])
+    for i, logits in enumerate(task(together)):
+        alone, _ = pad_collate([texts[i]])
+        torch.testing.assert_close(task(alone)[0], logits)
+    other = together._replace(values=together.values.masked_fill(~together.mask, 7))  # whatever stands in the padding
+    assert torch.equal(task(other), task(together))
+
+
+def test_bucketing_leaves_out_most_of_the_padding_and_no_review() -> None:
+    def padding(bucketed: bool) -> tuple[float, int]:
+        loader = sentiment.reviews(2000, 10, bucketed=bucketed).train
+        assert isinstance(loader, Loader)
+        masks = [text.mask for text, _ in loader]
+        places = sum(mask.numel() for mask in masks)
+        return 1 - sum(int(mask.sum()) for mask in masks) / places, sum(len(mask) for mask in masks)
+
+    (bucketed, seen), (shuffled, as_many) = padding(True), padding(False)
+    assert seen == as_many == 2000
+    assert bucketed < shuffled / 4
+
+
+def test_a_gru_learns_to_turn_what_is_denied() -> None:
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    task = sentiment.Sentiment(width=32, dropout=0.0, lr=1e-2)
+    short = [(sentiment.opinion(is_good, draw), int(is_good)) for is_good in 500 * [True, False]]
+    samples = [(torch.tensor([sentiment.TOKENS[word] for word in text.split()]), label) for text, label in short]
+    loader = Loader(samples, 50, shuffle=True, collate_fn=pad_collate, pure=True)
+    result = fit(task, Splits(loader, loader), max_epochs=4)
+    assert result.metrics["val/accuracy"] > 0.95
+
+
+# -- regression -------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_regression_are_those_of_the_whole_set() -> None:
+    torch.manual_seed(0)
+    splits = regression.waves(1500)  # the last batch is smaller than the first
+    task = regression.Regression(mean=100.0, std=9.8)
+    fit(task, splits, max_epochs=1, validate_every=None)
+    metrics = evaluate(task, splits)
+    points, truths = whole(splits.val)
+    with torch.no_grad():
+        errors = (task.eval()(points) - truths).tolist()
+    n, mean = len(errors), truths.double().mean().item()
+    squares = sum(error * error for error in errors)
+    assert metrics["val/mae"] == pytest.approx(sum(map(abs, errors)) / n)
+    assert metrics["val/rmse"] == pytest.approx((squares / n) ** 0.5)
+    assert metrics["val/r2"] == pytest.approx(1 - squares / sum((y - mean) ** 2 for y in truths.tolist()))
+    assert metrics["val/loss"] == pytest.approx(squares / n / 9.8**2, rel=1e-5)
+    assert metrics["val/fit"].data.shape == (96, 96)
+
+
+def test_regression_learns_what_can_be_learned() -> None:
+    torch.manual_seed(0)
+    recipe = load_recipe("regression")
+    task, splits = recipe.make_task(), recipe.make_data()
+    _, targets = whole(splits.train)
+    assert isinstance(task, regression.Regression)
+    assert task.mean == pytest.approx(float(targets.mean()), rel=0.01)
+    assert task.std == pytest.approx(float(targets.std()), rel=0.05)
+    result = fit(task, splits, max_epochs=10, plugins={"schedule": {"kind": "cosine"}})
+    assert result.metrics["val/rmse"] < 3  # noise alone is 2
+    assert result.metrics["val/r2"] > 0.9
+
+
+# -- multilabel -------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_hold_two_or_three_digits_of_their_own_split() -> None:
+    splits, single = multilabel.digit_pairs(50, 50), digits()
+    for pairs, source in ((splits.train, single.train), (splits.val, single.val)):
+        pictures, present = whole(pairs)
+        images, labels = whole(source)
+        for picture, labelled in zip(pictures[:, 0], present, strict=True):
+            found: set[int] = set()
+            places = 0
+            for strip in picture.split(8, dim=1):
+                windows = strip.unfold(0, 8, 1).transpose(1, 2)  # every height at which a digit may stand
+                same = (windows[:, None] == images).flatten(2).all(2).any(0)
+                places += bool(same.any())
+                found |= set(labels[same].tolist())
+            assert places in (2, 3)
+            assert [found] == as_sets(labelled[None])
+
+
+def test_multilabel_learns_and_its_figures_are_those_of_the_whole_set() -> None:
+    torch.manual_seed(0)
+    splits = multilabel.digit_pairs(2000, 300)  # a validation of two batches, of 256 and 44
+    task = multilabel.Multilabel(width=16, lr=1e-2)
+    fit(task, splits, max_updates=120, validate_every=None)
+    metrics = evaluate(task, splits)
+    said = torch.cat(forge.Trainer(plugins=[], run_dir=False, device="cpu").predict(task, splits.val))
+    answers, truths = as_sets(said), as_sets(whole(splits.val)[1])
+    right = sum(len(answer & truth) for answer, truth in zip(answers, truths, strict=True))
+    assert metrics["val/f1"] == pytest.approx(2 * right / sum(map(len, answers + truths)))
+    assert metrics["val/exact"] == sum(map(set.__eq__, answers, truths)) / 300
+    assert 0.6 < metrics["val/f1"] < 1
+    assert evaluate(task, Splits(val=splits.train)) != metrics
+    assert evaluate(task, splits) == metrics  # counted anew each time
+
+
+def as_sets(labels: Tensor) -> list[set[int]]:
+    return [set(row.nonzero().flatten().tolist()) for row in labels]
+
+
+def test_a_missed_digit_costs_as_much_more_as_said() -> None:
+    task = multilabel.Multilabel(pos_weight=3.0)
+    logits, labels = torch.randn(5, 10), (torch.rand(5, 10) < 0.3).float()
+    plain = -(3 * labels * logits.sigmoid().log() + (1 - labels) * (1 - logits.sigmoid()).log()).mean()
+    torch.testing.assert_close(task.loss(logits, labels), plain)
