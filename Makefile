@@ -8,6 +8,8 @@ SHELL := bash
 # a stamp is as old as the last installation: it is redone when pyproject.toml changes
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_DOCS := $(VENV)/.installed-docs
+INSTALLED_BROWSER := $(VENV)/.installed-browser
 
 # one line per package while pip works; what goes wrong is shown in full
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable
@@ -16,10 +18,13 @@ SHOW_PACKAGES := sed -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing 
 # two workers, a file each: fixtures that build a wheel or install a package run once
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# who installs packages of the system
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
+
 # how many runs `make faults` kills
 N ?= 1000
 
-.PHONY: help quickstart test check test-full faults clean
+.PHONY: help quickstart test check test-full test-browser docs faults clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -35,6 +40,14 @@ test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
 	@FORGE_PROFILE=full $(PYTEST)
 
+test-browser: $(INSTALLED_BROWSER)  ## look at TensorBoard and reports in Chromium (Debian's is installed where there is none)
+	@command -v chromium >/dev/null || { echo "Installing Debian's chromium"; $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --no-install-recommends chromium >/dev/null; }
+	@FORGE_BROWSER=1 $(BIN)/python -m pytest tests/browser
+
+docs: $(INSTALLED_DOCS)  ## build the site into site/, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The pages are in site/: open site/index.html"
+
 faults: $(INSTALLED_DEV)  ## kill N runs (1000) anywhere, damage N checkpoints; every one must end in the same bits
 	@$(BIN)/python -m benchmarks.faults --runs $(N) --signals $$(( ($(N) + 4) / 5 )) --damages $(N)
 
@@ -44,7 +57,7 @@ check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and
 	@$(BIN)/pyright
 
 clean:  ## remove what make made: .venv, caches, builds; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip is the last thing that venv writes: where it is missing, an attempt was cut short
@@ -62,3 +75,11 @@ $(INSTALLED_DEV): pyproject.toml | $(BIN)/pip
 	@echo "Installing forge and its development tools into $(VENV): once, and a few minutes if PyTorch must be downloaded"
 	@set -o pipefail; $(PIP_INSTALL) '.[dev]' | $(SHOW_PACKAGES)
 	@touch $(INSTALLED) $@
+
+$(INSTALLED_DOCS): pyproject.toml $(INSTALLED_DEV)
+	@set -o pipefail; $(PIP_INSTALL) '.[docs]' | $(SHOW_PACKAGES)
+	@touch $@
+
+$(INSTALLED_BROWSER): pyproject.toml $(INSTALLED_DEV)
+	@set -o pipefail; $(PIP_INSTALL) '.[browser]' | $(SHOW_PACKAGES)
+	@touch $@
