@@ -56,9 +56,11 @@ def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any)
         trainer.evaluated += 1
         if isinstance(raw, Portion):
             raw, step.borrowed = raw.batch, raw.samples == 0
+        trainer.borrowing = step.borrowed
         batch = hooks.forge_prepare_batch(step, raw)
         with accumulating.kept(trainer.task) if step.borrowed else nullcontext():
             output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
+        trainer.borrowing = False
         given += 1
         yield step, raw, output
     expected = length_of(loader)

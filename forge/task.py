@@ -172,6 +172,15 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
             )
         return size
 
+    @property
+    def borrowed(self) -> bool:
+        """In an evaluation step: whether the batch is another rank's, and runs here only because all ranks must run.
+
+        forge counts it for nothing. A task that keeps something of every batch itself leaves this one out:
+        `if not self.borrowed: self.seen.append(...)`.
+        """
+        return self.trainer is not None and self.trainer.borrowing
+
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Called after the last batch of an evaluation: return more scalars to log, or something to look at
         (`forge.Image`, `forge.Text`, `forge.Histogram`, `forge.Embedding`).

@@ -148,6 +148,8 @@ class Trainer:
     "Batches evaluated so far: with the counters of progress it tells that a run is alive."
     window: int
     "Micro-batches that the first window asks for."
+    borrowing: bool = False
+    "Whether the batch that is evaluated now belongs to another rank; tasks ask `self.borrowed`."
     borrowed: list[bool]
     "On several ranks, which micro-batches of the window belong to another rank, and run here for company only."
     # set by the session: what the loop needs to know of the task

@@ -60,7 +60,8 @@ class DigitsGAN(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
         real, _ = batch
-        self.seen.append(real)
+        if not self.borrowed:  # another rank's batch: that one counts it
+            self.seen.append(real)
         return {"believed_real": torch.sigmoid(self.critic(real)).mean()}
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:

@@ -44,10 +44,15 @@ class Looks:
 
     def finish(self, env: Env) -> dict[str, Any]:
         """Pictures and points of what was counted in, by name; then nothing is counted in any more."""
-        if self._counts is None:
-            return {}
         classes = len(self.names)
-        counts = env.sum(self._counts).reshape(classes, classes).cpu()
+        own = (
+            torch.zeros(classes * classes, dtype=torch.long, device=env.device)
+            if self._counts is None
+            else self._counts
+        )
+        counts = env.sum(own).reshape(classes, classes).cpu()
+        if self._counts is None:  # a rank that had nothing to see
+            return {}
         images, labels, said, hidden = (t.cpu() for t in self._first)
         sure, *mistakes = (t.cpu() for t in self._worst)
         wrong = sure >= 0

@@ -54,12 +54,14 @@ class Multilabel(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> Tensor:
         logits = self(batch[0])
-        self.counts.append(count(logits > 0, batch[1].bool()))
+        if not self.borrowed:  # another rank's batch: that one counts it
+            self.counts.append(count(logits > 0, batch[1].bool()))
         return self.loss(logits, batch[1])
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         assert self.trainer is not None
-        counts = self.trainer.env.sum(torch.stack(self.counts).sum(0))
+        env = self.trainer.env
+        counts = env.sum(sum(self.counts, torch.zeros(5, dtype=torch.long, device=env.device)))
         self.counts = []
         return figures(counts)
 

@@ -38,7 +38,8 @@ class Regression(forge.TaskModule):
         return F.mse_loss((self(points) - self.mean) / self.std, (targets - self.mean) / self.std)
 
     def validation_step(self, batch: Batch) -> Tensor:
-        self.seen.append((self(batch[0]), batch[1]))
+        if not self.borrowed:  # another rank's batch: that one counts it
+            self.seen.append((self(batch[0]), batch[1]))
         return self.training_step(batch)
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
