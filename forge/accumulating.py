@@ -16,11 +16,13 @@ metric is returned.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "torchmetrics"
 KINDS = ("Metric", "MetricCollection")
+WRAPPER = "WrapperMetric"
 
 Kept = list[tuple[Any, dict[str, Any], int]]
 """Metrics with what they had accumulated: their states by name, and after how many updates."""
@@ -78,9 +81,7 @@ class Held:
         `only_returned` leaves those alone that no step has returned, and forgets the names of the others.
         """
         chosen = {path: m for path, m in self.metrics.items() if not only_returned or self._is_named(path, m)}
-        updated = [int(_is_updated(metric)) for metric in chosen.values()]
-        if env is not None and chosen:
-            updated = env.agree(updated)
+        updated = self._agreed(env, chosen) if env is not None else [_is_updated(each) for each in chosen.values()]
         values: dict[str, Any] = {}
         for (path, metric), asked in zip(chosen.items(), updated, strict=True):
             if asked:
@@ -92,6 +93,42 @@ class Held:
             self._names = {}
         return values
 
+    def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
+        """Whether each metric was updated on any rank. Where ranks hold lists that do not fit together, they are made
+        to: torchmetrics gathers entry by entry, and every rank must join as often."""
+        if not chosen:
+            return []
+        own = [(int(_is_updated(metric)), _digest(metric)) for metric in chosen.values()]
+        numbers = env.agree([number for updated, digest in own for number in (updated, digest, -digest)])
+        for (path, metric), largest, negated in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
+            if largest != -negated:
+                self._fit_together(env, path, metric)
+        return numbers[::3]
+
+    def _fit_together(self, env: Env, path: str, metric: Any) -> None:
+        """Give a rank without entries an empty one of another rank's kind."""
+        lists = _lists(metric)
+        by_rank = env.gather([_described(entries) for _, _, entries in lists])
+        for (inner, name, entries), described in zip(lists, zip(*by_rank, strict=True), strict=True):
+            counts = [count for count, _, _ in described]
+            if _is_joined(inner, name):
+                kinds = [(dtype, shape) for count, dtype, shape in described if count]
+                if kinds and not entries:
+                    dtype, shape = kinds[0]
+                    entries.append(torch.empty((0, *shape[1:]), dtype=getattr(torch, dtype), device=inner.device))
+                entries[:] = [entry.reshape(1) if entry.ndim == 0 else entry for entry in entries]
+            elif len(set(counts)) > 1:
+                raise TaskError(
+                    f"{self.task}.{path}: {type(inner).__name__} keeps {name!r} as a list whose entries are not joined "
+                    f"into one, and the ranks have {', '.join(map(str, counts))} of them, so they cannot be gathered. "
+                    "Leave out the last, uneven batch (drop_last=True), or evaluate in one process."
+                )
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether any metric has accumulated something since it was computed."""
+        return any(map(_is_updated, self.metrics.values()))
+
     def reset(self) -> None:
         """Every metric begins anew."""
         for metric in self.metrics.values():
@@ -100,7 +137,7 @@ class Held:
     def keep(self) -> Kept:
         """What the metrics have accumulated, in a copy."""
         return [
-            (inner, {name: _copied(value) for name, value in inner.metric_state.items()}, inner.update_count)
+            (inner, {name: _copied(value) for name, value in _state(inner).items()}, inner.update_count)
             for metric in self.metrics.values()
             for inner in _inner(metric)
         ]
@@ -110,14 +147,14 @@ class Held:
         return [path for path, metric in self.metrics.items() if path in self.computed or _is_updated(metric)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been accumulated and not logged yet."""
+        """What has been accumulated and not logged yet, and what wrappers remember of the whole run."""
         return {
             path: {
                 "names": {key: name for key, name in self._names.items() if key.partition("/")[0] == path},
-                "inner": [{"state": dict(m.metric_state), "count": m.update_count} for m in _inner(metric)],
+                "inner": [{"state": _state(m), "count": m.update_count} for m in _inner(metric)],
             }
             for path, metric in self.metrics.items()
-            if _is_updated(metric)
+            if _is_updated(metric) or any(map(_remembered, _inner(metric)))
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +200,10 @@ class Held:
 
 @contextmanager
 def apart(task: nn.Module, prefix: str) -> Iterator[Held]:
-    """The task's metrics for one evaluation: they begin anew, and afterwards have again what they had before."""
+    """The task's metrics for one evaluation: they begin anew, and afterwards have again what they had before.
+
+    What a wrapper remembers beside its states, such as the best value so far, spans evaluations: it stays.
+    """
     held = Held(task, prefix)
     before = [(m, {n: _listed(v) for n, v in m.metric_state.items()}, m.update_count) for m in _all_inner(held)]
     held.reset()
@@ -181,6 +221,11 @@ def kept(task: nn.Module) -> Iterator[None]:
         yield
     finally:
         put_back(before)
+
+
+def copied(before: Kept) -> Kept:
+    """The same once more, for metrics to write into."""
+    return [(metric, {name: _copied(value) for name, value in state.items()}, count) for metric, state, count in before]
 
 
 def put_back(before: Kept) -> None:
@@ -241,7 +286,55 @@ def _all_inner(held: Held) -> list[Any]:
 
 
 def _is_updated(metric: Any) -> bool:
-    return any(inner.update_count for inner in _inner(metric))
+    return any(inner.update_count for inner in _inner(metric) if not _is_wrapper(inner))  # some count 1 from the start
+
+
+def _is_wrapper(metric: Any) -> bool:
+    return any(kind.__name__ == WRAPPER for kind in type(metric).__mro__)
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    """All that a metric has accumulated."""
+    return {**metric.metric_state, **_remembered(metric)}
+
+
+def _remembered(metric: Any) -> dict[str, Tensor]:
+    """What a wrapper has computed so far and keeps as plain attributes: the lowest and the highest value."""
+    if not _is_wrapper(metric):
+        return {}
+    return {name: value for name, value in vars(metric).items() if isinstance(value, Tensor) and name[0] != "_"}
+
+
+def _lists(metric: Any) -> list[tuple[Any, str, list[Any]]]:
+    """(metric, name, entries) of every state that is a list and is gathered from all ranks."""
+    _members(metric)  # in a collection, metrics that share their states hold the same lists from now on
+    return [
+        (inner, name, value)
+        for inner in _inner(metric)
+        if inner.sync_on_compute and not _is_wrapper(inner)
+        for name, value in inner.metric_state.items()
+        if isinstance(value, list)
+    ]
+
+
+def _is_joined(metric: Any, name: str) -> bool:
+    """Whether a list's entries are one tensor before ranks gather it."""
+    return getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
+
+
+def _described(entries: list[Any]) -> tuple[int, str, tuple[int, ...]]:
+    """(how many, their dtype, the shape of the first)."""
+    first = entries[0] if entries and isinstance(entries[0], Tensor) else torch.empty(0)
+    return len(entries), str(first.dtype).removeprefix("torch."), tuple(first.shape)
+
+
+def _digest(metric: Any) -> int:
+    """A number that is the same on two ranks where their lists can be gathered as they are."""
+    kinds = [
+        (bool(entries), len(entries) == 1 and entries[0].ndim == 0) if _is_joined(inner, name) else len(entries)
+        for inner, name, entries in _lists(metric)
+    ]
+    return int.from_bytes(hashlib.sha256(repr(kinds).encode()).digest()[:7]) if kinds else 0
 
 
 def _listed(value: Any) -> Any:

@@ -38,7 +38,16 @@ NOT_LAYERS = frozenset({"_parameters", "_buffers", "_modules", "trainer", "init_
 def check_task(task: Any, stages: Mapping[str, Any]) -> None:
     """Refuse what is no task, layers that nobody registered, and stages the task has no method for."""
     if isinstance(task, type):
-        raise TaskError(f"Got the class {task.__name__}; pass an instance: {task.__name__}().")
+        made = f"{task.__name__}()"
+        raise TaskError(
+            f"Got the class {task.__name__}; pass an instance: "
+            f"{f'forge.LightningAdapter({made})' if is_lightning(task) else made}."
+        )
+    if is_lightning(type(task)) and not isinstance(task, TaskModule):
+        raise TaskError(
+            f"{type(task).__name__} is a LightningModule. Wrap it: fit(forge.LightningAdapter(module), ...) runs it as "
+            "it is (docs/from-lightning.md)."
+        )
     if not isinstance(task, TaskModule):
         raise TaskError(
             f"{type(task).__name__} is no forge.TaskModule. Subclass it and write training_step and "
@@ -49,6 +58,11 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
         if loader is not None and stage in ("train", "val") and not defines(task, method):
             getattr(task, method)(None)  # the base method raises with what to write
     _refuse_hidden_layers(task)
+
+
+def is_lightning(kind: type) -> bool:
+    """Whether a class is a LightningModule, of whichever package; Lightning is not imported to see."""
+    return any(cls.__name__ == "LightningModule" for cls in kind.__mro__)
 
 
 def _refuse_hidden_layers(task: nn.Module) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge.accumulating import Held, Kept, is_metric, put_back
+from forge.accumulating import Held, Kept, copied, is_metric, put_back
 from forge.errors import TaskError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Means:
     @property
     def empty(self) -> bool:
         self.settle()
-        return not self._sums and not self._kept and not (self.held is not None and self.held.state_dict())
+        return not self._sums and not self._kept and not (self.held is not None and self.held.is_updated)
 
     def total(self, name: str) -> float:
         """The weighted sum behind the mean of `name` since the last read, on the host. One NaN stays in it."""
@@ -247,13 +247,13 @@ class Means:
         return Mark({name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}, held)
 
     def back_to(self, mark: Mark) -> None:
-        """Forget what was counted since `mark`; nothing may have been read in between."""
+        """Forget what was counted since `mark`, any number of times; nothing may have been read in between."""
         self.settle()
         if self.on_host:
-            self._sums = dict(mark.counted)
+            self._sums = {name: list(pair) for name, pair in mark.counted.items()}
         else:
-            self._kept = dict(mark.counted)
-        put_back(mark.held)
+            self._kept = {name: (list(values), list(weights)) for name, (values, weights) in mark.counted.items()}
+        put_back(copied(mark.held))
 
     def read(self) -> PendingMeans:
         """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet.

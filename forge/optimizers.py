@@ -111,7 +111,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
                     item.schedule.step(metrics[item.monitor])
 
     def learning_rates(self) -> dict[str, float]:
-        """`lr`, or `lr/<name>`, with `/0`, `/1`, ... where parameter groups differ."""
+        """`lr`, or `lr/<name>`; where parameter groups differ, with their "name" behind it, or `/0`, `/1`, ..."""
         return self._by_name(self._rates())
 
     @property
@@ -130,13 +130,14 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
     def _by_name(self, rates: list[list[Any]]) -> dict[str, float]:
         named: dict[str, float] = {}
-        for name, values in zip(self.entries, rates, strict=True):
+        for (name, entry), values in zip(self.entries.items(), rates, strict=True):
             key = "lr" if name is None else f"lr/{name}"
-            numbers = [float(value) for value in values if value is not None]
-            if len(set(numbers)) > 1:
-                named |= {f"{key}/{i}": value for i, value in enumerate(numbers)}
+            labels = _labels(entry.optimizer)
+            numbers = {labels[i]: float(value) for i, value in enumerate(values) if value is not None}
+            if len(set(numbers.values())) > 1:
+                named |= {f"{key}/{label}": value for label, value in numbers.items()}
             elif numbers:
-                named[key] = numbers[0]
+                named[key] = next(iter(numbers.values()))
         return named
 
     @contextmanager
@@ -190,6 +191,13 @@ def drop_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def _labels(optimizer: Optimizer) -> list[str]:
+    """What parameter groups are called: by their names, where each has one of its own, else by number."""
+    names = [group.get("name") for group in optimizer.param_groups]
+    is_named = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
+    return [str(name) if is_named else str(i) for i, name in enumerate(names)]
 
 
 def _entry(value: Any, where: str) -> Entry:

@@ -21,8 +21,10 @@ from torch.nn.parameter import is_lazy
 from forge import __version__, options
 from forge.errors import Interrupted
 from forge.plugin import Callback, Plugin, snake_case
+from forge.replacing import replacing
 
 if TYPE_CHECKING:
+    from forge.task import TaskModule
     from forge.trainer import Trainer
 
 END = "end.json"
@@ -38,7 +40,13 @@ def group_of(trainer: Trainer) -> str:
     """Runs are grouped by recipe; a stack recipe, which names no task, leaves the task's name."""
     recipe = trainer.recipe
     names_task = recipe is not None and "name" in (recipe.config.get("task") or {})
-    return recipe.name if recipe is not None and names_task else snake_case(type(trainer.task).__name__)
+    return recipe.name if recipe is not None and names_task else snake_case(name_of(trainer.task))
+
+
+def name_of(task: TaskModule) -> str:
+    """What a task is called: its class, unless it has a `task_name`, as one that stands for another module does."""
+    given = getattr(task, "task_name", None)
+    return given if isinstance(given, str) and given else type(task).__name__
 
 
 def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, Any]:
@@ -48,8 +56,9 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
+        "group": group_of(trainer),
         "task": {
-            "class": type(task).__name__,
+            "class": name_of(task),
             "options": {key: plain(value) for key, value in task.init_args.items()},
             "parameters": sum(p.numel() for p in task.parameters() if not is_lazy(p)),
             "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad and not is_lazy(p)),
@@ -92,9 +101,8 @@ def write_end(trainer: Trainer, error: BaseException | None, seconds: float) -> 
         "samples": progress.sample,
         "metrics": {name: value if math.isfinite(value) else None for name, value in numbers.items()},
     }
-    beside = trainer.run_dir / f".{END}.{os.getpid()}"
-    beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    os.replace(beside, trainer.run_dir / END)
+    with replacing(trainer.run_dir / END) as beside:
+        beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def ending(trainer: Trainer, error: BaseException | None) -> tuple[str, str]:
@@ -123,7 +131,8 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "machine": card["machine"],
         "git": repo,
     }
-    lines = [f"# {card['recipe'] or task['class']}", "", "| | |", "|---|---|"]
+    title = card["recipe"] if card["recipe"] == card["group"] else task["class"]
+    lines = [f"# {title}", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {'–' if value is None else value} |" for key, value in rows.items()]
     lines += ["", "## Stack, outermost first", ""]
     lines += [f"{i}. **{p['name']}**({_arguments(p['options'])})" for i, p in enumerate(card["stack"], 1)]

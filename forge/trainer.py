@@ -20,6 +20,7 @@ step in :mod:`forge.step`, evaluation in :mod:`forge.evaluation`, the build and 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import time
@@ -61,6 +62,17 @@ AGREE_WITHIN = 2.0
 
 Plugins = Iterable[Plugin | type[Plugin] | str] | Mapping[str, Mapping[str, Any] | None]
 
+LIGHTNING = {
+    "max_steps": "max_updates",
+    "log_every_n_steps": "log_every",
+    "val_check_interval": "validate_every",
+    "check_val_every_n_epoch": "validate_every",
+    "accelerator": "device",
+    "callbacks": "plugins",
+    "logger": "plugins",
+}
+"""What arguments of Lightning's Trainer are called here; docs/from-lightning.md has all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
@@ -80,9 +92,13 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 def _settings_from_recipe(init: Init) -> Init:
     """What is not passed comes from the recipe's `trainer` section."""
+    known = inspect.signature(init).parameters
 
     @functools.wraps(init)
     def with_recipe(self: Trainer, **given: Any) -> None:
+        for name in (name for name in given if name not in known):
+            hint = f" Did you mean {LIGHTNING[name]}?" if name in LIGHTNING else did_you_mean(name, [*known][1:])
+            raise TypeError(f"forge.Trainer takes no argument {name!r}.{hint}")
         recipe = given.get("recipe")
         if recipe is None and given.get("plugins") is None:
             recipe = "default"

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT = 25.0
+LIMIT = 60.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
 
 

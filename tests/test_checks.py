@@ -123,6 +123,9 @@ class TestRegistration:
     def test_a_class_a_plain_module_and_a_missing_method_are_refused(self) -> None:
         assert_refused(Classifier, "pass an instance: Classifier")
         assert_refused(nn.Linear(2, 2), "Linear is no forge.TaskModule")
+        mine = type("Mine", (type("LightningModule", (nn.Module,), {}),), {})
+        assert_refused(mine(), r"Mine is a LightningModule.*forge\.LightningAdapter")
+        assert_refused(mine, r"pass an instance: forge\.LightningAdapter\(Mine\(\)\)")
 
         class Stepless(forge.TaskModule):
             pass

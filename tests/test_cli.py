@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -194,9 +195,29 @@ def test_a_file_with_one_task_needs_no_name(forge, ring):
 
 
 def test_a_missing_task_file_or_class_is_named(forge, ring):
-    assert "no file 'rong.py'" in forge.refused("fit", "rong.py:Ring")
+    assert "There is no file 'rong.py'. Did you mean 'ring.py'?" in forge.refused("fit", "rong.py:Ring")
     assert "Did you mean 'Ring'?" in forge.refused("fit", "ring.py:Rong")
     assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
+
+
+@pytest.mark.parametrize(
+    ("source", "cause", "lines"),
+    [
+        ("x = 1\nimport numpyy\n", "ModuleNotFoundError: No module named 'numpyy'", ["broken.py:2: import numpyy"]),
+        ("def f(:\n    pass\n", "SyntaxError: invalid syntax", ["broken.py:1: def f(:"]),
+        (
+            "import torn_helper\n",
+            "ZeroDivisionError: ",
+            ["broken.py:1: import torn_helper", "torn_helper.py:2: y = 1 / 0"],
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_told_by_the_users_own_lines(forge, source, cause, lines):
+    Path("broken.py").write_text(source)
+    Path("torn_helper.py").write_text("x = 1\ny = 1 / 0\n")
+    first, *told = forge.refused("fit", "broken.py:Task").splitlines()
+    assert first.startswith(f"error: broken.py cannot be imported: {cause}")
+    assert told == [f"  {line}" for line in lines]
 
 
 def test_data_come_from_another_file_when_asked(forge, ring):
@@ -237,6 +258,17 @@ def test_trained_weights_are_validated_tested_and_predicted_with(forge):
     assert load_file("out/p.safetensors")["predictions"].shape == (180,)
 
 
+def test_weights_of_a_task_with_other_options_say_which_and_what_to_type(forge, ring):
+    forge("fit", "ring.py:Ring", "task.hidden=16", "trainer.max_updates=1", "-p", "no:tensorboard", "--run-dir", "run")
+    given = ["ring.py:Ring", "data.points=200", "trainer.max_updates=1", "--weights", "run"]
+    for verb in ("validate", "test", "predict", "fit"):
+        said = forge.refused(verb, *given, "task.hidden=8")
+        assert said.startswith("error: run was trained with task.hidden=16. Say so: ")
+        words = shlex.split(said.partition("Say so: ")[2])[1:]
+        assert words == [verb, *given, "task.hidden=16"]
+    assert "test/accuracy" in forge("test", *words[1:])
+
+
 def test_without_weights_a_warning_says_so(forge):
     forge("test", "quickstart", "task.hidden=16")
     assert "freshly initialised" in forge.err
@@ -244,7 +276,8 @@ def test_without_weights_a_warning_says_so(forge):
 
 
 def test_a_missing_split_is_named(forge, ring):
-    assert "no test split" in forge.refused("test", "ring.py:Ring")
+    Path("untested.py").write_text(ring.read_text().replace("test=", "predict="))
+    assert "no test split" in forge.refused("test", "untested.py:Ring")
 
 
 def test_predictions_of_all_batches_are_joined_by_name():
@@ -351,10 +384,11 @@ def test_a_broken_plugin_is_listed_and_named_when_asked_for(forge, broken_plugin
 # -- new --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_task_trains_at_once(forge, ring):
-    out = forge("fit", "ring.py:Ring")
-    assert "10 epochs" in out
+def test_a_new_task_trains_at_once_and_can_be_tested(forge, ring):
+    out = forge("fit", "ring.py:Ring", "--run-dir", "run")
+    assert "10 epochs, 250 updates, as planned (max_epochs)" in out
     assert "val/accuracy" in out
+    assert "test/accuracy" in forge("test", "ring.py:Ring", "--weights", "run")
 
 
 def test_a_new_plugin_is_a_package_in_a_folder_of_that_name_whose_own_tests_pass(forge):

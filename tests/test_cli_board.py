@@ -85,6 +85,33 @@ def test_runs_that_come_and_go_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "links/x/1").is_symlink()
 
 
+def test_a_folder_of_runs_that_becomes_a_run_is_shown_in_their_place(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/q/r1")
+    make_run(tmp_path / "runs/z")
+    (tmp_path / "links").mkdir()
+    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
+    assert links.renew() == {"q/r1", "z"}
+    make_run(tmp_path / "runs/q")
+    assert links.renew() == {"q", "z"}
+    assert (tmp_path / "links/q").resolve() == tmp_path / "runs/q/tensorboard"
+
+
+def test_a_link_that_is_gone_or_cannot_be_made_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/x/1")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/x").touch()
+    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
+    assert links.renew() == set()
+    (tmp_path / "links/x").unlink()
+    assert links.renew() == {"x/1"}
+    (tmp_path / "links/x/1").unlink()
+    assert links.renew() == {"x/1"}
+    assert (tmp_path / "links/x/1").is_symlink()
+    (tmp_path / "links/x/1").unlink()
+    (tmp_path / "runs/x").rename(tmp_path / "gone")
+    assert links.renew() == set()
+
+
 def test_a_trace_has_a_link_where_a_page_for_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (make_run(tmp_path / "runs/x") / "profile").mkdir()
     assert names(tmp_path / "without", tmp_path / "runs") == {"x"}
@@ -124,6 +151,28 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"Leave --port {port} out to have a free one chosen" in error(capsys, "--port", str(port))
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_ends_it_cleanly_as_a_request_to_end_does(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
+) -> None:
+    make_run(empty_folder / "runs/x")
+    folders: list[Path] = []
+
+    def serve(folder: str, *_: Any) -> str:
+        folders.append(Path(folder))
+        signal.raise_signal(kind)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(board, "serve", serve)
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert cli.main(["board", "--no-open"]) == 0
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not folders[0].exists()
 
 
 def test_a_browser_needs_a_display(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
+from base64 import b64encode
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forge
 from forge.cli import main
 from forge.report.folder import Run
+from forge.report.images import pictures
 from forge.report.page import page
-from forge_plugins import JSONL, Checkpoint, Clip, Ledger
+from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
 from tests.tasks import Classifier, fit, make_batches
 
 HOSTILE = """</pre></td></svg></style><script>alert('x"')</script><img src=x onerror=alert(1)>"""
@@ -122,7 +127,7 @@ class TestOneRun:
         text = Page(page([Run(trained)])).text
         end = json.loads((trained / "end.json").read_text())
         assert "Finished after 3 epochs, 18 updates in " in text
-        assert ": max_epochs." in text
+        assert " s, as planned (max_epochs)." in text
         assert f"val/accuracy {end['metrics']['val/accuracy']:.5g}" in text
         best = min(y for _, y in written(trained, "val/loss")[0])
         assert f"{best:.5g} 18" in text
@@ -135,7 +140,7 @@ class TestOneRun:
         assert "What plugins cost" in text
         assert "clip edit_grads 1 " in text
         assert "update-00000018 latest" in text
-        assert "val/sample at update 18 To be, or <not> to be" in text
+        assert "val/sample at update 18, unchanged since 6 To be, or <not> to be" in text
         assert "task: {name: it}" in text
 
     def test_it_loads_nothing_and_runs_nothing(self, trained: Path) -> None:
@@ -194,6 +199,146 @@ class TestRunsAsTheyAre:
         assert Page(page([Run(folder)])).points("train") == [[(1, 2.0)]]
 
 
+class TestTexts:
+    def shown(self, make_run: Any, *texts: str) -> str:
+        folder = make_run([{"update": 1, "train/loss": 1.0}])
+        lines = [{"update": i, "name": "note", "text": text} for i, text in enumerate(texts, 1)]
+        (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = page([Run(folder)])
+        Page(text)  # whatever was logged, tags are closed in their order
+        return text
+
+    def test_bold_code_fences_and_paragraphs_are_drawn_and_everything_is_escaped(self, make_run: Any) -> None:
+        text = self.shown(make_run, "**3** of `a*b` <b>\n\n```text\nTo **be**\n```\n\nafter **a `b** c`")
+        assert "<p class='t'><b>3</b> of <code>a*b</code> &lt;b&gt;</p><pre>To **be**</pre>" in text
+        assert "<p class='t'>after **a <code>b** c</code></p>" in text
+
+    def test_a_table_stays_as_it_was_written(self, make_run: Any) -> None:
+        assert "<pre>| a | b |\n|---|---|\n| 1 | 2 |</pre>" in self.shown(make_run, "| a | b |\n|---|---|\n| 1 | 2 |")
+
+    def test_a_text_that_does_not_change_is_there_once(self, make_run: Any) -> None:
+        text = self.shown(make_run, "old", "same", "same", "same")
+        assert text.count("same</p>") == 1
+        assert "at update 4, unchanged since 2" in text
+        assert "<summary>at update 1</summary>" in text
+
+
+class TestPictures:
+    @pytest.fixture
+    def drawn(self, tmp_path: Path) -> Path:
+        """A run whose task draws a picture at every validation, and one that is never drawn again."""
+
+        class Draws(Classifier):
+            def evaluation_end(self, stage: str) -> dict[str, Any]:
+                assert self.trainer is not None
+                update = self.trainer.progress.update
+                grey = forge.Image(torch.full((4, 4), update / 100))
+                return {"now": grey, **({"<once>": grey} if update == 2 else {})}
+
+        plugins = [JSONL(), Tensorboard()]
+        fit(
+            Draws(), train=make_batches(2), val=make_batches(1), max_epochs=3, plugins=plugins, run_dir=tmp_path / "run"
+        )
+        return tmp_path / "run"
+
+    def test_the_last_picture_of_each_name_is_in_the_page(self, drawn: Path) -> None:
+        from PIL import Image
+
+        found = pictures(drawn / "tensorboard")
+        assert [(picture.name, picture.update) for picture in found] == [("val/<once>", 2), ("val/now", 6)]
+        with Image.open(io.BytesIO(found[1].png)) as image:
+            assert image.convert("L").getpixel((0, 0)) == 15  # 0.06 of 255
+        text = page([Run(drawn)])
+        sources = [value for name, value in Page(text).attributes if name == "src"]
+        assert sources == [f"data:image/png;base64,{b64encode(picture.png).decode()}" for picture in found]
+        assert "val/&lt;once&gt; <span class='soft'>at update 2</span>" in text
+        assert "img-src data:" in text
+
+    def test_a_file_that_is_torn_or_is_none_gives_what_it_has(self, drawn: Path) -> None:
+        file = next((drawn / "tensorboard").glob("*tfevents*"))
+        whole = file.read_bytes()
+        for length in range(0, len(whole), 97):
+            file.write_bytes(whole[:length])
+            assert len(pictures(file.parent)) <= 2
+        file.write_bytes(whole[: whole.rindex(b"IHDR")])
+        assert [picture.update for picture in pictures(file.parent)] == [2, 4]
+        for broken in (b"\xff" * 100, b"\x05" + b"\0" * 11 + b"\xff" * 9, b"\xff" * 8 + whole):
+            file.write_bytes(broken)
+            assert pictures(file.parent) == []
+        Page(page([Run(drawn)]))
+
+    def test_a_picture_of_an_update_that_is_made_again_is_not_shown(self, drawn: Path, tmp_path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        SummaryWriter(str(tmp_path / "later"), purge_step=5).close()
+        (file,) = (tmp_path / "later").iterdir()
+        file.rename(drawn / "tensorboard" / "later.tfevents")  # read after the others
+        assert [picture.name for picture in pictures(drawn / "tensorboard")] == ["val/<once>"]
+
+    def test_a_page_holds_a_few_and_says_how_many_more_there_are(self, drawn: Path, monkeypatch: Any) -> None:
+        monkeypatch.setattr("forge.report.images.MOST_IMAGES", 1)
+        text = page([Run(drawn)])
+        assert text.count("<img ") == 1
+        assert "1 more picture: forge board" in text
+        monkeypatch.setattr("forge.report.images.MOST_BYTES", 10)
+        assert page([Run(drawn)]).count("<img ") == 0
+
+    def test_without_tensorboard_the_page_says_what_to_install(self, drawn: Path, monkeypatch: Any) -> None:
+        monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+        assert "pip install tensorboard" in page([Run(drawn)])
+
+    def test_reading_them_does_not_import_torch(self, drawn: Path, run_python: Any) -> None:
+        code = "import sys; from forge.cli import main; main(['report', sys.argv[1]]); sys.exit('torch' in sys.modules)"
+        assert run_python("-c", code, str(drawn)).returncode == 0
+        assert "<img " in (drawn / "report.html").read_text()
+
+
+def test_a_task_of_ones_own_is_named_rather_than_the_stack(make_run: Any) -> None:
+    about = {"recipe": "default", "group": "net", "task": {"class": "Net"}}
+    own = page([Run(make_run([], name="own", card=about))])
+    named = page([Run(make_run([], name="named", card={**about, "recipe": "mine", "group": "mine"}))])
+    assert "<title>Net · own</title>" in own
+    assert "<title>mine · named</title>" in named
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+ITSELF = "data: &it\n  name: here\n  again: *it\n"
+LAUGHS = "data:\n  a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"  {name}: &{name} [{', '.join([f'*{below}'] * 10)}]\n" for below, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+LINE = {"update": 1, "train/loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "recipe"),
+    [
+        ([LINE], {"card": {"stack": 3}}, ""),
+        ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
+        ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
+        ([LINE], {"ledger": {"rows": 3}}, ""),
+        ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
+        ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
+        ([LINE], {"end": {"status": "finished", "seconds": 1e-320, "samples": 2**53 - 1}}, ""),
+        ([LINE], {"end": {"status": "finished", "seconds": 1e308}}, ""),
+        ([{**LINE, "time": 10**400}, {**LINE, "time": 1e308, "sample": 10**400}], {"card": {"resumed_from": 1}}, ""),
+        ([{"update": i, "train/loss": y, "other": -y} for i, y in enumerate((0.0, 5e-324))], {}, ""),
+        ([{"update": i, "train/loss": y} for i, y in enumerate((1e-310, 3e-310, 2e-305))], {}, ""),
+        ([LINE], {}, ITSELF),
+        ([LINE], {}, LAUGHS),
+    ],
+)
+def test_a_broken_or_hostile_file_costs_itself_and_no_more(make_run: Any, lines: Any, files: Any, recipe: str) -> None:
+    folder, other = make_run(lines, **files), make_run([{"update": 1, "train/loss": 2.0}], name="other")
+    (folder / "config.yaml").write_text(recipe)
+    for runs in ([Run(folder)], [Run(folder), Run(other)]):
+        assert "train/loss" in Page(page(runs)).text
+    assert main(["runs", str(folder.parent)]) == 0
+    assert main(["runs", "compare", str(folder), str(other)]) == 0
+
+
 def test_whatever_a_run_says_is_text(make_run: Any, tmp_path: Path) -> None:
     card = {
         **dict.fromkeys(("recipe", "command", "machine", "device", "started", "seed", "planned_updates"), HOSTILE),
@@ -228,6 +373,22 @@ class TestSeveralRuns:
         assert shown.points("B val") == written(folders[1], "val/loss")
         assert shown.points("A", "B") == [*written(folders[0], "lr"), *written(folders[1], "lr")]
 
+    def test_a_run_has_one_colour_in_every_chart_and_validation_is_dashed(self, make_run: Any) -> None:
+        lines = [[{"update": i, "train/loss": i * k, "val/loss": i * k, "lr": k} for i in (1, 2)] for k in (1.0, 3.0)]
+        runs = [Run(make_run(points, name=f"run{k}")) for k, points in enumerate(lines)]
+        looks = {
+            str(curve["data-name"]): (curve["stroke"], curve.get("stroke-dasharray"))
+            for curve in Page(page(runs)).curves
+        }
+        assert {looks[name][0] for name in ("A train", "A val", "A")} == {"var(--c0)"}
+        assert {looks[name][0] for name in ("B train", "B val", "B")} == {"var(--c1)"}
+        assert (looks["A train"][1], looks["A val"][1]) == (None, "6 4")
+
+    def test_more_curves_than_lines_are_told_apart_by_colour_again(self, make_run: Any) -> None:
+        points = [{"update": i, **{f"lr/{part}": float(part) for part in range(6)}} for i in (1, 2)]
+        shown = Page(page([Run(make_run(points, name=name)) for name in ("one", "two")]))
+        assert len({(curve["stroke"], curve.get("stroke-dasharray")) for curve in shown.curves}) == 12
+
     def test_tables_say_what_differs(self, make_run: Any, capsys: Any) -> None:
         for name, rate in (("one", 0.1), ("two", 0.2)):
             card = {"task": {"class": "Net", "options": {"lr": rate, "width": 8}}, "device": f"device {name}"}
@@ -237,7 +398,7 @@ class TestSeveralRuns:
         text = Page(Path("report.html").read_text()).text
         assert "task.lr 0.1 0.2" in text
         assert "task.width" not in text.split("What differs around it")[0]
-        assert "best val/loss 0.1 0.2" in text
+        assert "best val/loss 0.1 0.2 +0.1" in text
         assert "device device one device two" in text
 
 

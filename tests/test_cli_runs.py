@@ -180,6 +180,16 @@ class TestTheList:
         assert "20260101-120000-abcd" in out
         assert max(map(len, out.splitlines())) <= columns
 
+    def test_the_task_outlasts_other_columns_where_the_recipe_does_not_name_it(
+        self, capsys: Any, monkeypatch: Any
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        write_run("first", {"update": 1, "val/loss": 0.5}, card=card(1, recipe="default", group="net"))
+        assert main(["runs"]) == 0
+        head, row = (line.split() for line in capsys.readouterr().out.splitlines())
+        assert head[:3] == ["run", "task", "status"]
+        assert row[:3] == ["first", "Net", "killed"]
+
     def test_a_folder_can_be_given_and_runs_inside_of_runs_are_none(self) -> None:
         write_run("a/one", card=card(1))
         write_run("b/two", card=card(1))
@@ -198,7 +208,7 @@ class TestTheList:
         assert main(["runs", "--sort", "val/los"]) == 2
         assert "Did you mean 'val/loss'?" in capsys.readouterr().err
         assert main(["runs", "compare", "quickstart/one"]) == 2
-        assert "forge runs compare RUN RUN" in capsys.readouterr().err
+        assert "takes two runs or more. Write: forge runs compare RUN RUN" in capsys.readouterr().err
 
     def test_what_lists_and_reports_does_not_import_torch(self, empty_folder: Path) -> None:
         for name in ("mine/one", "mine/two"):
@@ -217,6 +227,15 @@ class TestNames:
         assert locate("runs/mine").path == new
         assert locate("mine/2026-aa").path == old
         assert locate("bb").path == new
+
+    def test_an_unknown_run_is_answered_with_the_name_that_forge_runs_prints(self) -> None:
+        for name in ("first", "mine/2026-aa"):
+            write_run(name, card=card(1))
+        for written, meant in (("frist", "first"), ("runs/frist", "first"), ("2026-ab", "mine/2026-aa")):
+            with pytest.raises(forge.ForgeError, match=f"There is no run '{written}'. Did you mean '{meant}'?"):
+                locate(written)
+        with pytest.raises(forge.ForgeError, match=r"There is: first, mine/2026-aa\."):
+            locate("zebra")
 
     def test_a_name_for_two_is_refused(self) -> None:
         for name in ("2026-aa", "2026-ab"):

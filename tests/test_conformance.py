@@ -49,7 +49,14 @@ HEAVY = {
 """What the quick profile leaves out where each of a plugin's fits takes a second: compilers, interpreted kernels."""
 
 
-@pytest.mark.parametrize("name", sorted(registry.installed("plugin").keys() - NOT_ALONE))
+LONG = {"kernels": pytest.mark.slow}
+"""tests/test_plugin_kernels.py holds it to the contract in the quick profile, swapping and measuring."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=LONG.get(n, ())) for n in sorted(registry.installed("plugin").keys() - NOT_ALONE)],
+)
 def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
     leave_out = HEAVY.get(name, []) if PROFILE == "quick" else []
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
@@ -116,6 +123,20 @@ def test_what_a_plugin_requires_can_stand_beside_it() -> None:
     with pytest.raises(AssertionError, match="'needy' requires 'shrink'"):
         check_plugin(Needy)
     check_plugin(Needy, beside=lambda: [Shrink()])
+
+
+@pytest.mark.parametrize("name", ["throughput", "ledger"])
+def test_what_measures_time_can_stand_beside_an_observer(name: str) -> None:
+    class Looks(forge.Plugin):
+        """Looks at every update."""
+
+        observer = True
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None: ...
+
+    others = ["leaks", "state", "files", "graphs", "exceptions", "cost", *ACCUMULATING, "a fit with two optimizers"]
+    check_plugin(Looks, beside=lambda: [registry.load("plugin", name)()], leave_out=others)
 
 
 def test_a_situation_that_a_plugin_refuses_can_be_left_out() -> None:

@@ -40,7 +40,13 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-@pytest.mark.parametrize("name", OURS)
+MANY_PROCESSES = ("ddp", "fsdp", "tensor_parallel")
+"""Seconds each: in the quick profile the commands of docs/distributed.md are enough."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in MANY_PROCESSES else ()) for name in OURS]
+)
 def test_the_example_of_a_page_runs(name: str, empty_folder: Path) -> None:
     lines = page.examples(page.plugin_class(name))
     assert lines, f"{name}: end its docstring with a command line to try"

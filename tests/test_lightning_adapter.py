@@ -13,10 +13,13 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import forge
+from forge.cli import main
+from forge.env import Env
 from forge.errors import TaskError
 from forge.lightning.names import monitored, short
 from forge.lightning.optimizing import read
 from forge_plugins import JSONL, SAM, Checkpoint
+from tests.ranks import launch
 from tests.tasks import make_batches
 
 
@@ -313,3 +316,111 @@ def test_a_run_cut_in_an_epoch_goes_on_as_if_it_had_not_been(tmp_path: Path) -> 
     assert lines == whole
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     assert set(weights) == {"net.weight", "net.bias"}  # nothing of the adapter's in the names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it is met: forge fit, and runs/
+
+FILE = """
+import torch
+from like_lightning import LightningModule
+from torch import nn
+
+import forge
+from forge.data import Splits, TensorLoader
+
+
+class Line(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0][:, : self.net.in_features]) - batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FitLine(forge.LightningAdapter):
+    def __init__(self, width: int = 2):
+        super().__init__(Line(width))
+
+
+def data():
+    train, val = (TensorLoader(torch.ones(8, 4), torch.ones(8, 1), batch_size=4) for _ in range(2))
+    return Splits(train=train, val=val)
+"""
+
+
+def write_file(name: str, text: str) -> None:
+    """A file that imports something of Lightning's name."""
+    Path("like_lightning.py").write_text("from torch import nn\n\nclass LightningModule(nn.Module):\n    pass\n")
+    Path(name).write_text(text)
+
+
+def test_forge_fit_runs_a_subclass_that_makes_the_module_with_its_options(capsys: Any) -> None:
+    write_file("line.py", FILE)
+    quick = ["trainer.max_updates=2", "-p", "no:tensorboard"]
+    assert main(["fit", "line.py:FitLine", "task.width=3", *quick]) == 0
+    (run,) = Path("runs/fit_line").iterdir()
+    assert json.loads((run / "card.json").read_text())["task"]["options"] == {"width": 3}
+    assert main(["validate", "line.py:FitLine", "task.width=3", "--weights", str(run)]) == 0
+    assert "val/loss" in capsys.readouterr().out
+    assert main(["validate", "line.py:FitLine", "--weights", str(run)]) == 2
+    assert "was trained with task.width=3. Say so: " in capsys.readouterr().err
+
+
+def test_forge_fit_of_the_module_itself_says_how_to_wrap_it(capsys: Any) -> None:
+    write_file("lone.py", FILE[: FILE.index("class FitLine")])
+    for target in ("lone.py:Line", "lone.py"):
+        assert main(["fit", target]) == 2
+        said = capsys.readouterr().err
+        assert "Line is a LightningModule" in said
+        assert "class RunLine(forge.LightningAdapter):" in said
+
+
+def test_runs_of_the_adapter_go_by_the_modules_name() -> None:
+    result = fit(Module(), run_dir=None, max_epochs=1)
+    assert result.run_dir is not None
+    assert result.run_dir.parent.name == "module"
+    assert json.loads((result.run_dir / "card.json").read_text())["task"]["class"] == "Module"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+class Pair(Env):
+    """Two ranks, for what they say to each other."""
+
+    world = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None, None]
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+
+def _gather_on(rank: int, store: Any, folder: str) -> None:
+    adapter = forge.LightningAdapter(Module())
+    adapter.trainer = forge.Trainer(plugins=[], max_epochs=1, device="cpu")
+    adapter.trainer.env = Pair("cpu")
+    both = adapter._answer_all_gather({"a": torch.full((2,), float(rank)), "b": rank, "name": "same"})
+    assert both["name"] == "same"
+    with pytest.raises(TaskError) as refused:
+        adapter._answer_all_gather([torch.zeros(2), torch.zeros(3 - rank, 4)])
+    told = {"a": both["a"].tolist(), "b": both["b"].tolist(), "refused": str(refused.value)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+
+
+def test_all_gather_stacks_what_ranks_have_and_refuses_shares_of_unequal_size_on_all(tmp_path: Path) -> None:
+    assert launch(2, _gather_on, str(tmp_path)) == [0, 0]
+    for rank in (0, 1):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (told["a"], told["b"]) == ([[0.0, 0.0], [1.0, 1.0]], [0, 1])
+        assert "rank 0 has float32 (2,), float32 (3, 4); rank 1 has float32 (2,), float32 (2, 4)" in told["refused"]
+        assert "a sum and a count, or tensors padded to one shape" in told["refused"]

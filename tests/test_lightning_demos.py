@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import forge
 from forge.errors import TaskError
 from forge_plugins import DDP, Accumulate
-from tests.ranks import launch
+from tests.lasting_ranks import ranks
 
 L = pytest.importorskip("lightning.pytorch")
 
@@ -240,29 +240,25 @@ def test_weights_go_both_ways_and_a_run_can_be_continued(tmp_path: Path) -> None
         forge.LightningAdapter.from_checkpoint(tmp_path / "run")
 
 
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
+def rich_without_dropout(*plugins: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and metrics; every sample's own way through, so that shares of ranks add up."""
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    sets = RandomDataset(32, 10), RandomDataset(32, 9)
-    alone = made(lambda: Rich(width=8))
-    alone.net[2].p = 0.0
-    alone.training_step = lambda batch, batch_idx: Rich.training_step(alone, batch, 0)
-    result = by_forge(alone, own(sets[0], batch_size=4), own(sets[1], batch_size=4))
+    train, val = RandomDataset(32, 10), RandomDataset(32, 9)
+    module = made(lambda: Rich(width=8))
+    module.net[2].p = 0.0
+    module.training_step = lambda batch, batch_idx: Rich.training_step(module, batch, 0)
+    result = by_forge(module, own(train, batch_size=4), own(val, batch_size=4), plugins=list(plugins))
+    return {name: value.tolist() for name, value in module.state_dict().items()}, dict(result.metrics)
 
-    def on_a_rank(rank: int, store: Any) -> None:
-        warnings.simplefilter("ignore")
-        module = made(lambda: Rich(width=8))
-        module.net[2].p = 0.0
-        module.training_step = lambda batch, batch_idx: Rich.training_step(module, batch, 0)
-        ours = by_forge(module, own(sets[0], batch_size=4), own(sets[1], batch_size=4), plugins=[DDP()])
-        torch.save({"weights": module.state_dict(), "metrics": ours.metrics}, tmp_path / f"{rank}.pt")
 
-    assert launch(2, on_a_rank) == [0, 0]
-    for rank in (0, 1):
-        ours = torch.load(tmp_path / f"{rank}.pt")
-        for name, value in alone.state_dict().items():
-            torch.testing.assert_close(ours["weights"][name], value, rtol=1e-5, atol=1e-6)
+def test_two_ranks_train_what_one_process_trains() -> None:
+    weights, metrics = rich_without_dropout()
+    for ours, logged in ranks(2)(rich_without_dropout, DDP()):
+        for name, value in weights.items():
+            torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-5, atol=1e-6)
         for name in ("train/loss", "train/loss_epoch", "val/loss", "val/acc"):
-            assert ours["metrics"][name] == pytest.approx(result.metrics[name], rel=1e-4), name
+            assert logged[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 
 def test_modules_of_the_package_pytorch_lightning_are_known_too() -> None:

@@ -115,6 +115,20 @@ class TestSchedules:
         metrics = fit(Grouped()).metrics
         assert (metrics["lr/0"], metrics["lr/1"]) == (0.1, 0.2)
 
+    def test_rates_of_named_parameter_groups_go_by_their_names(self) -> None:
+        class Grouped(Classifier):
+            names: tuple[str, ...] = ("body", "head")
+
+            def configure_optimizers(self) -> Any:
+                parts = zip(self.names, (self.net[0], self.net[2]), (0.1, 0.2), strict=True)
+                groups = [{"name": name, "params": part.parameters(), "lr": lr} for name, part, lr in parts]
+                return torch.optim.SGD(groups)
+
+        metrics = fit(Grouped()).metrics
+        assert (metrics["lr/body"], metrics["lr/head"]) == (0.1, 0.2)
+        Grouped.names = ("same", "same")
+        assert fit(Grouped()).metrics["lr/1"] == 0.2
+
 
 class Two(forge.TaskModule):
     """Two heads with an optimizer each."""

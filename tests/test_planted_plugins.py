@@ -320,6 +320,30 @@ class WritesWhereItStands(forge.Plugin):
             Path("own.log").write_text(str(update))
 
 
+class WritesBesideTheRun(forge.Plugin):
+    """Minds who writes, and writes into whatever folder the process is in."""
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Trainer, update: int) -> None:
+        if trainer.run_dir is not None and trainer.env.is_main:
+            Path("own.log").write_text(str(update))
+
+
+class CountsAnew(forge.Plugin):
+    """Says how many updates it has seen, and begins anew when a run is resumed."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self) -> None:
+        self.seen = 0
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        self.seen += 1
+        step.record("counts_anew/seen", self.seen)
+
+
 class OddState(forge.Plugin):
     """Has a lock in its state, which no file can hold."""
 
@@ -363,6 +387,12 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
     LeavesAFile: ["'leaves_a_file' leaves a file open after a fit", "own.log", "forge_end"],
     WritesEverywhere: ["'writes_everywhere' writes run/own.log on rank 1", "trainer.env.is_main"],
     WritesWhereItStands: ["'writes_where_it_stands' writes own.log in a fit that has no run folder", "trainer.run_dir"],
+    WritesBesideTheRun: ["'writes_beside_the_run' writes own.log beside the run folder", "below trainer.run_dir"],
+    CountsAnew: [
+        "'counts_anew' that is resumed at update 4 logs something else",
+        "'counts_anew/seen at update 5'",
+        "forge_state_dict",
+    ],
     OddState: ["forge_state_dict of 'odd_state'['queue']['lock'] is a lock", "numbers, strings, tensors"],
 }
 """Each mistake with words that its message must have: who, where, what, and the way out."""

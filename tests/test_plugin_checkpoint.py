@@ -120,6 +120,7 @@ def test_the_weights_are_the_same_with_and_without(tmp_path: Path) -> None:
         assert_same_weights(fit_tiny([plugin], run_dir=tmp_path / str(background))[0], plain)
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(lambda: Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"}))
 

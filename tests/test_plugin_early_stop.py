@@ -218,6 +218,7 @@ def test_the_state_at_the_stop_is_saved(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").glob("update-*")] == ["update-00000004"]
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(lambda: EarlyStop(target=100.0, after="4 updates"))
     check_plugin(lambda: EarlyStop(patience=1, min_delta=100.0))

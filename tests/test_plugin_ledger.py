@@ -345,6 +345,7 @@ def test_a_failed_run_tells_what_it_knows() -> None:
 # -- nothing else changes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(Ledger)
 

@@ -523,6 +523,7 @@ def test_with_several_optimizers_each_has_its_own_names() -> None:
 # It is an observer
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(lambda: Monitor("2 updates", histograms="3 updates"))
 

@@ -215,7 +215,7 @@ class TestBar:
         assert re.search(r"val/score +not finite *\n", end)
         assert re.search(r"train/loss +0\.\d+ *\n", end)
         assert "trained     3 epochs, 12 updates in " in end
-        assert ": max_epochs" in end
+        assert "s, as planned (max_epochs)" in end
         assert re.search(r"speed +\S+ updates/s, \S+ samples/s", end)
         folded = end.replace("\n", "")
         assert f"run folder  {tmp_path}/run" in folded
@@ -375,6 +375,29 @@ class TestASilentEnd:
         assert result.updates == 20
         assert stderr.tried == writes + 1
         assert printed_to[-1] is stdout
+
+
+class TestNobodyThere:
+    """A service has no stderr; a notebook or a test may close the one that there was."""
+
+    @pytest.mark.parametrize("stderr", [None, io.StringIO()])
+    def test_without_a_stderr_and_with_a_closed_one_the_run_goes_on(self, stderr: io.StringIO | None) -> None:
+        if stderr is not None:
+            stderr.close()
+        with contextlib.redirect_stderr(stderr):
+            assert fit(max_epochs=2, plugins=[Progress(every="1 updates")]).updates == 8
+
+    def test_a_terminal_that_is_closed_meanwhile_ends_the_bar_alone(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+
+        @forge.on("step_end")
+        def close(step: forge.Step) -> None:
+            terminal.close()
+
+        with contextlib.redirect_stderr(terminal), contextlib.redirect_stdout(io.StringIO()):
+            assert fit(max_epochs=2, plugins=[Progress(), close]).updates == 8
 
 
 class TestHowThingsRead:

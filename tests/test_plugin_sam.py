@@ -413,6 +413,7 @@ def test_parameters_that_thaw_on_the_way_are_climbed_from_then_on() -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(SAM)
     check_plugin(lambda: SAM(0.5, adaptive=True, freeze_norm=False))

@@ -660,6 +660,7 @@ def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
 # -- the run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(Throughput)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,8 +96,46 @@ def test_without_data_and_without_a_network_the_error_says_what_to_set(
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("FORGE_DATA", raising=False)
-    with pytest.raises(forge.DataError, match=r"Set FORGE_DATA=FOLDER or data\.root=FOLDER"):
+    with pytest.raises(forge.DataError) as told:
         fashion_mnist()
+    assert str(told.value).startswith("fashion_mnist has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where ")
+    assert "\n" not in str(told.value)
+
+
+class Fetches:
+    """torchvision's data set as far as it is downloaded: packed and unpacked files, one after the other."""
+
+    left: int
+
+    def __init__(self, source: Path, root: str, download: bool):
+        raw = Path(root) / "FashionMNIST" / "raw"
+        raw.mkdir(parents=True)
+        for file in sorted((source / "FashionMNIST" / "raw").glob("*.gz")):
+            if not type(self).left:
+                (raw / file.name).write_bytes(b"half of")
+                raise OSError("connection lost")
+            type(self).left -= 1
+            (raw / file.name).write_bytes(file.read_bytes())
+
+
+def test_a_download_that_breaks_off_leaves_nothing_and_is_fetched_again(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = ModuleType("torchvision.datasets")
+    stub.FashionMNIST = lambda root, download: Fetches(small_data, root, download)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", stub)
+    root = tmp_path / "root"
+    Fetches.left = 2
+    with pytest.raises(forge.DataError, match="connection lost"):
+        fashion_mnist(root=str(root))
+    assert not [path for path in root.rglob("*") if path.is_file()]
+    (root / "FashionMNIST" / "raw").mkdir(parents=True)
+    (root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(b"half of it, by another program")
+    Fetches.left = 4
+    assert loader(fashion_mnist(root=str(root)).train).samples == TRAIN
+    assert Fetches.left == 0
+    assert loader(fashion_mnist(root=str(root)).train).samples == TRAIN  # it is there now
+    assert [path.name for path in root.iterdir()] == ["FashionMNIST"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\x08\x01\0\0\0\x09only", b"\x89PNG and so on"])
@@ -103,9 +143,11 @@ def test_a_file_that_is_broken_is_refused_by_name(content: bytes, tmp_path: Path
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(content)
     with pytest.raises(forge.DataError, match="train-labels-idx1-ubyte is no idx file"):
         read_idx(tmp_path / "train-labels-idx1-ubyte")
-    (tmp_path / "x-ubyte.gz").write_bytes(b"no gzip")
-    with pytest.raises(forge.DataError, match=r"x-ubyte\.gz cannot be read"):
-        read_idx(tmp_path / "x-ubyte")
+    packed = gzip.compress(bytes(range(256)))
+    for broken in (b"no gzip", packed[:-40], packed[:10] + b"\xff" * 30 + packed[40:]):
+        (tmp_path / "x-ubyte.gz").write_bytes(broken)
+        with pytest.raises(forge.DataError, match=r"x-ubyte\.gz cannot be read"):
+            read_idx(tmp_path / "x-ubyte")
 
 
 def test_images_and_labels_that_differ_in_number_are_refused(small_data: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_each_part_learns_at_a_share_of_the_rate_above_it_and_none_is_left_out()
     task = Finetune(weights=False, lr=0.1, decay=0.5)
     groups = task.configure_optimizers().param_groups
     assert [group["lr"] for group in groups] == [0.1 * 0.5**below for below in range(len(PARTS) + 1)]
+    assert [group["name"] for group in groups] == ["head", *reversed(PARTS)]
     owned = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(owned) == sorted(id(parameter) for parameter in task.parameters())
     top = {id(p) for p in task.backbone.get_submodule("layer4").parameters()}

@@ -161,6 +161,30 @@ def test_a_text_that_is_nowhere_is_fetched_into_the_cache(tmp_path: Path, monkey
     assert [file.name for file in (tmp_path / "cache/forge/tinyshakespeare").iterdir()] == ["input.txt"]
 
 
+def test_a_text_that_another_process_has_fetched_meanwhile_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "elsewhere" / "tinyshakespeare" / "input.txt"
+    parts: list[str] = []
+
+    def urlopen(address: str, timeout: float) -> io.BytesIO:
+        return io.BytesIO(b"half")
+
+    def fail(part: Path, content: bytes) -> int:
+        parts.append(part.name)
+        part.open("wb").close()
+        path.write_text(TEXT)
+        raise OSError("no space left")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    for _ in range(2):
+        path.unlink(missing_ok=True)
+        assert shakespeare.find_text(str(tmp_path / "elsewhere")).read_text() == TEXT
+    assert len(set(parts)) == 2  # each attempt has a file of its own
+    assert [file.name for file in path.parent.iterdir()] == ["input.txt"]
+
+
 def test_without_a_network_the_error_says_where_to_put_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,9 +236,24 @@ def test_the_text_is_written_without_dropout_and_modes_stay() -> None:
     publish: list[Any] = []
     stub = type("Stub", (), {"publish": publish.append, "env": type("Env", (), {"is_main": False})})
     wrapper = task.forge_export(stub)  # pyright: ignore[reportArgumentType]
+    task.norm.eval()
     next(wrapper)
     assert task.training
+    assert not task.norm.training
+    assert task.blocks.training
     assert publish[0]["sample"].text == f"```text\n{task.eval().write(length=20).strip()}\n```"
+
+
+def test_a_text_that_cannot_be_written_leaves_modes_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: CharGPT, length: int) -> str:
+        assert not self.blocks.training
+        raise RuntimeError("out of memory")
+
+    task = CharGPT(**SMALL, sample=20)
+    monkeypatch.setattr(CharGPT, "write", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(task.forge_export(None))  # pyright: ignore[reportArgumentType]
+    assert all(module.training for module in task.modules())
 
 
 def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits() -> None:

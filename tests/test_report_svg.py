@@ -84,6 +84,8 @@ def test_zero_has_no_place_on_a_log_scale() -> None:
         {"a": [(0, -1.7e308), (1, 1.7e308), (2, 1.0)]},
         {"a": [(7, -2.0), (7, -2.0)]},
         {"a": [(0, 1.0), (1, 1.0 + 1e-15)]},
+        {"a": [(0, 0.0), (1, 5e-324)]},
+        {"a": [(0, 1e-310), (1, 3e-305)]},
     ],
 )
 @pytest.mark.parametrize("log_y", [False, True])

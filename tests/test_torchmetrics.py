@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.accumulating import is_metric
+from forge.accumulating import Held, is_metric
+from forge.env import Env
 from forge.errors import TaskError
 from forge.state import Checkpoint
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
@@ -23,15 +24,18 @@ from tests.tasks import Classifier, fit
 
 pytest.importorskip("torchmetrics")
 
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import (
     BinaryAUROC,
     MulticlassAccuracy,
+    MulticlassAveragePrecision,
     MulticlassConfusionMatrix,
     MulticlassF1Score,
     MulticlassPrecision,
     MulticlassRecall,
 )
+from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 SIZES = (8, 8, 5, 1)
 """On two ranks five samples are uneven, and one leaves a rank without any."""
@@ -265,39 +269,142 @@ def test_metrics_go_back_with_the_means_to_a_mark() -> None:
     means = forge.metrics.Means(torch.device("cpu"))
     means.hold(task)
     task.seen.update(1.0)
+    means.add("loss", 2.0)
     mark = means.mark()
-    task.seen.update(5.0)
-    task.auroc.update(torch.tensor([0.5]), torch.tensor([1]))
-    means.back_to(mark)
-    assert means.read().result() == {"train/seen": 1.0}
+    for _ in range(2):
+        task.seen.update(5.0)
+        task.auroc.update(torch.tensor([0.5]), torch.tensor([1]))
+        means.add("loss", 7.0)
+        means.back_to(mark)
+    assert means.read().result() == {"train/seen": 1.0, "loss": 2.0}
     assert means.empty
+
+
+class Extremes(Classifier):
+    """Holds what wraps another metric: one that remembers the lowest and the highest value of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.range = MinMaxMetric(MeanMetric())
+        self.each = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
+
+
+def held_by(task: nn.Module) -> forge.metrics.Means:
+    means = forge.metrics.Means(torch.device("cpu"))
+    means.hold(task)
+    return means
+
+
+def test_what_a_wrapper_remembers_of_a_run_is_saved_and_goes_back_to_a_mark() -> None:
+    task = Extremes()
+    means = held_by(task)
+    for value in (1.0, 9.0):
+        task.range.update(value)
+        assert means.read().result()["train/range/raw"] == value
+    assert means.empty
+    saved = means.state_dict()
+    task.range.update(4.0)
+    expected = {"train/range/raw": 4.0, "train/range/min": 1.0, "train/range/max": 9.0}
+    assert means.read().result() == expected
+
+    resumed = Extremes()
+    means = held_by(resumed)
+    means.load_state_dict(saved)
+    mark = means.mark()
+    resumed.range(100.0)
+    means.back_to(mark)
+    resumed.range.update(4.0)
+    assert means.read().result() == expected
+
+
+def test_a_wrapper_that_nobody_updated_is_not_computed() -> None:
+    assert held_by(Extremes()).empty
+    assert held_by(Extremes()).read().result() == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
 
 
-def counted(plugins: list[Any]) -> dict[str, Any]:
+SINGLE = (1,) * 12
+"""On two ranks one of them has no sample at all."""
+
+
+def counted(plugins: list[Any], sizes: tuple[int, ...] = SIZES) -> dict[str, Any]:
     """What a fit and a validation log; on two ranks one of them has no share of the last batch."""
     options: dict[str, Any] = {"plugins": plugins, "device": "cpu"}
     trainer = forge.Trainer(**options, max_epochs=1, seed=0, log_every=100, run_dir=False)
-    return {**trainer.fit(Still(), batches()).metrics, **forge.Trainer(**options).validate(Still(), batches(1))}
+    trained = trainer.fit(Still(), batches(0, sizes)).metrics
+    return {**trained, **forge.Trainer(**options).validate(Still(), batches(1, sizes))}
+
+
+class Pair(Env):
+    """Two ranks, for what they say to each other."""
+
+    world = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None, None]
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def agree(self, numbers: Any) -> list[int]:
+        together = torch.tensor(list(numbers))
+        torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX)
+        return together.tolist()
+
+
+class Kept(Classifier):
+    """Holds metrics that keep all samples: rows, single numbers, and lists that are never joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = MulticlassAveragePrecision(3)
+        self.median = CatMetric()
+        self.ranking = RetrievalMAP()
+
+
+def nine() -> tuple[Tensor, Tensor]:
+    return batches(0, (9,))[0][0], torch.arange(9) % 3
+
+
+def of_one_rank(rank: int) -> dict[str, Any]:
+    """What both ranks compute where only rank 1 has anything, and how lists are refused that cannot be gathered."""
+    task, (x, y) = Kept(), nine()
+    held = Held(task, "val/")
+    if rank == 1:
+        task.rows.update(x[:, :3].softmax(1), y)
+        task.median.update(5.0)
+    values = held.compute(Pair("cpu"))
+    if rank == 1:
+        task.ranking.update(x[:, 0], (y == 0).long(), indexes=torch.zeros(9, dtype=torch.long))
+    with pytest.raises(TaskError) as refused:
+        held.compute(Pair("cpu"))
+    return {**{name: float(value) for name, value in values.items()}, "refused": str(refused.value)}
 
 
 def _run_rank(rank: int, store: Any, folder: str) -> None:
     between_them = [FSDP(), TensorParallel(2, plan={"net.0": "column", "net.2": "row"})]
-    results = {"shares": counted([DDP()]), "one model": counted(between_them)}
+    results = {"kept": of_one_rank(rank), "single": counted([DDP()], SINGLE)}
+    results |= {"shares": counted([DDP()]), "one model": counted(between_them)}
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
 
 
 def test_two_ranks_count_every_sample_once_with_uneven_shares_and_with_one_model_between_them(tmp_path: Path) -> None:
-    alone = counted([])
+    alone, single = counted([]), counted([], SINGLE)
     assert alone["train/seen"] == alone["val/seen"] == sum(SIZES)
+    x, y = nine()
     assert launch(2, _run_rank, str(tmp_path)) == [0, 0]
     for rank in (0, 1):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         assert results["shares"] == pytest.approx(alone, rel=1e-6)
         assert results["one model"] == pytest.approx(alone, rel=1e-5)
+        assert results["single"] == pytest.approx(single, rel=1e-6)  # one rank only kept company
+        refused = results["kept"].pop("refused")
+        assert "Kept.ranking: RetrievalMAP keeps 'indexes' as a list whose entries are not joined" in refused
+        assert "the ranks have 0, 1 of them" in refused
+        rows = MulticlassAveragePrecision(3)(x[:, :3].softmax(1), y)
+        assert results["kept"] == {"val/rows": pytest.approx(float(rows)), "val/median": 5.0}
 
 
 def test_only_torchmetrics_classes_are_taken_for_metrics() -> None:

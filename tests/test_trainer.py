@@ -374,6 +374,13 @@ def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
     assert (trainer.settings["device"], trainer.settings["seed"]) == ("cpu", 3)
 
 
+@pytest.mark.parametrize(("given", "meant"), [("max_steps", "max_updates"), ("max_epoch", "max_epochs")])
+def test_an_argument_that_it_does_not_take_is_answered_with_the_one_that_was_meant(given: str, meant: str) -> None:
+    settings: dict[str, Any] = {given: 3}
+    with pytest.raises(TypeError, match=f"takes no argument '{given}'. Did you mean '?{meant}"):
+        forge.Trainer(**settings)
+
+
 def test_another_trainer_may_use_the_task_in_between() -> None:
     seen: list[Any] = []
 

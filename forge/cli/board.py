@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
                 f"There is nothing to show in {where}: no run there was written for TensorBoard. "
                 "Train with the plugin: forge fit quickstart -p tensorboard."
             )
-        signal.signal(signal.SIGTERM, _stop)
+        _stop_when_asked()
         try:
             address = serve(folder, args.host, args.port)
             _tell(address, len(links.names))
@@ -79,6 +79,14 @@ def _tell(address: str, runs: int) -> None:
 def _has_display() -> bool:
     """Whether a browser has somewhere to open; on a server reached by ssh it has not."""
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _stop_when_asked() -> None:
+    """End as by Ctrl-C when the process is asked to, or its terminal is closed; not where nohup keeps that from it."""
+    for name in ("SIGTERM", "SIGHUP"):
+        kind = getattr(signal, name, None)
+        if kind is not None and signal.getsignal(kind) is not signal.SIG_IGN:
+            signal.signal(kind, _stop)
 
 
 def _stop(*_: Any) -> None:

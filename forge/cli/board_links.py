@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,17 +32,35 @@ class Links:
             if self._shows_traces and (run / "profile").is_dir():
                 wanted[f"{name} trace"] = run / "profile"
         for name in self._made - wanted.keys():
-            (self._folder / name).unlink()
-        for name in sorted(wanted.keys() - self._made):
-            link = self._folder / name
-            if any(parent.is_symlink() for parent in link.parents):  # a run inside of a run: never write there
-                del wanted[name]
-                continue
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(wanted[name], target_is_directory=True)
-        self._made = set(wanted)
-        self.names = {name for name, path in wanted.items() if path.name != "profile"}
+            self._remove(name)
+        self._made = {name for name in sorted(wanted) if self._link(name, wanted[name])}
+        self.names = {name for name in self._made if wanted[name].name != "profile"}
         return self.names
+
+    def _link(self, name: str, log: Path) -> bool:
+        """Whether a run has its link; one that cannot be made now is tried again at the next look."""
+        link = self._folder / name
+        if name in self._made and link.is_symlink():
+            return True
+        if any(parent.is_symlink() for parent in self._above(link)):  # a run inside of a run: never write there
+            return False
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(log, target_is_directory=True)
+        except OSError:
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Take a link away, and the folders above it that are empty now: their names may become those of runs."""
+        link = self._folder / name
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+            for parent in self._above(link):
+                parent.rmdir()
+
+    def _above(self, link: Path) -> list[Path]:
+        return [parent for parent in link.parents if self._folder in parent.parents]
 
 
 def runs_below(folder: Path) -> Iterator[tuple[Path, Path]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from forge.cli import ranks, show, target
+from forge.cli.measure import naming_options
 from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def run(args: Namespace) -> int:
         trainer.trace = sys.stderr.write
     if talks and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
-    result = trainer.fit(task, data.train, data.val, weights=args.weights)
+    with naming_options(args, "fit", task):
+        result = trainer.fit(task, data.train, data.val, weights=args.weights)
     if talks:
         _report(result, trainer, data, args)
     return 0
@@ -93,10 +95,10 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
 
 def _lines(result: FitResult) -> dict[str, str]:
     from forge.report.summary import folder_lines
-    from forge.report.words import counted
+    from forge.report.words import counted, ended
 
-    done = f"{counted(result.epochs, 'epoch')}, {counted(result.updates, 'update')}: {result.stop_reason}"
-    found = {"trained": done}
+    done = f"{counted(result.epochs, 'epoch')}, {counted(result.updates, 'update')}"
+    found = {"trained": ended(done, result.stop_reason)}
     return found if result.run_dir is None else found | folder_lines(result.run_dir)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import ranks, show, target
-from forge.cli.measure import measuring_parser, warn_without_weights
+from forge.cli.measure import measuring_parser, naming_options, warn_without_weights
 from forge.errors import DataError, ForgeError, TaskError
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def run(args: Namespace) -> int:
     if loader is None:
         raise DataError(f"The data of {args.target!r} have neither a predict nor a test split.")
     warn_without_weights(args)
-    tensors = gather(trainer.predict(task, loader, weights=args.weights))
+    with naming_options(args, "predict", task):
+        tensors = gather(trainer.predict(task, loader, weights=args.weights))
     if ranks.rank() != 0:  # every rank has all predictions; one of them writes the file
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)

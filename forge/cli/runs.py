@@ -19,7 +19,7 @@ from forge.errors import ForgeError, did_you_mean
 from forge.report import comparing, words
 from forge.report.directions import mode_of
 from forge.report.folder import Run
-from forge.report.locating import RUNS, locate, runs_in
+from forge.report.locating import RUNS, label, locate, runs_in
 
 COMPARE = "compare"
 EXAMPLES = """\
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
                 raise ForgeError("--sort is for the list of runs: forge runs --sort METRIC")
             return _compare([locate(name) for name in (one, other, *more)], args.json)
         case ["compare", *_]:
-            raise ForgeError("Write: forge runs compare RUN RUN")
+            raise ForgeError("forge runs compare takes two runs or more. Write: forge runs compare RUN RUN")
         case []:
             return _list(RUNS, args.sort, args.json)
         case [folder]:
@@ -133,6 +133,8 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
     if best:
         columns[best] = _best
     dispensable = [*DISPENSABLE, *(name for name in reversed(metrics[1:]) if name != metric), best]
+    if any(run.subject != run.recipe for run in runs):  # a stack recipe says less than the task does
+        dispensable.insert(dispensable.index(SHORTER), dispensable.pop(dispensable.index("task")))
     while True:
         grid = _filled(runs, columns)
         needed = Measurement.get(console, console.options.update(max_width=10_000), grid).maximum
@@ -154,11 +156,6 @@ def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]
             *(Text(cell) if isinstance(cell, str) else cell for cell in (tell(run) for tell in columns.values()))
         )
     return grid
-
-
-def label(run: Run) -> str:
-    """What to type for a run: its path, without the folder where runs are looked for anyway."""
-    return str(show.near(run.path)).removeprefix(f"{RUNS}/")
 
 
 def _updates(run: Run) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import sysconfig
+import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from forge.cli import show
 from forge.errors import ForgeError, did_you_mean
 from forge.recipe import Recipe, load_recipe
 from forge.recipe.loading import DEFAULT
@@ -95,24 +100,37 @@ def _is_python(target: str) -> bool:
 
 def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
     """The task class that FILE.py:Task names; the name may be left out where the file has just one."""
+    from forge.checks import is_lightning
     from forge.task import TaskModule
 
     module, name = _import(target)
-    own = {
+    here = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, TaskModule) and value.__module__ == module.__name__
+        if isinstance(value, type) and value.__module__ == module.__name__
     }
-    if not name and len(own) == 1:
-        return next(iter(own.values())), module
+    own = {key: value for key, value in here.items() if issubclass(value, TaskModule)}
+    foreign = [key for key, value in here.items() if is_lightning(value) and key not in own]
+    name = name or ("" if len(own or foreign) != 1 else next(iter(own or foreign)))
     if not name:
         raise ForgeError(f"{target} has {len(own) or 'no'} tasks; say which: {target}:Task.{did_you_mean('', own)}")
     kind = getattr(module, name, None)
     if kind is None:
         raise ForgeError(f"{target}: the file has no {name!r}.{did_you_mean(name, own)}")
-    if not (isinstance(kind, type) and issubclass(kind, TaskModule)):
-        raise ForgeError(f"{target}: {name} is no subclass of forge.TaskModule.{did_you_mean(name, own)}")
-    return kind, module
+    if isinstance(kind, type) and issubclass(kind, TaskModule):
+        return kind, module
+    if isinstance(kind, type) and is_lightning(kind):
+        raise ForgeError(f"{target}: {_wrap_it(name)}")
+    raise ForgeError(f"{target}: {name} is no subclass of forge.TaskModule.{did_you_mean(name, own)}")
+
+
+def _wrap_it(name: str) -> str:
+    return (
+        f"{name} is a LightningModule. Wrap it in a task, in the same file, and name that one:\n"
+        f"  class Run{name}(forge.LightningAdapter):\n"
+        "      def __init__(self):\n"
+        f"          super().__init__({name}())"
+    )
 
 
 def _function(target: str) -> Callable[..., Any]:
@@ -134,7 +152,7 @@ def _import(target: str) -> tuple[ModuleType, str]:
     file, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
     path = Path(file).resolve()
     if not path.is_file():
-        raise ForgeError(f"There is no file {file!r}.")
+        raise ForgeError(f"There is no file {file!r}.{_nearby(Path(file))}")
     if path in _imported:
         return _imported[path], name
     label = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
@@ -147,8 +165,33 @@ def _import(target: str) -> tuple[ModuleType, str]:
     sys.modules[label] = module  # data workers look classes up by module name
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[label]
+        if isinstance(error, Exception) and not isinstance(error, ForgeError):
+            raise ForgeError(f"{file} cannot be imported: {_cause(error)}") from error
         raise
     _imported[path] = module
     return module, name
+
+
+def _nearby(file: Path) -> str:
+    """What else there is in a folder where there is no such file."""
+    there = [str(path) for path in file.parent.glob("*.py")]
+    return did_you_mean(str(file), get_close_matches(str(file), there, n=1) or (there if len(there) <= 10 else ()))
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong, and on which lines of the user's: those of Python, of packages and of forge say nothing here."""
+    said = f"{type(error).__name__}: {error}"
+    lines = [(frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):  # the line that cannot be read was never run
+        said = f"{type(error).__name__}: {error.msg}"
+        lines.append((error.filename or "", error.lineno, error.text))
+    places = [Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
+    others = tuple(f"{place}{os.sep}" for place in places)
+    own = [
+        f"  {show.near(Path(file))}:{line}: {(text or '').strip()}"
+        for file, line, text in lines
+        if file and not file.startswith(("<", *others))
+    ]
+    return "\n".join([said, *own])

@@ -29,7 +29,15 @@ class LightningAdapter(Trains, Evaluates):
     `datamodule` is a LightningDataModule to take loaders from. What the module logs with `self.log("val_loss")` is
     called `val/loss`: the stage is put before the name, and taken off where the name begins with it. What cannot be
     carried over is refused or warned of by name. Lightning need not be installed, if the module can be made without.
+
+    For the command line, which makes tasks by their class, write a subclass of the adapter whose `__init__` makes the
+    module (see docs/from-lightning.md).
     """
+
+    @property
+    def task_name(self) -> str:
+        """What runs are called by: the module's class, or that of a subclass of the adapter."""
+        return type(self.module if type(self) is LightningAdapter else self).__name__
 
     # -- being run ----------------------------------------------------------------------------------------------------
 

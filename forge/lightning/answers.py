@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forge.accumulating import is_metric
 from forge.errors import TaskError
@@ -94,15 +94,37 @@ class Answers(Wrapped):
 
     def _answer_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         assert self.trainer is not None
-        world, device = self.trainer.env.world, self.trainer.env.device
-        if sync_grads and world > 1:
+        env = self.trainer.env
+        if sync_grads and env.world > 1:
             raise TaskError("self.all_gather(sync_grads=True) is not carried over: gradients do not travel through it.")
+        leaves, form = tree_flatten(data)
+        numbers = {i: value for i, value in enumerate(leaves) if isinstance(value, (Tensor, int, float))}
+        own = {i: torch.as_tensor(value, device=env.device).detach().contiguous() for i, value in numbers.items()}
+        if env.world > 1:
+            size = torch.distributed.get_world_size(group)
+            self._refuse_uneven([(str(value.dtype), tuple(value.shape)) for value in own.values()], size, group)
+            for i, value in own.items():
+                parts = [torch.empty_like(value) for _ in range(size)]
+                torch.distributed.all_gather(parts, value, group=group)
+                own[i] = torch.stack(parts)
+        return tree_unflatten([own.get(i, value) for i, value in enumerate(leaves)], form)
 
-        def gathered(value: Any) -> Any:
-            own = torch.as_tensor(value, device=device).detach().contiguous()
-            parts = [torch.empty_like(own) for _ in range(world)]
-            if world > 1:
-                torch.distributed.all_gather(parts, own, group=group)
-            return torch.stack(parts) if world > 1 else own
-
-        return tree_map(lambda v: gathered(v) if isinstance(v, (Tensor, int, float)) else v, data)
+    def _refuse_uneven(self, kinds: list[tuple[str, tuple[int, ...]]], size: int, group: Any) -> None:
+        """Every rank's share must have the same dtype and shape; another would be waited for without an end."""
+        assert self.trainer is not None
+        by_rank: list[Any] = [None] * size
+        if group is None:
+            by_rank = self.trainer.env.gather(kinds)
+        else:
+            torch.distributed.all_gather_object(by_rank, kinds, group=group)
+        if all(each == by_rank[0] for each in by_rank):
+            return
+        told = {
+            rank: ", ".join(f"{dtype.removeprefix('torch.')} {shape}" for dtype, shape in each)
+            for rank, each in enumerate(by_rank)
+        }
+        raise TaskError(
+            f"{type(self.module).__name__}: self.all_gather has shares that differ: "
+            f"{'; '.join(f'rank {rank} has {what}' for rank, what in list(told.items())[:4])}. Gather what is as large "
+            "on every rank: a sum and a count, or tensors padded to one shape."
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.report.folder import Run
-from forge.report.svg import Chart, Point
+from forge.report.svg import COLORS, DASHES, Chart, Look, Point
 
 STAGES = ("train", "val", "test")
 TITLES = {
@@ -34,6 +35,8 @@ class Panel:
     series: dict[str, Sequence[Point]] = field(default_factory=dict)
     is_aside: bool = False
     "Whether it belongs to a plugin's own notes, which are folded away."
+    looks: dict[str, Look] = field(default_factory=dict)
+    "Of several runs: the colour of the run, and the line of its stage."
 
     @property
     def title(self) -> str:
@@ -54,20 +57,30 @@ class Panel:
         log_y = steep and (self.key == "grad_norm" or "loss" in self.key)
         alone = list(self.series) == [self.key]
         series = {self.title: self.series[self.key]} if alone else self.series  # the title says it all
-        return Chart(series, self.title, "update", "", WIDTH, HEIGHT, log_y).draw(styled=False)
+        looks = [self.looks[name] for name in self.series] if self.looks else []
+        if len(set(looks)) < len(looks):  # too many to be told apart so
+            looks = []
+        return Chart(series, self.title, "update", "", WIDTH, HEIGHT, log_y, looks).draw(styled=False)
 
 
 def panels(runs: Mapping[str, Run]) -> list[Panel]:
     """The charts of runs by label; with one run the label is left out."""
     found: dict[str, Panel] = {}
-    for label, run in runs.items():
+    for number, (label, run) in enumerate(runs.items()):
         plugins = _plugins(run)
+        drawn: Counter[str] = Counter()
         for name, points in run.series.items():
             if name.startswith("test/") and len(points) == 1:
                 continue
             key, line, is_aside = place(name, plugins)
             panel = found.setdefault(key, Panel(key, is_aside=is_aside))
-            panel.series[line if len(runs) == 1 else f"{label} {line}".removesuffix(f" {key}")] = points
+            if len(runs) == 1:
+                panel.series[line] = points
+                continue
+            curve = f"{label} {line}".removesuffix(f" {key}")
+            panel.series[curve] = points
+            panel.looks[curve] = _look(number, STAGES.index(line) if line in STAGES else drawn[key])
+            drawn[key] += 1
     every = [part for panel in found.values() for part in _parts(panel)]
     return sorted(every, key=lambda panel: panel.rank)
 
@@ -97,10 +110,15 @@ def _parts(panel: Panel) -> list[Panel]:
     if len(names) <= MOST_SERIES:
         return [panel]
     chunks = [names[i : i + MOST_SERIES] for i in range(0, len(names), MOST_SERIES)]
-    return [Panel(panel.key, {name: panel.series[name] for name in chunk}, panel.is_aside) for chunk in chunks]
+    return [
+        Panel(panel.key, {name: panel.series[name] for name in chunk}, panel.is_aside, panel.looks) for chunk in chunks
+    ]
+
+
+def _look(run: int, line: int) -> Look:
+    """One colour a run in every chart, training drawn through and validation dashed."""
+    return run % COLORS, line % len(DASHES)
 
 
 def _plugins(run: Run) -> frozenset[str]:
-    stack = run.card.get("stack")
-    names = [str(plugin.get("name")) for plugin in stack if isinstance(plugin, dict)] if isinstance(stack, list) else []
-    return frozenset(name.partition("@")[0] for name in names)
+    return frozenset(str(plugin.get("name")).partition("@")[0] for plugin in run.stack)

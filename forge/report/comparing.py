@@ -9,11 +9,12 @@ from typing import Any
 import yaml
 
 from forge.report.directions import best_of, mode_of
-from forge.report.folder import Run
+from forge.report.folder import Run, is_modest
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
 """Of what plugins say of themselves, what is a result."""
+MOST_SETTINGS = 10_000
 
 
 def compare(runs: Sequence[Run]) -> dict[str, Rows]:
@@ -43,22 +44,20 @@ def settings(run: Run) -> dict[str, Any]:
     found |= _flat(_data(run), "data")
     found |= _flat(_mapping(card.get("trainer")), "trainer")
     found |= _flat(_mapping(card.get("optimizers")), "")
-    stack = [plugin for plugin in card.get("stack") or [] if isinstance(plugin, dict)]
-    for plugin in stack:
+    for plugin in run.stack:
         name = str(plugin.get("name"))
         found |= {f"plugin {name}": "yes", **_flat(_mapping(plugin.get("options")), name)}
-    return found | {"order of plugins": ", ".join(str(plugin.get("name")) for plugin in stack)}
+    return found | {"order of plugins": ", ".join(str(plugin.get("name")) for plugin in run.stack)}
 
 
 def results(run: Run) -> dict[str, Any]:
     """What it came to: counters, time, and every metric's last and best value."""
-    rate = run.samples / run.seconds if run.seconds else None
     found: dict[str, Any] = {
         "status": run.status,
         "updates": run.updates,
         "epochs": run.epochs,
         "seconds": round(run.seconds, 3),
-        "samples/s": rate,
+        "samples/s": run.rate,
     }
     best = bests(run)
     for name in metrics_of(run):
@@ -70,9 +69,7 @@ def results(run: Run) -> dict[str, Any]:
 
 def metrics_of(run: Run) -> list[str]:
     """Names of metrics that are results: training, validation, test, then others, without plugins' notes to self."""
-    plugins = {
-        str(plugin.get("name")).partition("@")[0] for plugin in run.card.get("stack") or [] if isinstance(plugin, dict)
-    }
+    plugins = {str(plugin.get("name")).partition("@")[0] for plugin in run.stack}
     heads = ("val", "test", "train")
 
     def rank(name: str) -> tuple[int, str]:
@@ -134,7 +131,7 @@ def _data(run: Run) -> dict[str, Any]:
         config = yaml.safe_load(run.recipe_text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return _mapping(_mapping(config).get("data"))
+    return _mapping(_mapping(config).get("data")) if is_modest(config, MOST_SETTINGS) else {}
 
 
 def _flat(values: Mapping[str, Any], parent: str) -> dict[str, Any]:

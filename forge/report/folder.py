@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """A file that should be small and is larger is not read."""
+DEEPEST = 50
+"""Nothing that forge writes has parts in parts in parts further down."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,24 @@ class Run:
         return _word(_object(self.card.get("task")).get("class"))
 
     @property
+    def subject(self) -> str:
+        """What it is about: the recipe, or the task where the recipe is a stack, which names none."""
+        names_task = self.card.get("group") in (None, self.recipe)
+        return (self.recipe if names_task else "") or self.task or self.recipe
+
+    @property
+    def stack(self) -> list[dict[str, Any]]:
+        """Its plugins, outermost first."""
+        return [plugin for plugin in _list(self.card.get("stack")) if isinstance(plugin, dict)]
+
+    @property
+    def costs(self) -> list[dict[str, Any]]:
+        """What the plugin ledger has written of each hook."""
+        return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
+
+    @property
     def planned(self) -> int | None:
-        planned = self.card.get("planned_updates")
-        return planned if type(planned) is int else None
+        return self.card["planned_updates"] if _whole(self.card, "planned_updates") else None
 
     @cached_property
     def started(self) -> float:
@@ -142,28 +160,29 @@ class Run:
         return self._count("samples", "sample")
 
     def _count(self, at_end: str, in_line: str) -> int:
-        said = self.end.get(at_end)
-        return (
-            said
-            if type(said) is int
-            else max((line[in_line] for line in self.records if _whole(line, in_line)), default=0)
-        )
+        if _whole(self.end, at_end):
+            return self.end[at_end]
+        return max((line[in_line] for line in self.records if _whole(line, in_line)), default=0)
 
     @cached_property
     def seconds(self) -> float:
         """How long it trained, over all its lives; each one's clock began at zero."""
-        at_end = self.end.get("seconds")
-        at_end = float(at_end) if isinstance(at_end, (int, float)) and math.isfinite(at_end) else 0.0
+        at_end = _seconds(self.end.get("seconds")) or 0.0
         if at_end and self.card.get("resumed_from") is None:
             return at_end  # one life: no line needs to be read
         total = last = 0.0
         for line in self.records:
-            now = line.get("time")
-            if isinstance(now, (int, float)) and math.isfinite(now):
+            now = _seconds(line.get("time"))
+            if now is not None:
                 if now < last:
                     total += last
-                last = float(now)
+                last = now
         return total + max(last, at_end)
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second, over all; None where there is no time to tell of."""
+        return self.samples / self.seconds if self.seconds else None
 
     @cached_property
     def series(self) -> dict[str, list[tuple[int, float]]]:
@@ -246,9 +265,25 @@ def _read_text(path: Path) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return _object(json.loads(_read_text(path)))
+        found = _object(json.loads(_read_text(path)))
     except (ValueError, RecursionError):
         return {}
+    return found if is_modest(found) else {}
+
+
+def is_modest(tree: Any, most: int = MOST_BYTES) -> bool:
+    """Whether what was read has at most so many parts, none of them deep inside; YAML can hold itself, or a part over
+    and over."""
+    level, count = [tree], 0
+    for _ in range(DEEPEST):
+        count += len(level)
+        if count > most:
+            return False
+        inside = (part for parent in level if isinstance(parent, (dict, list)) for part in _parts(parent))
+        level = list(islice(inside, most))
+        if not level:
+            return True
+    return False
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -286,6 +321,20 @@ def _size(folder: Path) -> int:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parts(parent: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(parent.values()) if isinstance(parent, dict) else parent
+
+
+def _seconds(value: Any) -> float | None:
+    """A time that a clock can have shown: from a millisecond to a few thousand years."""
+    seconds = _number(value) if isinstance(value, (int, float)) else math.nan
+    return (seconds if seconds >= 1e-3 else 0.0) if 0 <= seconds < 1e11 else None
 
 
 def _word(value: Any) -> str:

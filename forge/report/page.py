@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import html
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from forge import __version__
-from forge.report import comparing, words
+from forge.places import near
+from forge.report import comparing, images, words
 from forge.report.charts import MOST_CHARTS, panels
 from forge.report.folder import Run
+from forge.report.markdown import as_html
 from forge.report.style import SHEET
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What the browser is told: no script, no picture, no font, no request."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""What the browser is told: no script, no font, no request, no picture that is not in the page itself."""
 MOST_TEXTS = 10
+SMALL = 160
+"""A picture of fewer pixels across is drawn larger, by whole pixels."""
 
 
 def esc(value: Any) -> str:
@@ -41,7 +46,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def title_of(run: Run) -> str:
-    return f"{run.recipe or run.task or 'run'} · {run.path.absolute().name}"
+    return f"{run.subject or 'run'} · {run.path.absolute().name}"
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -54,6 +59,7 @@ def one(run: Run) -> str:
         tiles(run),
         section("Metrics", metrics_table(run)),
         curves({"": run}),
+        section("Pictures", pictures(run)),
         section("Samples", texts(run)),
         section("Run card", card(run)),
         *[fold(name, text) for name, text in details(run)],
@@ -69,7 +75,7 @@ def outcome(run: Run) -> str:
     done = f"{words.counted(run.epochs, 'epoch')}, {updates} in {words.duration(run.seconds)}"
     match run.status:
         case "finished":
-            return f"Finished after {done}" + (f": {run.reason}." if run.reason else ".")
+            return f"Finished after {words.ended(done, run.reason)}."
         case "running":
             return f"Still running when this page was made, after {done}."
         case "interrupted" | "failed":
@@ -80,7 +86,7 @@ def outcome(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    rate = run.samples / run.seconds if run.seconds else 0.0
+    rate = run.rate or 0.0
     values = {
         "updates": f"{run.updates:,}",
         "epochs": f"{run.epochs:,}",
@@ -126,18 +132,55 @@ def _charts(drawn: Sequence[str]) -> str:
     return f"<div class='charts'>\n{cards}</div>\n" if drawn else ""
 
 
+def pictures(run: Run) -> str:
+    """The last picture of every name, out of the run's TensorBoard files."""
+    folder = run.path / "tensorboard"
+    if not folder.is_dir():
+        return ""
+    try:
+        every = images.pictures(folder)
+    except ImportError:
+        return (
+            "<p class='soft'>Pictures can be shown here where TensorBoard is installed: pip install tensorboard.</p>\n"
+        )
+    drawn = images.shown(every)
+    figures = map(_figure, drawn)
+    more = f"{words.counted(len(every) - len(drawn), 'more picture')}: forge board {near(run.path)}"
+    left_out = f"<p class='soft'>{esc(more)}</p>\n" if len(every) > len(drawn) else ""
+    return f"<div class='pictures'>\n{''.join(figures)}</div>\n{left_out}" if every else ""
+
+
+def _figure(picture: images.Picture) -> str:
+    across = int.from_bytes(picture.png[16:20], "big")
+    source = f"data:image/png;base64,{b64encode(picture.png).decode()}"
+    return (
+        f"<figure class='card'><figcaption>{esc(picture.name)} "
+        f"<span class='soft'>at update {picture.update}</span></figcaption>"
+        f"<img{' class=small' if across < SMALL else ''} alt='{esc(picture.name)}' src='{source}'></figure>\n"
+    )
+
+
 def texts(run: Run) -> str:
-    """The last texts of every name, newest first."""
-    by_name: dict[str, list[dict[str, Any]]] = {}
+    """The last texts of every name, newest first; one that was logged again unchanged is there once."""
+    by_name: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for line in run.texts:
-        by_name.setdefault(line["name"], []).append(line)
+        seen = by_name.setdefault(line["name"], [])
+        since = line.get("update")
+        if seen and seen[-1][0]["text"] == line["text"]:
+            since = seen.pop()[1]
+        seen.append((line, since))
     parts = []
     for name, lines in by_name.items():
-        newest, *older = lines[-MOST_TEXTS:][::-1]
-        parts.append(f"<h3>{esc(name)} <span class='soft'>at update {esc(newest.get('update'))}</span></h3>")
-        parts.append(f"<pre>{esc(newest['text'])}</pre>")
-        parts += [fold(f"at update {line.get('update')}", f"<pre>{esc(line['text'])}</pre>") for line in older]
+        (newest, since), *older = lines[-MOST_TEXTS:][::-1]
+        parts.append(f"<h3>{esc(name)} <span class='soft'>{esc(_when(newest, since))}</span></h3>")
+        parts.append(as_html(newest["text"]))
+        parts += [fold(_when(line, since), as_html(line["text"])) for line, since in older]
     return f"<div class='card'>{''.join(parts)}</div>\n" if parts else ""
+
+
+def _when(line: Mapping[str, Any], since: Any) -> str:
+    update = line.get("update")
+    return f"at update {update}" + ("" if since == update else f", unchanged since {since}")
 
 
 def card(run: Run) -> str:
@@ -162,8 +205,7 @@ def card(run: Run) -> str:
         "git": comparing.surroundings(run).get("commit"),
     }
     about = [[key, value] for key, value in rows.items() if value not in (None, "")]
-    plugins = [plugin for plugin in data.get("stack") or [] if isinstance(plugin, dict)]
-    stack = [[plugin.get("name"), _options(plugin.get("options"))] for plugin in plugins]
+    stack = [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack]
     return (
         "<div class='two'>"
         + table([], about)
@@ -187,7 +229,7 @@ def details(run: Run) -> Iterable[tuple[str, str]]:
 def ledger_table(run: Run) -> str:
     """RUN/ledger.json as the plugin ledger wrote it."""
     rows = []
-    for row in run.ledger.get("rows") or []:
+    for row in run.costs:
         match row:
             case {"plugin": plugin, "hook": hook, "us_per_update": float(spent), "share": float(share)}:
                 name = str(hook).removeprefix("forge_") + (" (validation)" if row.get("in_validation") else "")
@@ -215,7 +257,8 @@ def several(runs: Sequence[Run]) -> str:
         section("What differs around it", _rows(parts["surroundings"], labels, words.value_text) or _none()),
     ]
     for label, run in labels.items():
-        inside = [card(run), section("Samples", texts(run)), *(fold(name, text) for name, text in details(run))]
+        inside = [card(run), section("Pictures", pictures(run)), section("Samples", texts(run))]
+        inside += [fold(name, text) for name, text in details(run)]
         shown.append(fold(f"{label}: {title_of(run)}", f"<p class='soft'>{esc(outcome(run))}</p>" + "".join(inside)))
     heading = f"<h1>{len(runs)} runs</h1>\n"
     return heading + table(["", "run", "status", "updates", "time", "started"], rows, numbers=(3, 4)) + "".join(shown)
@@ -224,9 +267,13 @@ def several(runs: Sequence[Run]) -> str:
 def _rows(rows: comparing.Rows, labels: Mapping[str, Run], tell: Any, numbers: bool = False) -> str:
     if not rows:
         return ""
+    heads = ["", *labels, *["difference"] * (numbers and len(labels) == 2)]
     filled = [[key, *("–" if value is None else tell(value) for value in values)] for key, values in rows.items()]
-    columns = range(1, len(labels) + 1) if numbers else ()
-    return table(["", *labels], filled, numbers=tuple(columns))
+    for line, values in zip(filled, rows.values(), strict=True):
+        change = comparing.difference(values) if "difference" in heads else None
+        line += [words.signed(change) if change else ""] * (len(heads) - len(line))
+    columns = range(1, len(heads)) if numbers else ()
+    return table(heads, filled, numbers=tuple(columns))
 
 
 def _none() -> str:

@@ -33,6 +33,11 @@ margin-left:8px;background:var(--wait-bg);color:var(--wait)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:14px}
 .charts .card{padding:6px 4px 2px}
 .charts svg{display:block;width:100%}
+.pictures{display:flex;flex-wrap:wrap;gap:14px}
+.pictures figure{margin:0}
+.pictures img{display:block;margin-top:8px;max-width:min(100%,560px)}
+.pictures img.small{width:160px;image-rendering:pixelated}
+p.t{white-space:pre-wrap;overflow-wrap:anywhere}
 table{border-collapse:collapse;font-size:14px}
 th,td{text-align:left;padding:5px 22px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
 tr:last-child td{border-bottom:0}

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from forge.report.ticks import log_ticks, nice_ticks, tick_text
+from forge.report.ticks import SMALLEST, log_ticks, nice_ticks, tick_text
 
 Point = tuple[float, float]
+Look = tuple[int, int]
+"""The number of a colour, and of a way to dash the line (0: not at all)."""
 
 COLORS = 7
 """Okabe and Ito's colours, which the colour-blind tell apart; further series take them again, dashed."""
+DASHES = ("", "6 4", "2 4", "9 3 2 3")
 STYLE = """
 .forge-chart{background:#fff;color:#1f2933;font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
 max-width:100%;height:auto;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;--c4:#b98300;--c5:#3f9bd6;--c6:#6b7280}
@@ -63,7 +66,9 @@ class Chart:
         width: int,
         height: int,
         log_y: bool,
+        looks: Sequence[Look] = (),
     ):
+        self.looks = looks or [(i, i // COLORS) for i in range(len(series))]
         self.series, self.title, self.width, self.height = series, title, width, height
         self.x_label, self.y_label = x_label, y_label
         shown = [point for points in series.values() for point in points if _is_finite(point)]
@@ -134,7 +139,7 @@ class Chart:
             top += 22
         for i, (name, line, x) in enumerate(self.legend):
             y = top + 18 * line + 6
-            yield f'<path class="curve" {_stroke(i)} d="M{x:.1f} {y:.1f}h20"/>'
+            yield f'<path class="curve" {_stroke(self.looks[i])} d="M{x:.1f} {y:.1f}h20"/>'
             yield f'<text x="{x + 26:.1f}" y="{y + 4:.1f}">{_text(_short(name))}</text>'
         if self.y_label and self.y_label != self.title:
             yield f'<text class="tick" x="14" y="{self.top - 8:.1f}">{_text(self.y_label)}</text>'
@@ -168,13 +173,13 @@ class Chart:
         given = " ".join(f"{_exact(x)},{_exact(y)}" for x, y in points if _is_finite((x, y)))
         runs = [thinned(run, MOST_POINTS) for run in self._runs(points)]
         path = "".join("M" + "L".join(f"{self.x(x):.2f} {self.y(y):.2f}" for x, y in run) for run in runs)
-        yield f'<path class="curve" {_stroke(index)} data-name="{name}" data-points="{given}" d="{path}"/>'
+        yield f'<path class="curve" {_stroke(self.looks[index])} data-name="{name}" data-points="{given}" d="{path}"/>'
         few = sum(map(len, runs)) <= MOST_DOTS
         for run in runs:
             for x, y in run if few or len(run) == 1 else ():
                 at = f'cx="{self.x(x):.2f}" cy="{self.y(y):.2f}" r="{3.2 if len(run) == 1 else 2.4}"'
                 told = f"{name}: {y:.6g} at {x:.10g}"
-                yield f'<circle fill="var(--c{index % COLORS})" {at}><title>{told}</title></circle>'
+                yield f'<circle fill="var(--c{self.looks[index][0] % COLORS})" {at}><title>{told}</title></circle>'
 
     def _runs(self, points: Sequence[Point]) -> Iterator[list[Point]]:
         """Stretches without a gap."""
@@ -224,16 +229,18 @@ def _spread(values: Sequence[float], room: float) -> tuple[float, float]:
     if not values:
         return 0.0, 1.0
     lowest, highest = min(values), max(values)
-    if not highest - lowest > 1e-9 * max(abs(lowest), abs(highest)):
-        around = abs(lowest) * 0.1 or 0.5
+    if not highest - lowest > max(1e-9 * max(abs(lowest), abs(highest)), 1e3 * SMALLEST):
+        around = abs(lowest) * 0.1
+        around = around if around > 1e3 * SMALLEST else 0.5
         return lowest - around, highest + around
     more = room * (highest - lowest)
     return lowest - more, highest + more
 
 
-def _stroke(index: int) -> str:
-    dash = ("", "6 4", "2 4", "9 3 2 3")[index // COLORS % 4]
-    return f'stroke="var(--c{index % COLORS})"' + (f' stroke-dasharray="{dash}"' if dash else "")
+def _stroke(look: Look) -> str:
+    color, dashes = look
+    dash = DASHES[dashes % len(DASHES)]
+    return f'stroke="var(--c{color % COLORS})"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
 def _exact(value: float) -> str:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 
+SMALLEST = 1e-300
+"""Below it floats lose their digits, and a power of ten is zero."""
+
 
 def nice_ticks(lowest: float, highest: float, about: int = 6) -> list[float]:
-    """Round numbers between two values."""
+    """Round numbers between two values; none where they are too close for arithmetic."""
     raw = (highest - lowest) / about
+    if raw < SMALLEST:
+        return []
     step = 10 ** math.floor(math.log10(raw))
     step *= next(factor for factor in (1, 2, 2.5, 5, 10) if factor * step >= raw)
     first, last = math.ceil(lowest / step), math.floor(highest / step)

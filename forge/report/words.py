@@ -20,7 +20,7 @@ def number(value: Any) -> str:
 
 def count(value: Any) -> str:
     """ "85,002", "10.8 million", "1.3 billion"; empty for what is no count."""
-    if type(value) is not int:
+    if type(value) is not int or value >= 2**63:
         return ""
     for name, unit in (("billion", 10**9), ("million", 10**6)):
         if value >= unit:
@@ -31,6 +31,13 @@ def count(value: Any) -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 epoch", "12,000 updates"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ended(done: str, reason: str) -> str:
+    """ "3 epochs, as planned (max_epochs)"; after a colon, who stopped it and why."""
+    if reason in ("max_epochs", "max_updates"):
+        return f"{done}, as planned ({reason})"
+    return f"{done}: {reason}" if reason else done
 
 
 def rate(value: float, noun: str) -> str:

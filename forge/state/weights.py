@@ -59,6 +59,14 @@ class Weights:
     "The plugin whose average they are; None for the weights that were trained."
 
 
+class Misfit(TaskError):
+    """Weights that do not fit a task; `saved` is the task that they came from, where their file says."""
+
+    def __init__(self, message: str, saved: dict[str, Any] | None = None):
+        super().__init__(message)
+        self.saved = saved
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What became of every tensor in a load; `print(report)` is for people."""
@@ -142,7 +150,7 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
     except RuntimeError as error:
         if strict:
             _put_back(task, before)
-        raise TaskError(f"{weights.path} does not fit {type(task).__name__}: {error}") from error
+        raise Misfit(f"{weights.path} does not fit {type(task).__name__}: {error}", weights.task) from error
     report = LoadReport(
         source=weights.path,
         task=type(task).__name__,
@@ -154,7 +162,7 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
     )
     if strict and not report.complete:
         _put_back(task, before)
-        raise TaskError(_misfit(report))
+        raise Misfit(_misfit(report), weights.task)
     if not report.complete:
         logger.warning("%s", report)
     elif taken_off:

@@ -70,7 +70,8 @@ def check_plugin(
     - state: `forge_state_dict` returns plain data and tensors, and `forge_load_state_dict` takes them back;
     - runs, with one and with two optimizers, with and without accumulation: nothing raises; with `observer = True`
       weights, counters, random numbers and everybody else's metrics are the same without the plugin, bit for bit; one
-      object serves two runs in a row; a fit that was cut off and resumed ends in the weights of the straight one;
+      object serves two runs in a row; a fit that was cut off and resumed ends in the weights of the straight one, and
+      an observer logs the same in it (metrics that differ from fit to fit, such as times, are never compared);
     - files are written below the run folder, on the main rank alone; validation and prediction do without one;
     - graphs: no loss is kept together with what autograd made it from;
     - exceptions: an error of the task or of another plugin leaves the fit as it was raised, everything is put back,

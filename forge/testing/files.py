@@ -19,7 +19,7 @@ BELOW = "Write below trainer.run_dir, and nothing where that is None"
 
 
 def check_files(subject: Subject) -> None:
-    """A fit without a run folder, one on a rank that is not the main one, and two verbs that have neither."""
+    """A fit without a run folder, one with one, one on a rank that is not the main one, and two verbs without both."""
     with _here() as here:
         with subject.surviving("a fit without a run folder (run_dir=False)"):
             subject.fit(subject.make(), run_dir=False)
@@ -29,6 +29,10 @@ def check_files(subject: Subject) -> None:
                 trainer = Trainer(plugins=[subject.make(), *subject.beside()], seed=0, device="cpu")
                 getattr(trainer, verb)(subject.situation.task(), tiny_batches())
             _refuse_files(subject, here, f"in trainer.{verb}(), which has no run folder. {BELOW}")
+    with _here() as here:
+        with subject.surviving("a fit with a run folder"):
+            subject.fit(subject.make(), folder=here / "run")
+        _refuse_files(subject, here, "beside the run folder. Write below trainer.run_dir", but="run")
     plugin = subject.make()
     # a checkpoint is written by all ranks together
     if not owns(plugin, "forge_setup_env") and getattr(plugin, "forge_save", None) is None:
@@ -50,9 +54,9 @@ def _here() -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _refuse_files(subject: Subject, folder: Path, why: str) -> None:
+def _refuse_files(subject: Subject, folder: Path, why: str, but: str = "") -> None:
     found = sorted(os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file())
-    found = [name for name in found if "rank1" not in name]
+    found = [name for name in found if "rank1" not in name and Path(name).parts[0] != but]
     assert not found, f"{subject.name!r} writes {', '.join(found[:3])} {why}."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge import registry
@@ -11,6 +11,7 @@ from forge.errors import ForgeError, StackError
 from forge.plugin import Plugin
 from forge.stack import ONE_BY_ONE, SPECS, Stack, make_plugin
 from forge.task import TaskModule
+from forge.testing.steady import metric_difference
 from forge.testing.subject import Subject
 from forge.testing.weights import first_difference
 from forge.trainer import FitResult
@@ -79,16 +80,12 @@ def _difference(subject: Subject, names: list[str], outside: Any, inside: Any) -
     difference = first_difference(other, one)
     if difference is not None:
         return difference
-    known = _alone(subject, names).metrics  # what the plugin itself records may well depend on where it looks
-    for metric in known:
-        ours, theirs = result.metrics.get(metric), second.metrics.get(metric)
-        if ours != theirs and not (ours != ours and theirs != theirs):
-            return f"the metric {metric!r} is {theirs!r} instead of {ours!r}."
-    return None
+    known = _alone(subject, names)  # what the plugin itself records may well depend on where it looks
+    return metric_difference(second.metrics, result.metrics, known, lambda: _alone(subject, names))
 
 
-def _alone(subject: Subject, names: list[str]) -> FitResult:
-    return subject.fit(*map(_made, names))[1]
+def _alone(subject: Subject, names: list[str]) -> Mapping[str, Any]:
+    return subject.fit(*map(_made, names))[1].metrics
 
 
 def _possible(subject: Subject) -> Iterator[str]:

@@ -6,6 +6,7 @@ from forge.hooks import hookimpl
 from forge.plugin import Plugin
 from forge.seeding import RNGState
 from forge.task import TaskModule
+from forge.testing.steady import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.trace import digest
 from forge.testing.weights import first_difference
@@ -31,9 +32,11 @@ def check_observer(
     for name in ("updates", "epochs", "stop_reason"):
         one, other = getattr(watched[1], name), getattr(alone[1], name)
         assert one == other, f"{claim}{name} is {one!r} instead of {other!r}."
-    for name, value in alone[1].metrics.items():
-        one = watched[1].metrics.get(name)
-        assert one == value, f"{claim}the metric {name!r} is {one!r} instead of {value!r}."
+    metrics = alone[1].metrics
+    difference = metric_difference(
+        watched[1].metrics, metrics, metrics, lambda: subject.fit(Numbers(), situation=situation)[1].metrics
+    )
+    assert difference is None, f"{claim}{difference}"
     if situation is subject.situation:
         subject.fit(plugin, ours, situation=situation)
         assert ours.state == theirs.state, f"{claim}{_who_drew(ours, theirs)}"

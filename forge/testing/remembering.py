@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from forge.plugin import Plugin
 from forge.state import Checkpoints, write_checkpoint
 from forge.task import TaskModule
 from forge.testing.purity import check_observer
+from forge.testing.runs import Log
+from forge.testing.steady import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.weights import first_difference
 from forge.trainer import Trainer
@@ -27,15 +29,15 @@ CUT = 4
 def check_runs(subject: Subject) -> None:
     """In every situation: a fit, what an observer may change in it, a second one by the same object, a resumed one."""
     for situation in subject.situations:
-        plugin = subject.make()
+        plugin, log = subject.make(), Log()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             with subject.surviving(situation.name):
-                straight, result = subject.fit(plugin, Saver(), situation=situation, folder=folder)
+                straight, result = subject.fit(plugin, Saver(), log, situation=situation, folder=folder)
             if plugin.observer:
                 check_observer(subject, situation, plugin, (straight, result))
             _check_again(subject, situation, plugin, straight)
-            _check_resumed(subject, situation, straight, folder)
+            _check_resumed(subject, situation, straight, log, folder)
 
 
 def _check_again(subject: Subject, situation: Situation, plugin: Plugin, first: TaskModule) -> None:
@@ -57,19 +59,51 @@ def _check_again(subject: Subject, situation: Situation, plugin: Plugin, first: 
     )
 
 
-def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule, folder: Path) -> None:
+def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule, log: Log, folder: Path) -> None:
     saved = Checkpoints(folder / "checkpoints")
     for other in saved.all():  # the plugin may save as well
         saved.remove(other)
     saved.folder.mkdir(exist_ok=True)
     (folder / Saver.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
     with subject.surviving(f"{situation.name} that is resumed at update {CUT}"):
-        resumed, _ = subject.fit(subject.make(), Saver(), situation=situation, folder=folder)
+        second = Log()
+        resumed, _ = subject.fit(subject.make(), Saver(), second, situation=situation, folder=folder)
+    where = f"{situation.name.capitalize()} with {subject.name!r} that is resumed at update {CUT}"
+    advice = "Return what it must remember from forge_state_dict, and take it in forge_load_state_dict."
     difference = first_difference(resumed, straight)
-    assert difference is None, (
-        f"{situation.name.capitalize()} with {subject.name!r} that is resumed at update {CUT} ends elsewhere: "
-        f"{difference} Return what it must remember from forge_state_dict, and take it in forge_load_state_dict."
-    )
+    assert difference is None, f"{where} ends elsewhere: {difference} {advice}"
+    if not subject.make().observer:  # what it does to a run it may count anew in every life
+        return
+    ours, theirs = _numbers(second), _numbers(log, but=_constant(log))
+    both = {key: value for key, value in theirs.items() if key in ours}
+    difference = metric_difference(ours, theirs, both, lambda: _logged_again(subject, situation))
+    assert difference is None, f"{where} logs something else: {difference} {advice}"
+
+
+def _numbers(log: Log, but: Container[str] = ()) -> dict[str, float]:
+    """Every number that was logged, by its name and its update."""
+    return {
+        f"{name} at update {update}": value
+        for update, metrics in log.metrics.items()
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and name not in but
+    }
+
+
+def _constant(log: Log) -> set[str]:
+    """Metrics that never change: what is measured once, when a run begins, may be another number when it goes on."""
+    values: dict[str, list[float]] = {}
+    for metrics in log.metrics.values():
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(value)
+    return {name for name, each in values.items() if len(each) > 1 and len(set(each)) == 1}
+
+
+def _logged_again(subject: Subject, situation: Situation) -> dict[str, float]:
+    log = Log()
+    subject.fit(subject.make(), Saver(), log, situation=situation)
+    return _numbers(log)
 
 
 class Saver(Plugin):

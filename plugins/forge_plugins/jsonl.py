@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from contextlib import suppress
 from io import TextIOWrapper
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
+from forge.replacing import replacing
 from forge.run import write_end
 
 logger = logging.getLogger("forge")
@@ -162,9 +162,8 @@ def drop_after(path: Path, update: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def counters_after(trainer: forge.Trainer, update: int) -> tuple[int, int]:

@@ -9,6 +9,8 @@ By H. Xiao, K. Rasul and R. Vollgraf, Zalando Research, 2017, https://arxiv.org/
 from __future__ import annotations
 
 import gzip
+import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ CLASSES = (
 MEAN, STD = 0.2860, 0.3530
 """Of the pixels of the 60,000 training images, between 0 and 1."""
 EVALUATION_BATCH = 1000
+FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
 
 def fashion_mnist(
@@ -80,7 +83,7 @@ def read_idx(path: Path) -> np.ndarray:
     packed = path.with_name(f"{path.name}.gz")
     try:
         content = gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{packed if packed.is_file() else path} cannot be read: {error}.") from error
     start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
     shape = np.frombuffer(content[4:start], dtype=">u4").tolist() if 4 < start <= len(content) else []
@@ -92,18 +95,33 @@ def read_idx(path: Path) -> np.ndarray:
 def find_files(root: str | None) -> Path:
     """The folder with the four files; fetched where they are not there yet."""
     folder = data_root(root, "FashionMNIST") / "raw"
-    if not any(folder.glob("train-images-idx3-ubyte*")):
+    if not _has_all(folder):
         _download(folder)
     return folder
 
 
+def _has_all(folder: Path) -> bool:
+    return all((folder / name).is_file() or (folder / f"{name}.gz").is_file() for name in FILES)
+
+
 def _download(folder: Path) -> None:
+    """Fetch the files into a folder of this process alone, and move them where others look when they are whole."""
+    root = folder.parent.parent
     try:
         from torchvision.datasets import FashionMNIST
 
-        FashionMNIST(str(folder.parent.parent), download=True)
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".FashionMNIST-", dir=root) as part:
+            FashionMNIST(part, download=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in (Path(part) / "FashionMNIST" / "raw").iterdir():
+                file.replace(folder / file.name)
     except (ImportError, OSError, RuntimeError) as error:
+        if _has_all(folder):  # another process was luckier
+            return
+        said = str(error).strip().partition("\n")[0].rstrip(" .:")
         raise DataError(
-            f"fashion_mnist: the data set is not in {folder}, and cannot be fetched ({error}). Set FORGE_DATA=FOLDER "
-            "or data.root=FOLDER, where FOLDER/FashionMNIST/raw has its four files (train-images-idx3-ubyte.gz, ...)."
+            "fashion_mnist has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where FOLDER/FashionMNIST/raw has "
+            "the four files of the data set (train-images-idx3-ubyte.gz, ...). "
+            f"There are none in {folder}, and they cannot be fetched: {said}."
         ) from error

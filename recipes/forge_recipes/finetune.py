@@ -70,10 +70,10 @@ class Finetune(forge.TaskModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # the frozen parts too: what has no gradient is passed over, and they are thawed later
-        groups: list[dict[str, Any]] = [{"params": list(self.head.parameters()), "lr": self.lr}]
+        groups: list[dict[str, Any]] = [{"name": "head", "params": list(self.head.parameters()), "lr": self.lr}]
         for below, part in enumerate(reversed(PARTS), start=1):
             parameters = list(self.backbone.get_submodule(part).parameters())
-            groups.append({"params": parameters, "lr": self.lr * self.decay**below})
+            groups.append({"name": part, "params": parameters, "lr": self.lr * self.decay**below})
         return torch.optim.AdamW(groups, lr=self.lr, weight_decay=self.weight_decay)
 
 

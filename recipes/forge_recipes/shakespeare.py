@@ -7,8 +7,10 @@ tenths are trained on. The model and its setting are nanoGPT's (https://github.c
 from __future__ import annotations
 
 import math
+import secrets
 import urllib.request
 from collections.abc import Generator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,9 +138,12 @@ class CharGPT(forge.TaskModule):
     def forge_export(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
         """At the end of a fit, with the weights that it was for: write a text, for the terminal and TensorBoard."""
         if self.sample:
-            was_training = self.training
-            text = self.eval().write(length=self.sample)
-            self.train(was_training)
+            modes = [(module, module.training) for module in self.modules()]  # a part may be frozen by its mode
+            try:
+                text = self.eval().write(length=self.sample)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
             trainer.publish({"sample": forge.Text(f"```text\n{text.strip()}\n```")})
             if trainer.env.is_main:
                 print(text.strip())
@@ -173,14 +178,19 @@ def find_text(root: str | None) -> Path:
     path = data_root(root, "tinyshakespeare") / "input.txt"
     if path.is_file():
         return path
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # of this process alone: others may fetch it too
     try:
         with urllib.request.urlopen(SOURCE, timeout=30) as answer:
             text = answer.read()
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(text)
-        part.replace(path)  # whole or not there
-    except OSError as error:
+        try:
+            part.write_bytes(text)
+            part.replace(path)  # whole or not there
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, HTTPException) as error:
+        if path.is_file():  # another process was luckier
+            return path
         raise forge.DataError(
             f"shakespeare: {path} is not there, and {SOURCE} cannot be fetched ({error}). Put the text there, or set "
             "FORGE_DATA (or data.root) to a folder that holds tinyshakespeare/input.txt."

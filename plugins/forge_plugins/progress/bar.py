@@ -24,7 +24,7 @@ from forge_plugins.progress.reading import (
     updates_of,
     within_epoch,
 )
-from forge_plugins.progress.screen import Screen
+from forge_plugins.progress.screen import Screen, is_terminal
 from forge_plugins.progress.status import NEVER, Status
 
 REFRESH = 0.25
@@ -42,7 +42,7 @@ class Bar:
     def __init__(self, status: Status):
         self.status = status
         # a stdout that goes elsewhere must not be drawn into the terminal
-        own_stdout = bool(getattr(sys.stdout, "isatty", bool)())
+        own_stdout = is_terminal(sys.stdout)
         self.screen: Any = Screen()  # rich itself would end the process when a pipe breaks
         self.console = Console(file=self.screen, highlight=False)
         self.live = Live(self, console=self.console, auto_refresh=False, redirect_stdout=own_stdout)

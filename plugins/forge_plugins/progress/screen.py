@@ -38,7 +38,7 @@ class Screen:
         return len(text)
 
     def flush(self) -> None:
-        self._try(self.stream.flush)
+        self._try(lambda: self.stream.flush())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -47,11 +47,18 @@ class Screen:
         if not self.gone:
             try:
                 action()
-            except OSError:
+            except (OSError, ValueError, AttributeError):  # it fails, somebody has closed it, or there is none
                 self.gone = True
 
 
 def on_terminal() -> bool:
     """Whether stderr is a terminal that can redraw; a forced colour does not make a file one."""
-    isatty = getattr(sys.stderr, "isatty", None)
-    return bool(isatty and isatty()) and not Console(stderr=True).is_dumb_terminal
+    return is_terminal(sys.stderr) and not Console(stderr=True).is_dumb_terminal
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether somebody looks at this stream; there may be none, and it may be closed."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

@@ -13,7 +13,7 @@ import forge
 from forge.metrics import is_diagnostic
 from forge.report.directions import mode_of
 from forge.report.summary import folder_lines
-from forge.report.words import counted, duration, rate
+from forge.report.words import counted, duration, ended, rate
 
 NEVER = float("inf")
 
@@ -66,7 +66,7 @@ class Status:
         """What stands under the summary."""
         done = f"{counted(self.epochs, 'epoch')}, {counted(self.update, 'update')} in {duration(self.elapsed)}"
         rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
-        found = {"trained": f"{done}: {self.reason}" if self.reason else done}
+        found = {"trained": ended(done, self.reason)}
         if any(rates):
             found["speed"] = f"{', '.join(filter(None, rates))}, evaluation and saves included"
         return found | (folder_lines(self.run_dir) if self.run_dir is not None else {})

@@ -6,9 +6,7 @@ SummaryWriter.add_embedding makes a folder for every update and lists only those
 from __future__ import annotations
 
 import math
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import forge
+from forge.replacing import replacing
 
 CONFIG = "projector_config.pbtxt"
 FOLDER = "projector"
@@ -31,12 +30,14 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
     home = Path(folder) / FOLDER / quote(name, safe="")
     home.mkdir(parents=True, exist_ok=True)
     vectors = embedding.vectors.detach().cpu().float().nan_to_num().numpy()
-    _replace(home / "vectors.tsv", lambda path: np.savetxt(path, vectors, fmt="%.6g", delimiter="\t"))
+    with replacing(home / "vectors.tsv") as path:
+        np.savetxt(path, vectors, fmt="%.6g", delimiter="\t")
     for file in ("labels.tsv", "pictures.png"):
         (home / file).unlink(missing_ok=True)
     if embedding.labels:
         lines = "".join(f"{_one_line(label)}\n" for label in embedding.labels)
-        _replace(home / "labels.tsv", lambda path: path.write_text(lines, encoding="utf-8"))
+        with replacing(home / "labels.tsv") as path:
+            path.write_text(lines, encoding="utf-8")
     size = None
     if embedding.images is not None:
         size = _draw(home / "pictures.png", embedding.images)
@@ -73,7 +74,8 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
         entry.sprite.image_path = _from(folder, home / "pictures.png")
         entry.sprite.single_image_dim.extend(size)
     text = text_format.MessageToString(config)
-    _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    with replacing(folder / CONFIG) as path:
+        path.write_text(text, encoding="utf-8")
 
 
 def _draw(file: Path, images: Tensor) -> tuple[int, int]:
@@ -91,7 +93,8 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
     sheet[: len(images)] = images.expand(-1, 3, -1, -1)
     sheet = sheet.view(columns, columns, 3, height, width).permute(0, 3, 1, 4, 2)
     pixels = sheet.reshape(columns * height, columns * width, 3).nan_to_num().clamp(0, 1).mul(255).round().byte()
-    _replace(file, lambda path: Image.fromarray(pixels.numpy()).save(path, format="PNG"))
+    with replacing(file) as path:
+        Image.fromarray(pixels.numpy()).save(path, format="PNG")
     return width, height
 
 
@@ -103,10 +106,3 @@ def _from(folder: Path, file: Path) -> str:
 def _one_line(label: Any) -> str:
     """A tab would make columns of it, and an empty line would be left out."""
     return " ".join(str(label).split()) or "–"
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    """Whoever reads meanwhile reads the old file or the new one."""
-    beside = file.with_name(f".{file.name}")
-    write(beside)
-    os.replace(beside, file)
