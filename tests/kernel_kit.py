@@ -83,7 +83,13 @@ TRANSFORMS = {
     "dual numbers": _dual_numbers,
     "torch.func.jvp compiled": _compiled_jvp,
 }
-every_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+every_transform = pytest.mark.parametrize(
+    "transform",
+    [  # compiling takes seconds for each kernel
+        pytest.param(transform, id=name, marks=pytest.mark.slow if "compiled" in name else ())
+        for name, transform in TRANSFORMS.items()
+    ],
+)
 """For tests of `check_transformed`."""
 
 

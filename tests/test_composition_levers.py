@@ -187,7 +187,9 @@ def test_the_order_of_a_stack_makes_no_difference(
     assert ours == pytest.approx(theirs, rel=0, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize("blocks", [None, ["net"]], ids=["whole", "blocks"])
+@pytest.mark.parametrize(
+    "blocks", [pytest.param(None, id="whole"), pytest.param(["net"], id="blocks", marks=pytest.mark.slow)]
+)
 @given(stack=stacks(), place=st.integers(0, 9), optimizer=st.sampled_from(["sgd", "adam"]), cut=st.integers(1, 99))
 @settings(max_examples=25 if PROFILE == "full" else 4)
 def test_a_compiled_stack_equals_the_hand_written_loop_and_resumes_exactly(

@@ -485,6 +485,7 @@ class TestTheEnd:
         assert not any(map(is_running, workers))
 
 
+@pytest.mark.slow
 def test_the_benchmark_says_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import loader
 

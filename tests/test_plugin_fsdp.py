@@ -190,6 +190,7 @@ def hybrid() -> dict[str, Any]:
     return {**found, "meshes": meshes}
 
 
+@pytest.mark.slow  # four ranks
 def test_a_hybrid_mesh_trains_what_one_process_trains() -> None:
     alone = train(deep(), [Accumulate(2), Clip(0.5), EMA(0.9)])
     for rank in ranks(4)(hybrid):

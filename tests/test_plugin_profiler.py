@@ -478,6 +478,7 @@ def test_options_that_make_no_sense_are_refused(option: str, value: int, least: 
         Profiler(**{option: value})
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_it(run_forge: Run, empty_folder: Path) -> None:
     done = run_forge("fit", "quickstart", "-p", "profiler", "trainer.max_epochs=1", "profiler.top=4")
     assert done.returncode == 0, done.stderr

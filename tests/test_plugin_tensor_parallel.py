@@ -126,7 +126,12 @@ def run_stack(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("count", "name"), [(4, "levers"), (2, "frozen"), pytest.param(4, "nothing", marks=pytest.mark.slow)]
+    ("count", "name"),
+    [
+        pytest.param(4, "levers", marks=pytest.mark.slow),
+        (2, "frozen"),
+        pytest.param(4, "nothing", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_layers_train_what_one_process_trains(count: int, name: str) -> None:
     alone, together = run_stack(name), ranks(count)(run_stack, name)

@@ -19,7 +19,7 @@ from forge.state import Checkpoint
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
 from forge_plugins.cuda_graph.fitness import of_the_metrics
-from tests.ranks import launch
+from tests.lasting_ranks import ranks
 from tests.tasks import Classifier, fit
 
 pytest.importorskip("torchmetrics")
@@ -383,20 +383,21 @@ def of_one_rank(rank: int) -> dict[str, Any]:
     return {**{name: float(value) for name, value in values.items()}, "refused": str(refused.value)}
 
 
-def _run_rank(rank: int, store: Any, folder: str) -> None:
+def on_a_rank() -> dict[str, Any]:
     between_them = [FSDP(), TensorParallel(2, plan={"net.0": "column", "net.2": "row"})]
-    results = {"kept": of_one_rank(rank), "single": counted([DDP()], SINGLE)}
-    results |= {"shares": counted([DDP()]), "one model": counted(between_them)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    torch.distributed.init_process_group("gloo")
+    try:
+        results = {"kept": of_one_rank(torch.distributed.get_rank()), "single": counted([DDP()], SINGLE)}
+        return results | {"shares": counted([DDP()]), "one model": counted(between_them)}
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_count_every_sample_once_with_uneven_shares_and_with_one_model_between_them(tmp_path: Path) -> None:
+def test_two_ranks_count_every_sample_once_with_uneven_shares_and_with_one_model_between_them() -> None:
     alone, single = counted([]), counted([], SINGLE)
     assert alone["train/seen"] == alone["val/seen"] == sum(SIZES)
     x, y = nine()
-    assert launch(2, _run_rank, str(tmp_path)) == [0, 0]
-    for rank in (0, 1):
-        results = json.loads((tmp_path / f"{rank}.json").read_text())
+    for results in ranks(2)(on_a_rank):
         assert results["shares"] == pytest.approx(alone, rel=1e-6)
         assert results["one model"] == pytest.approx(alone, rel=1e-5)
         assert results["single"] == pytest.approx(single, rel=1e-6)  # one rank only kept company
