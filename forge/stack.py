@@ -28,6 +28,17 @@ SPECS: dict[str, tuple[str, ...]] = {
 """Every hook with the names of its arguments."""
 ACTIONS = frozenset(name for name in SPECS if getattr(contract, name).forge_spec["firstresult"])
 EVENTS = frozenset(SPECS) - ACTIONS
+INSIDE = (
+    "forge_prepare_batch",
+    "forge_micro_step",
+    "forge_forward",
+    "forge_backward",
+    "forge_finalize_grads",
+    "forge_inspect_grads",
+    "forge_edit_grads",
+    "forge_optimizer_step",
+)
+"""The hooks that run inside an update, and so inside the capture of one."""
 CORE, TASK = "core", "task"
 ONE_BY_ONE = frozenset({"forge_configure", "forge_state_dict", "forge_load_state_dict", "forge_exception", "forge_end"})
 """Events that the Trainer calls plugin by plugin, so that one cannot keep another from its turn: no wrappers."""

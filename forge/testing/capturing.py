@@ -20,21 +20,11 @@ from torch.utils._pytree import tree_leaves
 from forge.hooks import hookimpl
 from forge.places import near
 from forge.plugin import Plugin
+from forge.stack import INSIDE
 from forge.testing.calls import Calls, Function
 from forge.testing.subject import Subject
 from forge.trainer import Trainer
 
-INSIDE = (
-    "forge_prepare_batch",
-    "forge_micro_step",
-    "forge_forward",
-    "forge_backward",
-    "forge_finalize_grads",
-    "forge_inspect_grads",
-    "forge_edit_grads",
-    "forge_optimizer_step",
-)
-"""The hooks that run inside the capture of an update."""
 READS = {
     "aten::_local_scalar_dense": "a number is read from a tensor (.item(), float(), bool(), `if tensor:`)",
     "aten::equal": "two tensors are compared on the host (torch.equal)",

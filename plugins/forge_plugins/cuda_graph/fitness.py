@@ -8,19 +8,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import forge
 from forge.optimizers import Optimizers
 from forge.plugin import Plugin
-from forge.stack import TASK
+from forge.stack import INSIDE, TASK
 
-INSIDE = (
-    "forge_prepare_batch",
-    "forge_micro_step",
-    "forge_forward",
-    "forge_backward",
-    "forge_finalize_grads",
-    "forge_inspect_grads",
-    "forge_edit_grads",
-    "forge_optimizer_step",
-)
-"""The hooks that run inside the capture."""
 OPTION = "the optimizer's"
 MOVES = ("params", "lr", "initial_lr")
 """What an optimizer's group holds beside constants."""
