@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+
+import numpy
 import pytest
 import torch
 
@@ -20,12 +23,35 @@ def test_each_image_of_a_grid_is_there_row_after_row() -> None:
     assert isinstance(drawn, forge.Image)
     assert drawn.data.dtype == torch.uint8
     step = 64 + pictures.GAP
-    assert drawn.data.shape == (3, 2 * step + pictures.GAP, 3 * step + pictures.GAP)
+    assert drawn.data.shape == (1, 2 * step + pictures.GAP, 3 * step + pictures.GAP)
     for place in range(5):
         top, left = pictures.GAP + step * (place // 3), pictures.GAP + step * (place % 3)
         tile = drawn.data[:, top : top + 64, left : left + 64]
         assert (tile == 20 + 40 * place).all()
     assert (drawn.data[:, step + pictures.GAP :, 2 * step + pictures.GAP :] == 255).all()
+
+
+def test_images_with_colours_make_a_grid_with_the_same_pixels() -> None:
+    grey, coloured = pictures.grid(squares(3), ["a", "b", "c"]), pictures.grid(squares(3).expand(-1, 3, -1, -1), "abc")
+    assert coloured.data.shape == (3, *grey.data.shape[1:])
+    assert torch.equal(coloured.data, grey.data.expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 5, 7), (5, 7)])
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.bfloat16, torch.bool])
+def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> None:
+    from PIL import Image
+
+    pixels = torch.randint(256, shape, dtype=torch.uint8)
+    if kind == torch.bool:
+        pixels = pixels.div(128, rounding_mode="floor") * 255
+    given = pixels if kind == torch.uint8 else (pixels / 255).to(kind)
+    file = Image.open(io.BytesIO(pictures.png(forge.Image(given))))
+    assert file.size == (7, 5)
+    found = torch.from_numpy(numpy.array(file))
+    expected = pixels.permute(1, 2, 0) if shape[0] == 3 else pixels.reshape(5, 7)
+    least = 1 if kind == torch.bfloat16 else 0  # it has eight bits only
+    assert (found.int() - expected.int()).abs().max() <= least
 
 
 def test_small_images_are_enlarged_without_blurring() -> None:

@@ -112,8 +112,8 @@ def test_pictures_are_laid_out_row_by_row_on_a_square(tmp_path: Path) -> None:
     (entry,) = json.loads(page.ask("/info"))["embeddings"]
     assert entry["sprite"]["singleImageDim"] == [2, 3]
     sheet = page.sheet("drawn")
-    assert sheet.shape == (9, 6, 3)  # three columns for five pictures, as many rows
-    tiles = sheet.view(3, 3, 3, 2, 3).permute(0, 2, 1, 3, 4).reshape(9, -1)
+    assert sheet.shape == (9, 6)  # three columns for five pictures, as many rows
+    tiles = sheet.view(3, 3, 3, 2).permute(0, 2, 1, 3).reshape(9, -1)
     assert [tile.unique().tolist() for tile in tiles] == [[0], [26], [51], [76], [102], [0], [0], [0], [0]]
 
 

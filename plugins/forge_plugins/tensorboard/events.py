@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
+from forge import pictures
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -63,9 +64,12 @@ def add_scalars(writer: SummaryWriter, scalars: Mapping[str, float], update: int
 
 def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int) -> None:
     """A picture, and its caption as a text of its own."""
-    data = image.data.detach().cpu()
-    data = data.float() if data.is_floating_point() else data
-    writer.add_image(name, data, update, dataformats="HW" if data.ndim == 2 else "CHW")
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+    height, width = image.data.shape[-2:]
+    channels = 1 if image.data.ndim == 2 else image.data.size(0)
+    shown = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=pictures.png(image))
+    file_of(writer).add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), update)
     if image.caption:
         add_text(writer, f"{name}/caption", image.caption, update)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import forge
+from forge import pictures
 from forge.replacing import replacing
 
 CONFIG = "projector_config.pbtxt"
@@ -80,8 +81,6 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
 
 def _draw(file: Path, images: Tensor) -> tuple[int, int]:
     """All pictures on one square sheet, row by row; return (width, height) of each on it."""
-    from PIL import Image
-
     images = images.detach().cpu()
     images = images.float() if images.is_floating_point() else images.float() / 255
     columns = math.ceil(math.sqrt(len(images)))
@@ -89,12 +88,13 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
     if max(images.shape[2:]) > most:
         images = F.interpolate(images, size=(min(images.shape[2], most), min(images.shape[3], most)), mode="area")
     height, width = images.shape[2:]
-    sheet = torch.zeros(columns * columns, 3, height, width)
-    sheet[: len(images)] = images.expand(-1, 3, -1, -1)
-    sheet = sheet.view(columns, columns, 3, height, width).permute(0, 3, 1, 4, 2)
-    pixels = sheet.reshape(columns * height, columns * width, 3).nan_to_num().clamp(0, 1).mul(255).round().byte()
+    channels = images.size(1)
+    sheet = torch.zeros(columns * columns, channels, height, width)
+    sheet[: len(images)] = images
+    sheet = sheet.view(columns, columns, channels, height, width).permute(2, 0, 3, 1, 4)
+    drawn = pictures.png(forge.Image(sheet.reshape(channels, columns * height, columns * width)))
     with replacing(file) as path:
-        Image.fromarray(pixels.numpy()).save(path, format="PNG")
+        path.write_bytes(drawn)
     return width, height
 
 
