@@ -247,6 +247,12 @@ def lightning(logs: bool) -> Train:
             def configure_optimizers(self) -> Any:
                 return self.task.configure_optimizers()
 
+            def configure_gradient_clipping(
+                self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
+            ) -> None:
+                if gradient_clip_val is not None:  # its own refuses a fused AdamW in mixed precision, bf16 too
+                    nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
         torch.manual_seed(0)
         module = Module()
         options: dict[str, Any] = {"default_root_dir": folder} if logs else {"barebones": True}
