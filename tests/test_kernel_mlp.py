@@ -14,7 +14,7 @@ from forge.kernels.ops import mlp as mlp_module
 from forge.kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
 
-sizes = st.integers(32, 90)  # of few numbers that each are a sum, the norm may be next to nothing
+sizes = st.integers(1, 90)
 
 
 def arguments(*rows, width=20, hidden=40, out=24, dtype=torch.float16, biases=(True, True)):
