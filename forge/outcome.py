@@ -1,4 +1,4 @@
-"""Outcome: how a worker tells the `forge fit --nproc` that started it that it left because of a signal.
+"""Outcome: how a worker tells the `forge … --nproc` that started it that it left because of a signal.
 
 The elastic agent takes every exit code but 0 for a failure: it would end the other ranks, in the middle of their saving
 perhaps, and start all of them again. So a worker that a signal has ended leaves with 0, and its true code in a file.
@@ -14,7 +14,7 @@ from pathlib import Path
 from forge.errors import Interrupted
 
 FOLDER = "FORGE_OUTCOME"
-"""The environment variable that names the folder; it is set for workers of `forge fit --nproc` only."""
+"""The environment variable that names the folder; it is set for workers of `forge … --nproc` only."""
 
 
 def exit_code(code: int, message: str = "") -> int:

@@ -54,7 +54,7 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
     task = trainer.task
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(sys.argv),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
         "group": group_of(trainer),
         "task": {
@@ -77,12 +77,23 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
     }
 
 
-def write_card(card: dict[str, Any], folder: Path) -> None:
-    """`card.json` for programs, `card.md` for people."""
+def command(words: list[str]) -> str:
+    """What the user has typed, without the folders that the program lies in."""
+    program = Path(words[0])
+    shown = f"python -m {program.parent.name}" if program.name == "__main__.py" else shlex.quote(program.name)
+    return " ".join([shown, *map(shlex.quote, words[1:])])
+
+
+def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
+    """`card.json` for programs, `card.md` for people, with `more` at its end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / END).unlink(missing_ok=True)  # a new life has begun: what the last one came to holds no more
-    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
-    (folder / "card.md").write_text(card_as_markdown(card))
+    for name, text in {
+        "card.json": json.dumps(card, indent=2) + "\n",
+        "card.md": card_as_markdown(card) + more,
+    }.items():
+        with replacing(folder / name) as beside:
+            beside.write_text(text)
 
 
 def write_end(trainer: Trainer, error: BaseException | None, seconds: float) -> None:

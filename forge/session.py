@@ -25,6 +25,7 @@ from forge.failure import explain, first_cause, stop_watching
 from forge.flags import deterministic_flags
 from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
+from forge.report import lives
 from forge.run import make_card, write_card
 from forge.seeding import seed_all, seed_of
 from forge.stack import TASK
@@ -49,6 +50,8 @@ class Session:
         self.plugins = list(trainer.stack)
         self.outer_trainer = task.trainer
         self.checkpoint: Checkpoint | None = None
+        self.continues = False
+        "Whether the checkpoint is this run's own, rather than another's that it branches off."
         self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
@@ -272,6 +275,7 @@ class Session:
         if trainer.run_dir is not None and env.is_main:
             self.cleanup.enter_context(RunLock(trainer.run_dir))
         self.checkpoint = env.from_first(lambda: resumption.find(choice))
+        self.continues = choice.continues and self.checkpoint is not None
 
     def _begin(self) -> None:
         """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
@@ -296,7 +300,9 @@ class Session:
         trainer = self.trainer
         if trainer.run_dir is None or not trainer.env.is_main:
             return
-        write_card(make_card(trainer, self.checkpoint.update if self.checkpoint else None), trainer.run_dir)
+        card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
+        known = lives.begin(card, trainer.run_dir, self.continues)
+        write_card(card, trainer.run_dir, lives.as_markdown(known))
         if trainer.recipe is not None:
             note = "# Plugins were given in code too: the whole stack is in card.json.\n"
             text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()

@@ -194,7 +194,7 @@ class TestRunsAsTheyAre:
         folder = make_run(
             [{"update": 1, "train/loss": 2.0, "odd": [1], "big": 10**400}, {"update": "x"}, {"update": -1}]
         )
-        for name in ("card.json", "end.json", "ledger.json", "config.yaml", "texts.jsonl"):
+        for name in ("card.json", "end.json", "lives.json", "ledger.json", "config.yaml", "texts.jsonl"):
             (folder / name).write_text(content)
         assert Page(page([Run(folder)])).points("train") == [[(1, 2.0)]]
 
@@ -318,6 +318,9 @@ LINE = {"update": 1, "train/loss": 1.0}
         ([LINE], {"card": {"stack": 3}}, ""),
         ([LINE], {"card": {"stack": True, "planned_updates": 10**400, "task": {"parameters": 10**400}}}, ""),
         ([LINE], {"card": {"task": {"class": "Net", "options": {"a": nested(300)}}}}, ""),
+        ([LINE], {"lives": {"lives": 3}}, ""),
+        ([LINE], {"lives": {"lives": [3, {}, {"update": 10**400, "setup": [1]}]}}, ""),
+        ([LINE], {"lives": {"lives": [{"started": {}, "command": nested(20), "setup": {"a": {}}}] * 50}}, ""),
         ([LINE], {"ledger": {"rows": 3}}, ""),
         ([LINE], {"ledger": {"rows": {"a": 1}}}, ""),
         ([LINE], {"end": {"status": "finished", "seconds": 10**400, "samples": 10**400, "updates": 10**400}}, ""),
@@ -350,8 +353,9 @@ def test_whatever_a_run_says_is_text(make_run: Any, tmp_path: Path) -> None:
     }
     ledger = {"rows": [{"plugin": HOSTILE, "hook": HOSTILE, "us_per_update": 1.0, "share": 0.1}]}
     end = {"status": "failed", "reason": HOSTILE}
+    lives = [{"started": HOSTILE, "command": HOSTILE, "setup": {HOSTILE: f"{HOSTILE}{i}"}} for i in range(20)]
     lines = [{"update": i, f"train/{HOSTILE}": 1.0 * i, HOSTILE: 2.0, "val/loss": math.pi} for i in (1, 2)]
-    folder = make_run(lines, name=HOSTILE.replace("/", "∕"), card=card, ledger=ledger, end=end)
+    folder = make_run(lines, name=HOSTILE.replace("/", "∕"), card=card, ledger=ledger, end=end, lives={"lives": lives})
     (folder / "config.yaml").write_text(f"data: {{name: {json.dumps(HOSTILE)}}}\n")
     (folder / "texts.jsonl").write_text(json.dumps({"update": HOSTILE, "name": HOSTILE, "text": HOSTILE}) + "\n")
     (folder / "checkpoints" / "update-00000001").mkdir(parents=True)

@@ -319,4 +319,4 @@ def test_quiet_is_handed_on_to_the_ranks() -> None:
     from forge.cli.ranks import _worker_words
 
     args = verb.parser().parse_intermixed_args(["quickstart", "-q", "--nproc", "2"])
-    assert verb.parser().parse_intermixed_args(_worker_words(args, None)[1:]).quiet
+    assert verb.parser().parse_intermixed_args(_worker_words("fit", args)[1:]).quiet

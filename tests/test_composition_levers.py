@@ -16,7 +16,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
 import forge
 from forge import registry

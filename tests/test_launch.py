@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -227,16 +228,32 @@ def test_a_worker_gets_the_command_less_what_concerns_the_launch(monkeypatch: py
     from forge.distributed import launch as launching
 
     started: list[Any] = []
-    monkeypatch.setattr(launching.Launch, "run", lambda self, words: started.append((self, words)) or 0)
+    monkeypatch.setattr(
+        launching.Launch, "run", lambda self, words: started.append((self, words, os.environ[ranks.COMMAND])) or 0
+    )
+    monkeypatch.setattr(sys, "argv", ["/bin/forge", "fit", "small.py", "and so on"])
     words = ["fit", "small.py", "task.lr=0.5", "-p", "ddp", "-p", "no:jsonl", "--nproc", "4", "--max-restarts", "2"]
     assert main([*words, "--run-dir", "here", "--weights", "w.safetensors", "--trace"]) == 0
-    (launch, given), *_ = started
+    ((launch, given, typed),) = started
+    assert typed == "/bin/forge fit small.py 'and so on'"
+    assert ranks.COMMAND not in os.environ
     assert (launch.nproc, launch.max_restarts) == (4, 2)
     again = fit.parser().parse_intermixed_args(given[1:])
     assert given[0] == "fit"
     assert (again.target, again.overrides, again.plugins) == ("small.py", ["task.lr=0.5"], ["ddp", "no:jsonl"])
     assert (again.nproc, again.run_dir, again.trace) == (None, str(Path("here").absolute()), True)
     assert again.weights == "w.safetensors"
+
+
+def test_the_card_of_a_worker_has_the_command_that_the_user_typed(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "what", "the", "launcher", "said"])
+    monkeypatch.setenv(ranks.COMMAND, "/bin/forge fit small.py --nproc 2 'and so on'")
+    assert main(["fit", "small.py", "--run-dir", "run", "trainer.max_updates=1", "-p", "no:progress", "-q"]) == 0
+    card = json.loads((empty_folder / "run" / "card.json").read_text())
+    assert card["command"] == "forge fit small.py --nproc 2 'and so on'"
+    assert ranks.COMMAND not in os.environ
 
 
 def test_codes_of_signals_are_hidden_from_the_agent_and_no_others(

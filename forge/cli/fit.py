@@ -48,6 +48,7 @@ def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     if args.nproc is not None:
         return ranks.launch(args, recipe)
+    ranks.go_by_users_command()
     talks = ranks.rank() == 0 and not args.quiet
     if args.quiet:
         logging.getLogger("forge").setLevel(logging.WARNING)  # whoever opened the log puts its level back

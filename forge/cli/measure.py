@@ -20,12 +20,13 @@ NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
-    example = f"example:\n  forge {verb} quickstart --weights runs/quickstart/RUN/weights.safetensors\n"
-    parser = target.new_parser(verb, description, example)
+    example = f"forge {verb} quickstart --weights runs/quickstart/RUN"
+    parser = target.new_parser(verb, description, f"examples:\n  {example}\n  {example} --nproc 2 -p ddp\n")
     target.add_arguments(parser)
     parser.add_argument(
         "--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file"
     )
+    ranks.add_arguments(parser, only_nproc=True)
     return parser
 
 
@@ -35,10 +36,13 @@ def warn_without_weights(args: Namespace) -> None:
 
 
 def measure(args: Namespace, verb: str, split: str) -> int:
-    """Run one evaluation and print its metrics; nothing is written."""
+    """Run one evaluation, on as many ranks as asked for, and print its metrics; nothing is written."""
     from forge.errors import DataError
 
-    trainer, task, data = target.build(target.load(args), run_dir=False)
+    recipe = target.load(args)
+    if args.nproc is not None:
+        return ranks.launch_pass(verb, args, recipe)
+    trainer, task, data = target.build(recipe, run_dir=False)
     loader = getattr(data, split)
     if loader is None:
         raise DataError(f"The data of {args.target!r} have no {split} split: return forge.data.Splits({split}=...).")

@@ -27,7 +27,10 @@ def run(args: Namespace) -> int:
     out = Path(args.out)
     if out.is_dir():
         raise ForgeError(f"--out {args.out} is a folder; name a file, as in --out {out / 'predictions.safetensors'}.")
-    trainer, task, data = target.build(target.load(args), run_dir=False)
+    recipe = target.load(args)
+    if args.nproc is not None:
+        return ranks.launch_pass("predict", args, recipe)
+    trainer, task, data = target.build(recipe, run_dir=False)
     split = "predict" if data.predict is not None else "test"
     loader = getattr(data, split)
     if loader is None:

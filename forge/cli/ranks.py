@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
+import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -16,6 +18,11 @@ from forge.errors import ForgeError, StackError
 if TYPE_CHECKING:
     from forge.recipe import Recipe
     from forge.trainer import Trainer
+
+NAMED, FLAGS = ("recipe", "data", "run_dir", "weights", "out"), ("resume", "trace", "quiet")
+"""The options, with and without a value, that workers are told of, whichever of them a verb has."""
+COMMAND = "FORGE_COMMAND"
+"""The environment variable that tells workers what the user has typed: that, and not theirs, is in the run card."""
 
 
 def rank() -> int:
@@ -52,9 +59,12 @@ def only_first_talks(number: int) -> Iterator[None]:
 # -- launching --------------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser, only_nproc: bool = False) -> None:
+    """What starts ranks; a verb that passes over its data once has nothing to restart, nor hosts that come and go."""
     group = parser.add_argument_group("several processes", "with -p ddp or -p fsdp; torchrun and srun work as well")
     group.add_argument("--nproc", type=int, metavar="N", help="start so many processes on this host")
+    if only_nproc:
+        return
     group.add_argument(
         "--max-restarts", type=int, default=0, metavar="K", help="after a crash go on from the last checkpoint, K times"
     )
@@ -69,25 +79,47 @@ def launch(args: Namespace, recipe: Recipe) -> int:
     from forge.distributed.launch import Launch, nodes
 
     least, most = nodes(args.nnodes)
-    if args.nproc < 1 or args.max_restarts < 0:
-        raise ForgeError("--nproc must be at least 1, and --max-restarts at least 0.")
+    if args.max_restarts < 0:
+        raise ForgeError(f"--max-restarts is {args.max_restarts}; it must be at least 0.")
     if most > 1 and not (args.rdzv_endpoint and args.run_dir):
         raise ForgeError("With several hosts say --rdzv-endpoint HOST:PORT and --run-dir DIR, the same ones on each.")
-    words = _worker_words(args, _run_dir(args, recipe))
-    return Launch(args.nproc, args.max_restarts, (least, most), args.rdzv_endpoint or "localhost:0").run(words)
+    run_dir = _run_dir(_joined(args, recipe), args, recipe)
+    words = _worker_words("fit", Namespace(**{**vars(args), "run_dir": run_dir}))
+    os.environ[COMMAND] = shlex.join(sys.argv)
+    try:
+        return Launch(args.nproc, args.max_restarts, (least, most), args.rdzv_endpoint or "localhost:0").run(words)
+    finally:
+        os.environ.pop(COMMAND, None)
 
 
-def _run_dir(args: Namespace, recipe: Recipe) -> str | None:
-    """Where the workers write; what they would all refuse is refused here, once."""
-    from forge import resumption
+def launch_pass(verb: str, args: Namespace, recipe: Recipe) -> int:
+    """Start the ranks of a verb that passes over its data once: nothing is resumed, so nothing is started again."""
+    from forge.distributed.launch import Launch
+
+    _joined(args, recipe)
+    return Launch(args.nproc).run(_worker_words(verb, args))
+
+
+def _joined(args: Namespace, recipe: Recipe) -> Trainer:
+    """The Trainer that every worker will make; what they would all refuse is refused here, once."""
     from forge.trainer import Trainer
 
-    trainer = Trainer(recipe=recipe, **({} if args.run_dir is None else {"run_dir": args.run_dir}))
+    if args.nproc < 1:
+        raise ForgeError(f"--nproc is {args.nproc}; it must be at least 1.")
+    run_dir = getattr(args, "run_dir", None)
+    trainer = Trainer(recipe=recipe, **({} if run_dir is None else {"run_dir": run_dir}))
     if not any("strategy" in plugin.provides for plugin in trainer.stack):
         raise StackError(
             f"--nproc {args.nproc} starts {args.nproc} processes, but nothing in this stack joins them. Add -p ddp, or "
             "-p fsdp where the model is too big for one device."
         )
+    return trainer
+
+
+def _run_dir(trainer: Trainer, args: Namespace, recipe: Recipe) -> str | None:
+    """Where the workers of a fit write."""
+    from forge import resumption
+
     if args.resume:
         trainer.resume = "auto"
     kind = recipe.local.get("task")
@@ -97,18 +129,24 @@ def _run_dir(args: Namespace, recipe: Recipe) -> str | None:
     return str(chosen) if chosen is not None else None
 
 
-def _worker_words(args: Namespace, run_dir: str | None) -> list[str]:
+def _worker_words(verb: str, args: Namespace) -> list[str]:
     """The command of a worker: this one, less what concerns the launch."""
-    named = {"--recipe": args.recipe, "--data": args.data, "--run-dir": run_dir, "--weights": args.weights}
-    flags = {"--resume": args.resume, "--trace": args.trace, "--quiet": args.quiet}
+    given = vars(args)
     return [
-        "fit",
+        verb,
         args.target,
         *args.overrides,
         *(f"-p{name}" for name in args.plugins),
-        *(f"{flag}={value}" for flag, value in named.items() if value is not None),
-        *(flag for flag, given in flags.items() if given),
+        *(f"--{name.replace('_', '-')}={given[name]}" for name in NAMED if given.get(name) is not None),
+        *(f"--{name}" for name in FLAGS if given.get(name)),
     ]
+
+
+def go_by_users_command() -> None:
+    """In a worker of `forge fit --nproc`, make the command that the user has typed this process's own."""
+    typed = os.environ.pop(COMMAND, None)  # whatever this process starts in its turn has a command of its own
+    if typed is not None:
+        sys.argv = shlex.split(typed)
 
 
 def continue_own_run(trainer: Trainer) -> None:

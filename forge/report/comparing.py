@@ -10,6 +10,7 @@ import yaml
 
 from forge.report.directions import best_of, mode_of
 from forge.report.folder import Run, is_modest
+from forge.report.lives import changed_setup, commands, lives_of
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
@@ -94,17 +95,19 @@ def bests(run: Run) -> dict[str, tuple[int, float]]:
 
 
 def surroundings(run: Run) -> dict[str, Any]:
-    """Where it ran, and with what."""
+    """Where it ran, and with what; of a run that was continued, what each of its lives had."""
     card, git = run.card, _mapping(run.card.get("git"))
     commit = f"{str(git.get('commit'))[:12]}{' with local changes' if git.get('dirty') else ''}" if git else None
+    lives = lives_of(run)
     return {
-        "command": card.get("command"),
+        "command": commands(lives) if len(lives) > 1 else card.get("command"),
         **_flat(_mapping(card.get("versions")), ""),
         "device": card.get("device"),
         "machine": card.get("machine"),
         "ranks": card.get("world"),
         "commit": commit,
         "parameters": _mapping(card.get("task")).get("parameters"),
+        **changed_setup(lives),
     }
 
 

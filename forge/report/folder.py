@@ -20,6 +20,8 @@ from typing import Any
 from forge.report.lock import is_held
 
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
+LIVES = "lives.json"
+"""There once a run has been continued: see forge/report/lives.py."""
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """A file that should be small and is larger is not read."""
@@ -69,6 +71,12 @@ class Run:
     def end(self) -> dict[str, Any]:
         """What was written at the end; empty while the run goes on, and after a kill."""
         return _read_object(self.path / "end.json")
+
+    @cached_property
+    def lives(self) -> list[dict[str, Any]]:
+        """What was written of each of its lives; nothing where there was one."""
+        found = _list(_read_object(self.path / LIVES).get("lives"))
+        return [record for record in found if isinstance(record, dict)]
 
     @cached_property
     def ledger(self) -> dict[str, Any]:

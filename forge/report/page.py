@@ -16,6 +16,7 @@ from forge.places import near
 from forge.report import comparing, images, words
 from forge.report.charts import MOST_CHARTS, panels
 from forge.report.folder import Run
+from forge.report.lives import left_out, lives_of, shown
 from forge.report.markdown import as_html
 from forge.report.style import SHEET
 
@@ -61,6 +62,7 @@ def one(run: Run) -> str:
         curves({"": run}),
         section("Pictures", pictures(run)),
         section("Samples", texts(run)),
+        section("Lives", lives(run)),
         section("Run card", card(run)),
         *[fold(name, text) for name, text in details(run)],
     ]
@@ -183,15 +185,27 @@ def _when(line: Mapping[str, Any], since: Any) -> str:
     return f"at update {update}" + ("" if since == update else f", unchanged since {since}")
 
 
+def lives(run: Run) -> str:
+    """How a run came about that was continued: the command of each life, and what changed on the way."""
+    every = lives_of(run)
+    if len(every) < 2:
+        return ""
+    rows = [[n, life.started, life.update, life.command, ", ".join(changed)] for n, life, changed in shown(every)]
+    heads = ["", "started", "from update", "command", "what changed"]
+    width = None if any(row[-1] for row in rows) else -1
+    more = f"<p class='soft'>{esc(left_out(every))}</p>\n" if left_out(every) else ""
+    return table(heads[:width], [row[:width] for row in rows], numbers=(1, 2)) + more
+
+
 def card(run: Run) -> str:
-    """What ran, on what."""
-    data = run.card
+    """What ran, on what; when, and by which command, where `lives` does not say it."""
+    data, once = run.card, len(lives_of(run)) < 2
     if not data:
         return ""
     task = data.get("task") if isinstance(data.get("task"), dict) else {}
     rows = {
-        "started": data.get("started"),
-        "command": data.get("command"),
+        "started": data.get("started") if once else None,
+        "command": data.get("command") if once else None,
         "recipe": data.get("recipe"),
         "task": f"{task.get('class')}({_options(task.get('options'))})" if task else None,
         "parameters": _parameters(run),
@@ -199,7 +213,7 @@ def card(run: Run) -> str:
         "seed": data.get("seed"),
         "device": data.get("device"),
         "ranks": data.get("world"),
-        "resumed from": None if data.get("resumed_from") is None else f"update {data['resumed_from']}",
+        "resumed from": f"update {data['resumed_from']}" if once and data.get("resumed_from") is not None else None,
         "machine": data.get("machine"),
         "versions": ", ".join(f"{name} {version}" for name, version in _mapping(data.get("versions")).items()),
         "git": comparing.surroundings(run).get("commit"),
@@ -257,7 +271,12 @@ def several(runs: Sequence[Run]) -> str:
         section("What differs around it", _rows(parts["surroundings"], labels, words.value_text) or _none()),
     ]
     for label, run in labels.items():
-        inside = [card(run), section("Pictures", pictures(run)), section("Samples", texts(run))]
+        inside = [
+            card(run),
+            section("Lives", lives(run)),
+            section("Pictures", pictures(run)),
+            section("Samples", texts(run)),
+        ]
         inside += [fold(name, text) for name, text in details(run)]
         shown.append(fold(f"{label}: {title_of(run)}", f"<p class='soft'>{esc(outcome(run))}</p>" + "".join(inside)))
     heading = f"<h1>{len(runs)} runs</h1>\n"

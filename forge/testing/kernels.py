@@ -26,6 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from forge.kernels.contract import Kernel
 
+SHAKES = 4
+"""How often the arguments are moved by a rounding to see how far the exact result moves."""
+
 
 def check_against_reference(
     kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None, tolerance: float | None = None
@@ -34,18 +37,19 @@ def check_against_reference(
 
     How near, the least precise dtype among the arguments and of a result says, unless you give a tolerance. That is for
     many entries: the errors of few do not average out, and a single one may be off by three times as much. Where terms
-    cancel, no tolerance holds for any input; there a result may be further off by twice of what the reference is in the
-    very same dtypes. Results that are not floating-point must be equal. Gradients are those of all arguments that require one. Outputs have the
-    dtypes that the reference gives on the very same arguments. New memory is poisoned meanwhile. Arguments that the
-    kernel does not support are an error too: they would hold the reference against itself.
+    cancel, no tolerance holds for any input: a result may be further off by what the reference is in the very same
+    dtypes, or by what the exact result moves when the arguments move by a rounding. Results that are not floating-point
+    must be equal. Gradients are those of all arguments that require one. Outputs have the dtypes that the reference
+    gives on the very same arguments. New memory is poisoned meanwhile. Arguments that the kernel does not support are
+    an error too: they would hold the reference against itself.
     """
     options = options or {}
     assert kernel.supports(*args, **options) is None, "the reference would run: this would test nothing"
-    exact = run(kernel.reference, in_float64(args), options)
-    with poisoned_memory():
-        results = run(kernel.function, args, options)
     with torch.no_grad():
         dtypes = [output.dtype for output in outputs_of(kernel.reference, as_new_leaves(args), options)]
+    exact = run(kernel.reference, in_float64(args), options, dtypes)
+    with poisoned_memory():
+        results = run(kernel.function, args, options)
     found = [result.dtype for result in results[: len(dtypes)]]
     assert found == dtypes, f"{kernel.name}: outputs are {found}, the reference gives {dtypes}"
     assert len(results) == len(exact)
@@ -57,7 +61,9 @@ def check_against_reference(
         bound = few * promised(kernel, args, result) if tolerance is None else tolerance
         off = distance(result, right)
         if off > bound and tolerance is None:
-            bound += 2 * distance(run(kernel.reference, as_new_leaves(args), options)[place], right)
+            alike = run(kernel.reference, as_new_leaves(args), options)
+            moved = [run(kernel.reference, shaken(args, seed), options, dtypes) for seed in range(SHAKES)]
+            bound += max(distance(other[place], right) for other in (alike, *moved))
         assert off <= bound, f"{kernel.name}: result {place} is off by {off:.2e}, more than {bound:.0e}"
 
 
@@ -91,15 +97,26 @@ def poisoned_memory() -> Iterator[None]:
 # -- their parts ------------------------------------------------------------------------------------------------------
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
-    """Outputs, then the gradients of all inputs that require one, for a fixed random gradient of the outputs."""
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    rounded: Sequence[torch.dtype] | None = None,
+) -> list[Tensor]:
+    """Outputs, then the gradients of all inputs that require one, for a fixed random gradient of the outputs.
+
+    `rounded` gives that gradient the values it has in these dtypes, where the outputs have finer ones.
+    """
     outputs = outputs_of(function, args, options)
     wanted = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.requires_grad]
     if not wanted:
         return [o.detach() for o in outputs]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        grads = [torch.randn(o.shape, dtype=torch.float64).to(o.dtype).to(o.device) for o in outputs]
+        grads = [
+            torch.randn(o.shape, dtype=torch.float64).to(coarse).to(o.device, o.dtype)
+            for o, coarse in zip(outputs, rounded or [o.dtype for o in outputs], strict=True)
+        ]
     gradients = torch.autograd.grad(outputs, wanted, grads)
     return [o.detach() for o in outputs] + list(gradients)
 
@@ -129,6 +146,19 @@ def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list
 def in_float64(args: Sequence[Any]) -> list[Any]:
     """The same arguments with floating tensors in float64, as new leaves."""
     return as_new_leaves(args, torch.float64)
+
+
+def shaken(args: Sequence[Any], seed: int) -> list[Any]:
+    """The same arguments in float64, every floating entry moved up or down by a rounding of its own dtype."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def shake(a: Any, wide: Any) -> Any:
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            return a
+        sign = torch.randint(0, 2, a.shape, generator=drawn).to(a.device) * 2 - 1
+        return (wide.detach() * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
+
+    return tree_map(shake, list(args), in_float64(args))
 
 
 def promised(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
