@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from forge.errors import KernelError
 from forge.kernels.contract import INTERPRETED
 from forge.kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
-from forge.kernels.triton import cross_entropy as kernels
+from forge.kernels.triton.cross_entropy_plan import plan
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -85,7 +85,7 @@ def test_any_shape_dtype_and_option_equals_the_reference(rows, classes, dtype, s
 
 
 def parts(logits):
-    return kernels.plan(logits.shape[1], logits.element_size()).parts
+    return plan(logits.shape[1], logits.element_size()).parts
 
 
 @given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
@@ -257,7 +257,8 @@ def test_it_compiles_whole():
 
 def test_the_operators_are_registered_as_torch_asks():
     from forge.kernels.triton.cross_entropy import cross_entropy as op
-    from forge.kernels.triton.cross_entropy import cross_entropy_with_gradient, scale_
+    from forge.kernels.triton.cross_entropy import cross_entropy_with_gradient
+    from forge.kernels.triton.scale import scale_
 
     logits, target = batch(3, 20)
     torch.library.opcheck(op, (logits, target, -100, 0.1, 0.0, "mean"))

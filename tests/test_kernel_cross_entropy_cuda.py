@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from forge.kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
 from forge.kernels.ops.linear_cross_entropy import linear_cross_entropy
-from forge.kernels.triton import cross_entropy as kernels
+from forge.kernels.triton import cross_entropy_losses
 from tests.kernel_kit import DEVICE, check_against_reference
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_parts_that_do_not_wait_for_others_are_written_later_to_the_same_bit(
         return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
     prompt = step(False)
-    monkeypatch.setattr(kernels, "PATIENCE", 0)
+    monkeypatch.setattr(cross_entropy_losses, "PATIENCE", 0)
     late = step(in_place)
     assert torch.equal(prompt[0], late[0])
     assert torch.equal(prompt[1], late[1])

@@ -41,8 +41,6 @@ def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=Fa
     ),
 )
 def test_any_shape_dtype_chunk_and_option_equals_the_reference(tokens, width, classes, dtypes, bias, chosen):
-    if dtypes[0] == torch.bfloat16:  # with few of them terms cancel: plain torch in bfloat16 is off by 20 %, too
-        width, classes = width + 8, classes + 20
     hidden, weight, target, offset = head(tokens, width, classes, *dtypes, bias=bias)
     target[::3] = chosen.get("ignore_index", -100)
     check_against_reference(LINEAR_CROSS_ENTROPY, (hidden, weight, target, offset), chosen)

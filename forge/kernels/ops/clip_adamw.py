@@ -271,7 +271,7 @@ def _log(beta: float) -> float:
 
 def _dense(tensor: Tensor) -> bool:
     """Without gaps or overlaps: then, and only then, torch gives a new tensor the same strides."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return not tensor.numel() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _make(layers: int, width: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:

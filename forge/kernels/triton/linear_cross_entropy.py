@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from forge.kernels.contract import device_of, refuse_second_derivative
-from forge.kernels.triton.cross_entropy import count_targets, losses_only, losses_with_gradient, times, total_loss
+from forge.kernels.triton.cross_entropy_losses import losses_only, losses_with_gradient
+from forge.kernels.triton.cross_entropy_reduction import count_targets, total_loss
+from forge.kernels.triton.scale import times
 
 
 @custom_op("forge::linear_cross_entropy", mutates_args=())
