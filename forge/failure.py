@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from types import FrameType
+from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from forge import nondeterministic
+from forge import evaluation, habits, nondeterministic
 from forge.errors import DeterminismError, ForgeError, TaskError
 from forge.stack import CORE, TASK
 from forge.task import STAGE_METHODS, TaskModule
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from forge.trainer import Trainer
 
 NAMED_METHODS = {*STAGE_METHODS.values(), "configure_optimizers", "num_items", "evaluation_end", "takes_turn"}
+EVALUATIONS = {"val": "validation", "test": "the test", "predict": "prediction"}
 HINTS = {
     "inference tensor": (
         "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
@@ -53,6 +55,8 @@ def explain(trainer: Trainer, error: BaseException) -> BaseException:
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
+    if instead := habits.instead(error):
+        error.add_note(f"forge: {instead}")
     error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
@@ -77,9 +81,9 @@ def _where(trainer: Trainer, error: BaseException) -> str:
     moment = f"at update {trainer.progress.update}{_rank(trainer)}"
     if culprit is not None and culprit[0] not in (CORE, TASK):
         return f"plugin {culprit[0]!r}, hook {culprit[1]}, {moment}"
-    method = _task_method(error)
-    if method:
-        return f"{type(trainer.task).__name__}.{method}, {moment}{_micro(trainer, method)}"
+    found = _task_method(trainer.task, error)
+    if found:
+        return _in_task(trainer, error, *found)
     if culprit is not None and culprit[0] == TASK:
         return f"the task's {culprit[1]}, {moment}"
     return ""
@@ -91,6 +95,26 @@ def _rank(trainer: Trainer) -> str:
     return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
 
 
+def _in_task(trainer: Trainer, error: BaseException, method: str, code: CodeType) -> str:
+    """The step of the task by the stage that ran it, and when that was."""
+    task, update = type(trainer.task).__name__, trainer.progress.update
+    for frame in _frames(error):
+        if frame.f_code is evaluation.forward_batches.__code__ and "step" in frame.f_locals:
+            step, loader = frame.f_locals["step"], frame.f_locals["name"]
+            after = f" after update {update}" if trainer.verb == "fit" else ""
+            batch = f"batch {step.micro + 1}{'' if loader is None else f' of {loader!r}'}"
+            called = _called(trainer.task, STAGE_METHODS[step.stage], method, code)
+            return f"{task}.{called}, in {EVALUATIONS[step.stage]}{after}{_rank(trainer)}, {batch}"
+    return f"{task}.{method}, at update {update}{_rank(trainer)}{_micro(trainer, method)}"
+
+
+def _called(task: Any, wanted: str, method: str, code: CodeType) -> str:
+    """The stage's method, where that is the code that ran: `validation_step = training_step` has another's name."""
+    if method == wanted or _code(task, wanted) is not code:
+        return method
+    return wanted if code.co_name not in NAMED_METHODS else f"{wanted} (which is {code.co_name})"
+
+
 def _micro(trainer: Trainer, method: str) -> str:
     step = trainer.step
     if method != "training_step" or step is None:
@@ -98,12 +122,25 @@ def _micro(trainer: Trainer, method: str) -> str:
     return f", epoch {step.epoch}, micro-batch {step.micro + 1} of {len(step.window)}"
 
 
-def _task_method(error: BaseException) -> str:
-    """The step of the task that was running."""
+def _task_method(task: Any, error: BaseException) -> tuple[str, CodeType] | None:
+    """The step of the task that was running, by name, and its code, which may have no name (a lambda)."""
+    for frame in _frames(error):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, TaskModule):
+            names = [code.co_name] if code.co_name in NAMED_METHODS else []
+            names += [name for name in sorted(NAMED_METHODS) if _code(task, name) is code]
+            if names:
+                return names[0], code
+    return None
+
+
+def _code(task: Any, method: str) -> CodeType | None:
+    return getattr(getattr(type(task), method, None), "__code__", None)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
     trace = error.__traceback__
     while trace is not None:
-        frame: FrameType = trace.tb_frame
-        if isinstance(frame.f_locals.get("self"), TaskModule) and frame.f_code.co_name in NAMED_METHODS:
-            return frame.f_code.co_name
+        yield trace.tb_frame
         trace = trace.tb_next
-    return ""

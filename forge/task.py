@@ -62,6 +62,10 @@ class _TaskMeta(ABCMeta):
         except AttributeError as error:
             if "Module.__init__() call" in str(error):  # torch: "cannot assign module before Module.__init__() call"
                 raise _forgotten_init(cls) from error
+            from forge.habits import instead
+
+            if told := instead(error):
+                error.add_note(f"forge: {told}")
             raise
         if "_parameters" not in task.__dict__:
             raise _forgotten_init(cls)

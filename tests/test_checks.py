@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
-from forge_plugins import Accumulate
+from forge_plugins import Accumulate, Schedule
 from tests.tasks import Classifier, fit, make_batches
 
 
@@ -29,6 +31,22 @@ def with_loss(loss: Any) -> forge.TaskModule:
             return loss(self, *batch)
 
     return Custom()
+
+
+def padded(labels: Any) -> Any:
+    return labels.index_fill(0, torch.tensor([0]), -1)
+
+
+def gaussian(mean: Any, target: Any) -> Any:
+    return F.gaussian_nll_loss(mean, target, torch.ones_like(mean))
+
+
+def said_by(*args: Any, **options: Any) -> list[str]:
+    """What a fit warns of, with the name of the file that each warning is about."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(*args, **options)
+    return [f"{Path(each.filename).name}: {each.message}" for each in said]
 
 
 class TestRegistration:
@@ -93,6 +111,72 @@ class TestRegistration:
                 self.net = nn.Sequential(*list(backbone.children())[:-1], nn.Linear(8, 3))
 
         assert fit(Transfer(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 99)))).updates == 4
+
+    def test_a_tensor_that_should_be_a_parameter_is_warned_of(self) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = torch.ones(3, requires_grad=True)
+
+        class Scaled(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = Block()
+
+        (said,) = said_by(Scaled(), max_updates=1)
+        assert said.startswith(
+            "test_checks.py: Scaled.block.scale is a tensor that requires a gradient, but no nn.Para"
+        )
+        assert "self.scale = nn.Parameter(...)" in said
+
+    def test_tensors_that_are_kept_or_registered_are_no_forgotten_parameters(self) -> None:
+        class Keeps(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.constant, self.scale = torch.ones(3), nn.Parameter(torch.ones(3))
+                self.register_buffer("mean", torch.zeros(3))
+                self.normed = nn.utils.weight_norm(nn.Linear(3, 3))
+
+            def training_step(self, batch: Any) -> Any:
+                self.last = F.cross_entropy(self.normed(self(batch[0]) * self.scale), batch[1])
+                return self.last
+
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            task = Keeps()
+        assert said_by(task) + said_by(task) == []
+        vars(task.normed)["weight"] = torch.ones(3, 3, requires_grad=True)  # as it is after unpickling
+        assert said_by(task) == []
+
+    @pytest.mark.parametrize("replaced", [False, True])
+    def test_a_parameter_made_in_the_step_is_warned_of(self, replaced: bool) -> None:
+        class Late(Classifier):
+            def training_step(self, batch: Any) -> Any:
+                if replaced:
+                    self.net[2].bias = nn.Parameter(torch.zeros(3))
+                elif not hasattr(self, "extra"):
+                    self.extra = nn.Linear(3, 3)
+                return F.cross_entropy(self(batch[0]), batch[1])
+
+        (said,) = said_by(Late(), max_updates=2)
+        what = "replaced the parameters net.2.bias" if replaced else "made the parameters extra.weight, extra.bias"
+        assert said.startswith(f"test_checks.py: Late.training_step {what}, which no optimizer has")
+
+    def test_lazy_layers_and_parameters_that_the_step_gives_to_the_optimizer_are_fine(self) -> None:
+        class Lazy(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Sequential(nn.LazyLinear(3))
+
+        class Grows(Classifier):
+            def training_step(self, batch: Any) -> Any:
+                if not hasattr(self, "scale"):
+                    assert self.trainer is not None
+                    self.scale = nn.Parameter(torch.ones(3))
+                    self.trainer.optimizers[None].add_param_group({"params": [self.scale]})
+                return F.cross_entropy(self(batch[0]) * self.scale, batch[1])
+
+        assert said_by(Lazy(), max_updates=2) == []
+        assert said_by(Grows(), max_updates=2) == []
 
     def test_a_task_without_parameters_or_with_all_of_them_frozen_is_refused(self) -> None:
         class Empty(forge.TaskModule):
@@ -167,6 +251,186 @@ class TestOptimizers:
 
         assert_refused(Crossed(), "drives another optimizer")
 
+    def test_one_parameter_twice_in_an_optimizer_is_refused(self) -> None:
+        class Twice(Classifier):
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD([*self.parameters(), *self.net[2].parameters()], lr=0.1)
+
+        with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's own word
+            assert_refused(Twice(), "SGD has net.2.weight, net.2.bias more than once")
+
+    def test_a_shared_layer_and_optimizers_that_share_parameters_are_fine(self) -> None:
+        class Shared(Classifier):
+            def __init__(self) -> None:
+                super().__init__()
+                self.tied = nn.Linear(8, 8)
+                self.tied.register_parameter("weight", self.net[0].get_parameter("weight"))
+
+        class Both(Classifier):
+            def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+                return F.cross_entropy(self(batch[0]), batch[1])
+
+            def configure_optimizers(self) -> Any:
+                return {name: torch.optim.SGD(self.parameters(), lr=0.1) for name in ("a", "b")}
+
+        assert said_by(Shared()) == []
+        assert said_by(Both()) == []
+
+    def test_a_schedule_that_was_made_and_not_returned_is_warned_of(self) -> None:
+        class Drops(Classifier):
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                torch.optim.lr_scheduler.StepLR(optimizer, 1)
+                return optimizer
+
+        (said,) = said_by(Drops())
+        assert said.startswith(
+            "test_checks.py: Drops.configure_optimizers made a schedule for SGD and did not return it"
+        )
+
+    def test_a_schedule_that_is_returned_or_stepped_by_the_task_is_fine(self) -> None:
+        class Returns(Classifier):
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+        class Steps(Classifier):
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+                return optimizer
+
+            @forge.hookimpl
+            def forge_step_end(self) -> None:
+                self.schedule.step()
+
+        class Keeps(Classifier):
+            optimizer: Any = None
+
+            def configure_optimizers(self) -> Any:
+                self.optimizer = self.optimizer or torch.optim.SGD(self.parameters(), lr=0.1)
+                return self.optimizer
+
+        assert said_by(Returns()) + said_by(Steps()) == []
+        kept = Keeps()
+        assert said_by(kept, plugins=[Schedule("cosine")]) + said_by(kept) == []
+
+    @pytest.mark.parametrize(
+        ("total", "when", "message"),
+        [
+            (
+                3,
+                (),
+                r"OneCycleLR of SGD has total_steps=3, but this run steps it 8 times.*self\.trainer\.planned_updates",
+            ),
+            (3, ("2 updates",), r"steps it 4 times \(once every 2 updates\).*Write total_steps=4"),
+            (1, ("1 epoch",), r"steps it 2 times \(once every 1 epoch\)"),
+            (8, (), None),
+            (4, ("2 updates",), None),
+            (2, ("1 epoch",), None),
+        ],
+    )
+    def test_a_one_cycle_schedule_that_ends_before_the_run_is_refused(
+        self, total: int, when: Any, message: str | None
+    ) -> None:
+        class Cycles(Classifier):
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+                return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total), *when
+
+        if message is None:
+            assert fit(Cycles(), max_epochs=2).updates == 8
+        else:
+            with pytest.raises(forge.TaskError, match=message):
+                fit(Cycles(), max_epochs=2)
+
+    def test_how_often_a_schedule_steps_is_not_guessed(self) -> None:
+        class Grows(forge.Plugin):
+            @forge.hookimpl
+            def forge_plan_step(self, trainer: forge.Trainer) -> int:
+                return 1 + trainer.progress.update
+
+        class Cycles(Classifier):
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+                return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3)
+
+        assert fit(Cycles(), make_batches(6), plugins=[Grows()]).updates == 3
+
+
+class TestSignatures:
+    @pytest.mark.parametrize(
+        ("verb", "method"),
+        [
+            ("validate", "validation_step"),
+            ("test", "test_step"),
+            ("test", "validation_step"),
+            ("predict", "predict_step"),
+        ],
+    )
+    def test_a_step_that_wants_an_index_is_refused_before_anything_runs(self, verb: str, method: str) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("it was called")
+
+        task = type("Indexed", (Classifier,), {method: step})()
+        trainer = forge.Trainer(max_epochs=1, plugins=[], run_dir=False)
+        with pytest.raises(
+            forge.TaskError, match=rf"test_checks.py:\d+: Indexed.{method}\(batch, batch_idx\).*Drop batch"
+        ):
+            getattr(trainer, verb)(task, make_batches())
+
+    def test_training_and_validation_are_looked_at_before_the_fit(self) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("it was called")
+
+        training = type("Indexed", (Classifier,), {"training_step": step})()
+        assert_refused(
+            training, r"Indexed.training_step\(batch, batch_idx\).*the batch alone.*step\.index.*LightningAdapter"
+        )
+        validating = type("Indexed", (Classifier,), {"validation_step": step})()
+        with pytest.raises(
+            forge.TaskError, match=r"Indexed.validation_step\(batch, batch_idx\).*self\.trainer\.evaluated"
+        ):
+            fit(validating, val=make_batches())
+
+    def test_a_name_goes_with_a_dict_of_optimizers(self) -> None:
+        class Named(Classifier):
+            def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+                raise AssertionError("it was called")
+
+        class Unnamed(Classifier):
+            def configure_optimizers(self) -> Any:
+                return {"a": torch.optim.SGD(self.parameters(), lr=0.1)}
+
+        assert_refused(Named(), "returned one optimizer, so it passes the batch alone. Drop name, or return a dict")
+        assert_refused(Unnamed(), r"returned a dict, so it is called with \(batch, name\)")
+
+    def test_defaults_any_number_of_arguments_and_decorators_are_fine(self) -> None:
+        def wrapped(function: Any) -> Any:
+            @functools.wraps(function)
+            def call(self: Any, batch: Any) -> Any:
+                return function(self, batch, 0)
+
+            return call
+
+        class Default(Classifier):
+            def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+                return super().training_step(batch)
+
+        class Star(Classifier):
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                return super().training_step(*args)
+
+        class Decorated(Classifier):
+            @wrapped
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return Classifier.training_step(self, batch)
+
+            validation_step = training_step
+
+        for task in (Default(), Star(), Decorated()):
+            assert fit(task, val=make_batches(1), max_updates=1).updates == 1
+
 
 class TestLoss:
     @pytest.mark.parametrize(
@@ -189,7 +453,11 @@ class TestLoss:
         ("loss", "message"),
         [
             (lambda t, x, y: F.cross_entropy(t(x), y + 5), r"labels from \d to \d, but the model has 3 outputs"),
-            (lambda t, x, y: F.cross_entropy(t(x), y - 9), r"labels from -\d to -\d"),
+            (lambda t, x, y: F.cross_entropy(t(x), y - 9), r"labels from -\d to -\d.*Renumber them from 0\.$"),
+            (
+                lambda t, x, y: F.cross_entropy(t(x), padded(y)),
+                r"labels from -1 to .* pass ignore_index=-1; else renumber",
+            ),
             (lambda t, x, y: F.cross_entropy(t(x), y.float()), "labels of type float32.*y.long"),
             (lambda t, x, y: F.cross_entropy(t(x), y.int()), "labels of type int32.*y.long"),
             (lambda t, x, y: F.cross_entropy(t(x), F.one_hot(y, 3)), "one-hot labels of type int64.*argmax"),
@@ -197,6 +465,19 @@ class TestLoss:
             (lambda t, x, y: F.cross_entropy(t(x).softmax(1), y), "applies softmax itself.*remove the softmax"),
             (lambda t, x, y: nn.CrossEntropyLoss()(t(x).softmax(1), y), "applies softmax itself"),
             (lambda t, x, y: F.mse_loss(t(x)[:, :1], y.float()), "broadcasting would compare everything"),
+            (lambda t, x, y: F.mse_loss(t(x)[:, 0], y.float()[:, None]), "everything.*y.view_as"),
+            (lambda t, x, y: F.mse_loss(t(x)[:, None, :, None], torch.ones(4, 1, 3)), "one shape.*y.unsqueeze.-1"),
+            (lambda t, x, y: F.mse_loss(t(x), torch.ones(4, 2)), "they must have one shape"),
+            (
+                lambda t, x, y: gaussian(t(x)[:, :1], y.float()),
+                r"gaussian_nll_loss got .*\(4, 1\) and .*\(4,\): broadcast",
+            ),
+            (
+                lambda t, x, y: F.kl_div(t(x).softmax(1), F.one_hot(y, 3).float()),
+                "kl_div got probabilities.*log_softmax",
+            ),
+            (lambda t, x, y: F.kl_div(t(x).softmax(1)[None], torch.ones(1, 4, 3)), "kl_div got probabilities"),
+            (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x), torch.ones(1)), r"y\.expand_as\(prediction\)"),
             (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x)[:, 0], y), "it wants floats"),
             (lambda t, x, y: F.binary_cross_entropy(t(x)[:, 0] + 5, (y > 1).float()), "_with_logits on the raw"),
             (lambda t, x, y: F.binary_cross_entropy_with_logits(t(x)[:, 0], y.float() + 3), r"they lie in \[0, 1\]"),
@@ -221,10 +502,31 @@ class TestLoss:
                 + F.cross_entropy(logits.T[None], torch.zeros(1, 4, dtype=torch.long))
                 + F.nll_loss(logits.log_softmax(1), y)
                 + F.mse_loss(logits[:, 0], y.float())
+                + F.mse_loss(logits, torch.ones(1)).detach()
+                + F.cross_entropy(logits, padded(y), ignore_index=-1)
+                + gaussian(logits[:, :1], y.float()[:, None])
+                + F.kl_div(logits.log_softmax(1), logits.softmax(1), reduction="batchmean")
+                + F.kl_div(logits.log_softmax(1), logits.log_softmax(1), reduction="sum", log_target=True)
                 + F.binary_cross_entropy_with_logits(logits[:, 0] * 9, (y > 1).float())
             )
 
-        assert fit(with_loss(every_loss), max_updates=1).updates == 1
+        assert said_by(with_loss(every_loss), max_updates=1) == []
+
+    @pytest.mark.parametrize("target", [torch.ones(1, 3), torch.ones(3), torch.ones(4, 1)])
+    def test_a_target_that_is_repeated_may_be_meant_and_is_warned_of(self, target: Any) -> None:
+        said = said_by(with_loss(lambda t, x, y: F.mse_loss(t(x), target)), max_updates=1)
+        assert len(said) == 1
+        assert "the targets are repeated to fit. If that is meant, say it: target.expand_as(prediction)" in said[0]
+        meant = said_by(with_loss(lambda t, x, y: F.mse_loss(t(x), target.expand(4, 3))), max_updates=1)
+        assert meant == []
+
+    def test_a_warning_points_at_the_users_line(self) -> None:
+        def loss(task: Any, x: Any, y: Any) -> Any:
+            return F.nll_loss(task(x).exp(), y) + F.mse_loss(task(x), torch.ones(1, 3))
+
+        first, second = said_by(with_loss(loss), max_updates=1)
+        assert first.startswith("test_checks.py: nll_loss got positive scores")
+        assert second.startswith("test_checks.py: mse_loss got predictions")
 
     def test_probabilities_into_a_loss_with_logits_are_warned_of(self) -> None:
         def loss(task: Any, x: Any, y: Any) -> Any:

@@ -376,3 +376,23 @@ class TestOthers:
         for good in (Loader(DATA, 2), TensorLoader(torch.zeros(2), batch_size=1), adopt([DATA], "train"), Plain()):
             assert not shares_badly(good)
             assert not shares_badly(DevicePrefetch(good, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(DATA, 2), lambda: TensorLoader(torch.arange(4), batch_size=2), lambda: Loader(DATA, 2)]
+)
+def test_a_list_of_loaders_is_refused_with_the_dict_to_pass(make: Any) -> None:
+    with pytest.raises(
+        forge.DataError, match=r"val got a list of 2 loaders.* Pass a dict.*\{'a': \.\.\., 'b': \.\.\.\}"
+    ):
+        adopt([make(), make()], "val")
+    with pytest.raises(forge.DataError, match=r"test got a tuple of 1 loader,.* Pass a dict"):
+        adopt((make(),), "test")
+    with pytest.raises(forge.DataError, match=r"train got a list of 2 loaders.* Training takes one.*ConcatDataset"):
+        adopt([make(), make()], "train")
+
+
+def test_lists_of_batches_are_no_lists_of_loaders() -> None:
+    pairs = [(torch.zeros(2), torch.zeros(2))] * 2
+    for each in (pairs, tuple(pairs), [[torch.zeros(2)]], [{"x": torch.zeros(2)}], [torch.zeros(2)], [DATA[:2]]):
+        assert list(adopt(each, "val")) == list(each)

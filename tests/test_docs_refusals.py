@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import forge
+from forge.data import TensorLoader
 from forge.testing import fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Clip, Guard
 from tests.docs_pages import read
@@ -69,6 +71,61 @@ def train_another_model() -> None:
     fit(classifier(configure_optimizers=lambda self: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)))
 
 
+def with_optimizer(make: Callable[[Any], Any]) -> None:
+    fit(classifier(configure_optimizers=make))
+
+
+def train_twice() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own word on it
+        with_optimizer(lambda self: torch.optim.SGD([*self.parameters(), *self.net.parameters()], lr=0.1))
+
+
+def cycle_too_short() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+
+    with_optimizer(configure_optimizers)
+
+
+def drop_the_schedule() -> None:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    with_optimizer(configure_optimizers)
+
+
+def keep_a_tensor() -> None:
+    task = Classifier()
+    task.scale = torch.ones(3, requires_grad=True)
+    fit(task)
+
+
+def train_a_part() -> None:
+    task = classifier(configure_optimizers=lambda self: torch.optim.SGD(self.other.parameters(), lr=0.1))
+    task.other = nn.Linear(2, 2)
+    fit(task)
+
+
+def make_layers_late() -> None:
+    def training_step(self: Any, batch: Any) -> Any:
+        self.late = nn.Linear(3, 3)
+        return F.cross_entropy(self.late(self.net(batch[0])), batch[1])
+
+    fit_step(training_step)
+
+
+def squash_twice() -> None:
+    def training_step(self: Any, batch: Any) -> Any:
+        scores = self.net(batch[0]).repeat(2, 1).sigmoid()
+        return F.binary_cross_entropy_with_logits(scores, torch.ones(8, 3))
+
+    fit_step(training_step)
+
+
 def raise_stop_iteration() -> None:
     def training_step(self: Any, batch: Any) -> Any:
         return next(iter(()))
@@ -124,15 +181,21 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "plugins that wait for each other": both_behind_each_other,
     "a forgotten `super().__init__()`": forget_super,
     "layers in a plain list": hide_layers,
+    "a step that wants an index": lambda: fit(classifier(training_step=lambda self, batch, batch_idx: None)),
     "nothing to train": train_nothing,
     "an optimizer over another model": train_another_model,
+    "a parameter twice in an optimizer": train_twice,
+    "a OneCycleLR that ends before the run": cycle_too_short,
     "a loss that is no scalar": lambda: fit_step(lambda self, batch: self.net(batch[0]).sum(1)),
     "a loss without gradient": lambda: fit_step(lambda self, batch: self.net(batch[0]).sum().detach()),
     "softmax before cross-entropy": lambda: fit_step(lambda s, b: F.cross_entropy(s.net(b[0]).softmax(1), b[1])),
+    "probabilities into `kl_div`": lambda: fit_step(lambda s, b: F.kl_div(s.net(b[0]).softmax(1), torch.ones(4, 3))),
     "labels out of range": lambda: fit_step(lambda s, b: F.cross_entropy(s.net(b[0]), torch.full((4,), 3))),
+    "negative labels": lambda: fit_step(lambda s, b: F.cross_entropy(s.net(b[0]), torch.full((4,), -1))),
     "float labels": lambda: fit_step(lambda s, b: F.cross_entropy(s.net(b[0]), b[1].float())),
     "shapes that broadcast": lambda: fit_step(lambda s, b: F.mse_loss(s.net(b[0])[:, :1], b[1].float())),
     "a dataset instead of a loader": lambda: fit(None, torch.utils.data.TensorDataset(torch.zeros(4, 6))),
+    "a list of loaders": lambda: fit(None, [TensorLoader(torch.zeros(4, 6), batch_size=2)] * 2),
     "a loader shorter than its length": lambda: fit(None, ShortLoader()),
     "`StopIteration` out of a step": raise_stop_iteration,
     "another seed, batch, data or model on resume": lambda: [save(3), save(4, resume="auto")],
@@ -143,19 +206,44 @@ MISTAKES: dict[str, Callable[[], Any]] = {
 }
 
 
-def refusals() -> dict[str, str]:
-    """The page's table: mistake -> message."""
-    table = read("docs/debugging.md").partition("| mistake | what forge says |\n|---|---|\n")[2].partition("\n\n")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    return {mistake: message.strip("`") for mistake, message in rows}
+SUSPICIONS: dict[str, Callable[[], Any]] = {
+    "a tensor that is no parameter": keep_a_tensor,
+    "parameters in no optimizer": train_a_part,
+    "parameters made in the step": make_layers_late,
+    "a schedule that was not returned": drop_the_schedule,
+    "a target that is repeated": lambda: fit_step(lambda s, b: F.mse_loss(s.net(b[0]), torch.ones(1, 3))),
+    "logits into `nll_loss`": lambda: fit_step(lambda s, b: F.nll_loss(s.net(b[0]).exp(), b[1])),
+    "sigmoid before a loss with logits": squash_twice,
+}
 
 
-def test_every_mistake_in_the_table_is_made_here() -> None:
-    assert list(refusals()) == list(MISTAKES)
+def table(head: str) -> dict[str, str]:
+    """One of the page's tables: mistake -> message."""
+    rows = read("docs/debugging.md").partition(f"{head}\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    pairs = [row.strip("| ").split(" | ") for row in rows]
+    return {mistake: message.strip("`") for mistake, message in pairs}
+
+
+REFUSALS, WARNINGS = table("| mistake | what forge says |"), table("| suspicion | what forge warns of |")
+
+
+def test_every_mistake_in_the_tables_is_made_here() -> None:
+    assert list(REFUSALS) == list(MISTAKES)
+    assert list(WARNINGS) == list(SUSPICIONS)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_forge_refuses_a_mistake_as_the_page_says(mistake: str) -> None:
     with pytest.raises(forge.ForgeError) as refused:
         MISTAKES[mistake]()
-    assert refusals()[mistake] in str(refused.value)
+    assert REFUSALS[mistake] in str(refused.value)
+
+
+@pytest.mark.parametrize("suspicion", SUSPICIONS)
+def test_forge_warns_of_a_suspicion_as_the_page_says_and_of_nothing_else(suspicion: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        SUSPICIONS[suspicion]()
+    told = [each for each in said if "Using a target size" not in str(each.message)]  # torch's own, from the second on
+    assert len(told) == 1
+    assert WARNINGS[suspicion] in str(told[0].message)

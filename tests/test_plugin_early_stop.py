@@ -301,6 +301,10 @@ def test_any_other_metric_is_to_fall(monitor: str) -> None:
         ({"monitor": "train/loss"}, r"early_stop\.monitor is 'train/loss', .*: write val/loss\."),
         ({"monitor": "loss"}, r"early_stop\.monitor is 'loss', .*: write val/loss\."),
         ({"monitor": "hard/loss"}, r"write val/hard/loss\."),
+        ({"monitor": "val_loss"}, r"early_stop\.monitor is 'val_loss', .*: write val/loss\."),
+        ({"monitor": "train_loss"}, r"write val/loss\."),
+        ({"monitor": "valid/hard/loss"}, r"write val/hard/loss\."),
+        ({"monitor": "value"}, r"write val/value\."),
         ({"mode": "smallest"}, "mode"),
     ],
 )

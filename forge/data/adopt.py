@@ -28,6 +28,7 @@ from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.sampled import SampledLoader
+from forge.data.seeds import OwnSeed
 from forge.data.share import SharedLoader
 from forge.data.workers import DATA_TIMEOUT
 from forge.errors import DataError
@@ -45,6 +46,7 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     if hasattr(loader, "seek") or is_stateful(loader):
         return loader
     if isinstance(loader, (list, tuple)):
+        _refuse_several(loader, stage)
         return BatchList(loader) if loader else loader
     if _is_plain_dataloader(loader):
         loader = _adopt_dataloader(loader)
@@ -52,6 +54,19 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     if reason is None or not allow_inexact:
         return loader
     return Reread(loader, stage, reason)
+
+
+def _refuse_several(given: Sequence[Any], stage: str) -> None:
+    """A list is one of batches; loaders in one, as Lightning takes them, have no names."""
+    if not given or not all(isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch)) for item in given):
+        return
+    count = "1 loader" if len(given) == 1 else f"{len(given)} loaders"
+    if stage == "train":
+        fix = "Training takes one: join their datasets with torch.utils.data.ConcatDataset."
+    else:
+        names = ", ".join(f"{chr(97 + i)!r}: ..." for i in range(min(len(given), 3)))
+        fix = f"Pass a dict, whose names go into the metrics: {{{names}}}."
+    raise DataError(f"{stage} got a {type(given).__name__} of {count}, and a list is one of batches. {fix}")
 
 
 def resumable_reason(loader: Any) -> str | None:

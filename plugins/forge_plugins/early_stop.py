@@ -13,6 +13,7 @@ from typing import Any, Literal
 import forge
 from forge.errors import RecipeError, StackError
 from forge_plugins._moment import moment, reached
+from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
 
@@ -98,10 +99,7 @@ class EarlyStop(forge.Plugin):
                 f"early_stop watches {self.config.monitor!r}, but this fit has no val loader. Pass one, or leave "
                 "early_stop out."
             )
-        if trainer.validate_every is None:
-            logger.warning(
-                "early_stop: validate_every is null, so nothing is compared unless a validation is asked for."
-            )
+        warn_of_none_planned(trainer, "early_stop")
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
@@ -171,11 +169,8 @@ class EarlyStop(forge.Plugin):
     def forge_end(self, trainer: forge.Trainer) -> None:
         if trainer.verb != "fit" or self._failed or self._last is not None:
             return
-        if self._early:
-            why = f"early_stop.after is {self.config.after!r}, and every validation of this run came before it."
-        else:
-            why = "this run ended before its first validation."
-        logger.warning("early_stop compared nothing: %s", why)
+        after = f"early_stop.after is {self.config.after!r}, and every validation of this run came before it."
+        warn_of_nothing_compared(trainer, "early_stop", after if self._early else None)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +191,7 @@ class EarlyStop(forge.Plugin):
 def check_monitor(monitor: str) -> None:
     """Refuse what no validation gives."""
     if not monitor.startswith("val/"):
-        name = monitor.removeprefix("train/").removeprefix("test/")
+        name = re.sub(r"^(val|valid|validation|train|training|test)[/_](?=.)", "", monitor)
         raise RecipeError(
             f"early_stop.monitor is {monitor!r}, but it is the metrics of a validation that are compared: "
             f"write val/{name}."

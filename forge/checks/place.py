@@ -1,0 +1,46 @@
+"""Places: the user's own line that a refusal or a warning is about."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+from forge.errors import TaskError
+
+
+def refuse(message: str) -> None:
+    """Raise a TaskError that begins with the user's line that is running."""
+    frame = _users_frame()
+    raise TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
+
+
+def warn(message: str) -> None:
+    """Warn of the user's line that is running."""
+    frame = _users_frame()
+    if frame is None:
+        warnings.warn(message, stacklevel=2)
+        return
+    about = frame.f_globals
+    seen = about.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, about.get("__name__"), seen)
+
+
+def warn_of(function: Any, message: str) -> None:
+    """Warn of a function of the user's, at the line where it begins."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        warnings.warn(message, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
+
+
+def _users_frame() -> FrameType | None:
+    """The innermost frame outside torch and forge."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "forge"):
+            return frame
+        frame = frame.f_back
+    return None
