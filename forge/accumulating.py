@@ -56,7 +56,10 @@ class Held:
         self.task = type(task).__name__
         self.computed: set[str] = set()
         "Metrics that have been updated so far, by attribute."
-        self._names: dict[str, str] = {}
+        self.names: dict[str, list[str]] = {}
+        "What the steps call metrics, by attribute."
+        self.returned: set[str] | None = getattr(task, "returned_metrics", None)
+        "Where a task keeps this set, only what steps have ever returned is computed and reset: the rest is its own."
         self._paths = {id(metric): path for path, metric in self.metrics.items()}
         for path, metric in self.metrics.items():
             self._paths |= {id(member): f"{path}/{key}" for key, member in _members(metric).items()}
@@ -66,6 +69,12 @@ class Held:
 
     def call(self, name: str, metric: Any) -> None:
         """A step has returned a metric under this name."""
+        names = self.names.setdefault(self.take(name, metric), [])
+        if name not in names:
+            names.append(name)
+
+    def take(self, name: str, metric: Any) -> str:
+        """Forge resets this metric from now on, whether or not it computes it; the attribute that it is."""
         path = self._paths.get(id(metric))
         if path is None:
             raise TaskError(
@@ -73,24 +82,28 @@ class Held:
                 "neither move to the device nor be saved. Make it in __init__: self.accuracy = ..., or put several "
                 "into an nn.ModuleDict."
             )
-        self._names[path] = name
+        if self.returned is not None:
+            self.returned.add(path.partition("/")[0])
+        return path
 
-    def compute(self, env: Env | None, only_returned: bool = False) -> dict[str, Any]:
+    def compute(self, env: Env | None, only_returned: bool = False, reset: bool = True) -> dict[str, Any]:
         """The value of every metric that was updated on any rank; then they begin anew. All ranks must ask.
 
         `only_returned` leaves those alone that no step has returned, and forgets the names of the others.
         """
-        chosen = {path: m for path, m in self.metrics.items() if not only_returned or self._is_named(path, m)}
+        named = only_returned or self.returned is not None
+        chosen = {path: m for path, m in self.metrics.items() if not named or self._is_named(path, m)}
         updated = self._agreed(env, chosen) if env is not None else [_is_updated(each) for each in chosen.values()]
         values: dict[str, Any] = {}
         for (path, metric), asked in zip(chosen.items(), updated, strict=True):
             if asked:
                 with _among(env, metric):
                     values |= self._named(path, metric, metric.compute())
-                metric.reset()
+                if reset:
+                    metric.reset()
                 self.computed.add(path)
         if only_returned:
-            self._names = {}
+            self.names = {}
         return values
 
     def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
@@ -129,10 +142,15 @@ class Held:
         """Whether any metric has accumulated something since it was computed."""
         return any(map(_is_updated, self.metrics.values()))
 
+    def is_forges(self, path: str) -> bool:
+        """Whether forge computes and resets this metric, rather than the task itself."""
+        return self.returned is None or path in self.returned
+
     def reset(self) -> None:
-        """Every metric begins anew."""
-        for metric in self.metrics.values():
-            metric.reset()
+        """Every metric begins anew that is not the task's own business."""
+        for path, metric in self.metrics.items():
+            if self.is_forges(path):
+                metric.reset()
 
     def keep(self) -> Kept:
         """What the metrics have accumulated, in a copy."""
@@ -150,7 +168,7 @@ class Held:
         """What has been accumulated and not logged yet, and what wrappers remember of the whole run."""
         return {
             path: {
-                "names": {key: name for key, name in self._names.items() if key.partition("/")[0] == path},
+                "names": {key: names for key, names in self.names.items() if key.partition("/")[0] == path},
                 "inner": [{"state": _state(m), "count": m.update_count} for m in _inner(metric)],
             }
             for path, metric in self.metrics.items()
@@ -159,29 +177,31 @@ class Held:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; a metric that is not in it begins anew."""
-        self.reset()
+        for metric in self.metrics.values():
+            metric.reset()
         for path, saved in state.items():
             inner = list(_inner(self.metrics[path])) if path in self.metrics else []
-            self._names |= saved["names"]
+            for key, names in saved["names"].items():
+                self.names[key] = [names] if isinstance(names, str) else list(names)  # one name in older checkpoints
             for metric, kept in zip(inner, saved["inner"], strict=False):
                 put_back(
                     [(metric, {name: _moved(value, metric) for name, value in kept["state"].items()}, kept["count"])]
                 )
 
     def _is_named(self, path: str, metric: Any) -> bool:
-        return path in self._names or any(f"{path}/{key}" in self._names for key in _members(metric))
+        return path in self.names or any(f"{path}/{key}" in self.names for key in _members(metric))
 
     def _named(self, path: str, metric: Any, value: Any) -> dict[str, Any]:
         """A metric's value as numbers by name. What is no number is left to `evaluation_end`, unless a step returned
         the metric for it."""
-        name = self._names.get(path, self.prefix + path.replace(".", "/"))
-        if not isinstance(value, Mapping):
-            return self._number(name, value, metric, asked=path in self._names)
+        names = self.names.get(path, [self.prefix + path.replace(".", "/")])
+        parts = value if isinstance(value, Mapping) else {None: value}
         named: dict[str, Any] = {}
-        for key, part in value.items():
-            own = self._names.get(f"{path}/{key}")
-            asked = own is not None or path in self._names
-            named |= self._number(own or f"{name}/{key}", part, metric, asked)
+        for key, part in parts.items():
+            own = self.names.get(f"{path}/{key}", [])
+            asked = bool(own) or path in self.names
+            for name in own or [name if key is None else f"{name}/{key}" for name in names]:
+                named |= self._number(name, part, metric, asked)
         return named
 
     def _number(self, name: str, value: Any, metric: Any, asked: bool) -> dict[str, Any]:
@@ -202,15 +222,17 @@ class Held:
 def apart(task: nn.Module, prefix: str) -> Iterator[Held]:
     """The task's metrics for one evaluation: they begin anew, and afterwards have again what they had before.
 
-    What a wrapper remembers beside its states, such as the best value so far, spans evaluations: it stays.
+    What a wrapper remembers beside its states, such as the best value so far, spans evaluations: it stays. What is the
+    task's own business is left as it is.
     """
     held = Held(task, prefix)
-    before = [(m, {n: _listed(v) for n, v in m.metric_state.items()}, m.update_count) for m in _all_inner(held)]
+    before = {path: _states(metric) for path, metric in held.metrics.items()}
     held.reset()
     try:
         yield held
     finally:
-        put_back(before)
+        for path, metric in held.metrics.items():  # a copy has left inference mode: training can write into it
+            put_back(before[path] if held.is_forges(path) else _states(metric))
 
 
 @contextmanager
@@ -281,8 +303,9 @@ def _inner(metric: Any) -> Iterator[Any]:
     return (module for module in metric.modules() if is_metric(module) and not hasattr(module, "compute_groups"))
 
 
-def _all_inner(held: Held) -> list[Any]:
-    return [inner for metric in held.metrics.values() for inner in _inner(metric)]
+def _states(metric: Any) -> Kept:
+    """What a metric has accumulated, in a copy, without what wrappers remember."""
+    return [(m, {name: _copied(v) for name, v in m.metric_state.items()}, m.update_count) for m in _inner(metric)]
 
 
 def _is_updated(metric: Any) -> bool:

@@ -87,15 +87,24 @@ def test_what_is_logged_is_called_by_its_stage_and_the_loss_has_one_curve() -> N
     assert result.metrics["val/loader"] == pytest.approx(2 / 3)  # one batch of the first loader, two of the second
 
 
-def test_another_value_than_the_loss_keeps_its_name() -> None:
+@pytest.mark.parametrize("as_number", [False, True])
+def test_another_value_than_the_loss_keeps_its_name_and_the_loss_itself_has_none_beside(as_number: bool) -> None:
     class Parts(Module):
+        factor = 2.0
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.log("train_loss", 2 * loss)
+            logged = loss if self.factor == 1 else self.factor * loss
+            self.log("train_loss", logged.item() if as_number else logged, on_step=True, on_epoch=True)
             return loss
 
     metrics = fit(Parts()).metrics
     assert metrics["train/train_loss"] == pytest.approx(2 * metrics["train/loss"])
+    assert "train/loss_epoch" not in metrics
+    Parts.factor = 1.0
+    metrics = fit(Parts()).metrics
+    assert metrics["train/loss_epoch"] == pytest.approx(metrics["train/loss"])
+    assert not {name for name in metrics if name.startswith("train/train_loss")}
 
 
 def test_monitors_are_named_as_the_metrics_are() -> None:

@@ -131,11 +131,11 @@ class Rich(L.LightningModule):
 
     def __init__(self, width: int = 16, plateau: bool = False):
         super().__init__()
-        from torchmetrics.classification import BinaryAccuracy
+        from torchmetrics.classification import BinaryAccuracy, BinaryF1Score
 
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 1))
-        self.accuracy = BinaryAccuracy()
+        self.accuracy, self.train_accuracy, self.by_hand = BinaryAccuracy(), BinaryAccuracy(), BinaryF1Score()
         self.heard: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +144,11 @@ class Rich(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         if batch_idx == 1:
             return None
-        loss = nn.functional.binary_cross_entropy_with_logits(self(batch), (batch.sum(1) > 0).float())
+        logits, y = self(batch), (batch.sum(1) > 0).float()
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, y)
+        self.train_accuracy(logits, y.long())
+        self.by_hand.update(logits, y.long())
+        self.log("train_acc", self.train_accuracy, on_step=True, on_epoch=True)
         self.log("train_loss", loss, on_epoch=True, prog_bar=True)
         self.log("lr_now", self.optimizers().param_groups[0]["lr"])
         return loss
@@ -189,6 +193,8 @@ class Rich(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.hear("epoch_end")
+        self.log("train_f1", self.by_hand.compute())
+        self.by_hand.reset()
 
     def on_train_end(self) -> None:
         self.hear("train_end")
@@ -211,9 +217,10 @@ def test_a_module_with_everything_ends_in_the_same_bits_and_hears_the_same_hooks
     assert ours.heard[-1].startswith("train_end")  # where Lightning's epoch has moved on
     assert result.metrics["val/loss"] == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-6)
     assert result.metrics["val/acc"] == pytest.approx(float(trainer.callback_metrics["val_acc"]), rel=1e-6)
-    assert result.metrics["train/loss_epoch"] == pytest.approx(
-        float(trainer.callback_metrics["train_loss_epoch"]), rel=1e-6
-    )
+    for ours_called, theirs in (
+        ("train/loss_epoch", "train_loss_epoch"), ("train/acc_epoch", "train_acc_epoch"), ("train/f1", "train_f1"),
+    ):  # fmt: skip
+        assert result.metrics[ours_called] == pytest.approx(float(trainer.callback_metrics[theirs]), rel=1e-6)
 
 
 def test_weights_go_both_ways_and_a_run_can_be_continued(tmp_path: Path) -> None:
@@ -244,7 +251,7 @@ def rich_without_dropout(*plugins: Any) -> tuple[dict[str, Any], dict[str, Any]]
     """Weights and metrics; every sample's own way through, so that shares of ranks add up."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    train, val = RandomDataset(32, 10), RandomDataset(32, 9)
+    train, val = RandomDataset(32, 9), RandomDataset(32, 9)  # one rank has no share of the last batch
     module = made(lambda: Rich(width=8))
     module.net[2].p = 0.0
     module.training_step = lambda batch, batch_idx: Rich.training_step(module, batch, 0)
@@ -257,7 +264,11 @@ def test_two_ranks_train_what_one_process_trains() -> None:
     for ours, logged in ranks(2)(rich_without_dropout, DDP()):
         for name, value in weights.items():
             torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-5, atol=1e-6)
-        for name in ("train/loss", "train/loss_epoch", "val/loss", "val/acc"):
+        for name in (
+            *(f"train/{name}" for name in ("loss", "loss_epoch", "acc", "acc_epoch", "f1")),
+            "val/loss",
+            "val/acc",
+        ):
             assert logged[name] == pytest.approx(metrics[name], rel=1e-4), name
 
 

@@ -109,7 +109,12 @@ class LightningAdapter(Trains, Evaluates):
     @hookimpl
     def forge_state_dict(self, trainer: Trainer) -> dict[str, Any]:
         epoch = self._epoch.state_dict() if self._epoch is not None else {}
-        return {"epoch": epoch, "names": dict(self.names), "checkpoint": self._own_state(trainer)}
+        computed = (
+            {} if self._epoch is None else {path: list(names) for path, names in self._epoch.metrics.names.items()}
+        )
+        metrics = {"returned": sorted(self.returned_metrics), "epoch": computed}
+        own = self._own_state(trainer)
+        return {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
 
     def _own_state(self, trainer: Trainer) -> dict[str, Any]:
         """What the module's on_save_checkpoint adds to a checkpoint of Lightning's."""
@@ -134,7 +139,11 @@ class LightningAdapter(Trains, Evaluates):
         self._done = self._before = trainer.feed.batches
         self._ran, self._open = (trainer.progress.update - 1, 1 << 30), None
         self.names |= state["names"]
+        metrics = state.get("metrics", {"returned": [], "epoch": {}})
+        self.returned_metrics.clear()
+        self.returned_metrics.update(metrics["returned"])
         if self._epoch is not None:
             self._epoch.means.load_state_dict(state["epoch"])
+            self._epoch.metrics.names = {path: list(names) for path, names in metrics["epoch"].items()}
         if self._defines("on_load_checkpoint"):
             self.module.on_load_checkpoint({**self._as_lightning(trainer), **state["checkpoint"]})

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from forge.accumulating import is_metric
 from forge.errors import TaskError
 from forge.lightning import carried
-from forge.lightning.logged import Logged, in_training, logged, refuse_on_one_rank
+from forge.lightning.logged import Logged, computed, in_training, logged, refuse_on_one_rank
 from forge.lightning.wrapping import Wrapped
 
 
@@ -34,13 +34,18 @@ class Answers(Wrapped):
     def _add_in_training(self, name: str, call: Logged) -> None:
         raise NotImplementedError
 
-    def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
+    def _count_between(self, call: Logged) -> None:
         raise NotImplementedError
 
     def _answer_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
         who = type(self.module).__name__
         if self.trainer is None:
             return  # as in Lightning: steps can be called by hand
+        if hasattr(value, "compute_groups"):
+            members = value.items(keep_base=False, copy_state=False)
+            options["rank_zero_only"] = rank_zero_only
+            self._answer_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
+            return
         call = logged(who, name, value, *args, **options)
         if rank_zero_only:
             refuse_on_one_rank(who, name, self.trainer.env.world)
@@ -53,17 +58,18 @@ class Answers(Wrapped):
 
     def _log_between(self, call: Logged) -> None:
         """`self.log` in a hook rather than in a step."""
-        if is_metric(call.value):
-            call = call._replace(value=call.value.compute())
         if self.stage is not None:
-            self._count_evaluated([call])
+            self._count_between(call)
             return
         assert self.trainer is not None
-        ended = self.trainer.step is not None and self.trainer.progress.update > self.trainer.step.index
-        self._weight = 1
-        if ended and self._epoch is not None:  # at the end of an epoch: what is logged is the value for it
-            self.names[call.name] = in_training(call.name)
-            self._epoch.means.add(in_training(call.name), call.value)
+        if self.epoch_is_over and self._epoch is not None:  # what is logged at its end is the value for it
+            self.names[call.name] = name = in_training(call.name)
+            if is_metric(call.value):
+                self._epoch.metrics.call(name, call.value)
+                self.fresh |= computed(self._epoch.metrics, self.trainer.env)
+            else:
+                self._epoch.means.add(name, call.value)
+                self.fresh[name] = float(call.value)
         else:
             self._add_in_training(in_training(call.name), call)
 

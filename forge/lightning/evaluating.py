@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from forge.accumulating import Held, is_metric
 from forge.data.feed import batch_size
 from forge.errors import TaskError
 from forge.hooks import hookimpl
 from forge.lightning import carried
 from forge.lightning.answers import Answers
-from forge.lightning.logged import Logged, split
+from forge.lightning.logged import Logged, computed, split
 from forge.lightning.names import short
 from forge.metrics import Means
 
@@ -30,6 +31,7 @@ class Evaluates(Answers):
     def forge_evaluate(self, trainer: Trainer, stage: str) -> Generator[None, Any, Any]:
         self.stage, self._loader = stage, -1
         self._evaluated = Means(trainer.env.device, trainer.env)
+        self._judged = Held(self, "")
         try:
             result = yield
             if stage == "predict":
@@ -38,6 +40,7 @@ class Evaluates(Answers):
             return result
         finally:
             self.stage, self._loader, self._evaluated, self._calls = None, 0, None, None
+            self._judged, self.fresh = None, {}
 
     def _begin_loader(self) -> None:
         self._loader += 1
@@ -80,15 +83,19 @@ class Evaluates(Answers):
         return output
 
     def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
-        """Count what was logged in an evaluation; metrics that accumulate are returned, for forge to compute."""
+        """Count what was logged in an evaluation. With several loaders, metrics that accumulate are returned: forge
+        computes them after each."""
         assert self.stage is not None
         assert self._evaluated is not None
         returned: dict[str, Any] = {}
         for call in calls:
             name = short(call.name, self.stage)
-            if isinstance(call.value, nn.Module):
-                self._note(call, name)
-                returned[name] = call.value
+            if is_metric(call.value):
+                if self._several():
+                    self._note(call, name)
+                    returned[name] = call.value
+                else:
+                    self._count_metric(call)
                 continue
             if call.add_dataloader_idx and self._loader >= 0:
                 name = "/".join([*self._several()[self._loader : self._loader + 1], name])
@@ -96,8 +103,30 @@ class Evaluates(Answers):
             self._evaluated.add(name, call.value, self._weigh(call))
         return returned
 
+    def _count_metric(self, call: Logged) -> None:
+        assert self.stage is not None
+        assert self._judged is not None
+        name = short(call.name, self.stage)
+        self._note(call, name)
+        self._judged.call(name, call.value)
+
+    def _count_between(self, call: Logged) -> None:
+        """`self.log` in a hook of an evaluation; at its end `callback_metrics` has the value at once."""
+        assert self.trainer is not None
+        if not is_metric(call.value):
+            self._count_evaluated([call])
+            if self._loader < 0:
+                self.fresh[self.names[call.name]] = float(call.value)
+            return
+        self._count_metric(call)
+        if self._loader < 0:
+            assert self._judged is not None
+            values = computed(self._judged, self.trainer.env)
+            self.fresh |= {f"{self.stage}/{name}": value for name, value in values.items()}
+
     def _note(self, call: Logged, name: str) -> None:
-        index = f"/dataloader_idx_{self._loader}" if self._several() and call.add_dataloader_idx else ""
+        of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # a hook at the end is of none
+        index = f"/dataloader_idx_{self._loader}" if of_loader else ""
         self.names[call.name + index] = f"{self.stage}/{name}"
 
     def _several(self) -> list[str]:
@@ -107,8 +136,16 @@ class Evaluates(Answers):
         return [name for name in self.trainer.loaders[self.stage] if name is not None]
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
-        assert self._evaluated is not None
+        """The module's hooks find what the evaluation came to, and what they log is returned with it."""
         self._weight, self._loader = 1, -1
+        values = self._read_evaluated()
+        self.fresh = {f"{stage}/{name}": value for name, value in values.items()}
         self._call(f"on_{WORDS[stage]}_epoch_end")
         self._call(f"on_{WORDS[stage]}_end")
-        return dict(self._evaluated.read().result())
+        return {**values, **self._read_evaluated()}
+
+    def _read_evaluated(self) -> dict[str, float]:
+        assert self.trainer is not None
+        assert self._evaluated is not None
+        assert self._judged is not None
+        return {**self._evaluated.read().result(), **computed(self._judged, self.trainer.env)}

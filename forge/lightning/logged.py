@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forge.accumulating import is_metric
-from forge.env import move
+from forge.accumulating import Held, is_metric
+from forge.env import Env, move
 from forge.errors import TaskError
 from forge.lightning.names import short
 from forge.metrics import Means
@@ -53,7 +54,7 @@ def logged(
     logger, sync_dist and its group, enable_graph and metric_attribute have nothing to say.
     """
     if is_metric(value):
-        return Logged(name, value, True, False, None, add_dataloader_idx)
+        return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TaskError(f"{who}: self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log its .mean().")
     if not isinstance(value, (Tensor, Real)):
@@ -90,20 +91,54 @@ def split(output: Any) -> tuple[Any, dict[str, Any]]:
 
 def is_the_loss(value: Any, loss: Any) -> bool:
     """Whether what was logged is the loss that was returned: the same memory, or its number."""
-    if not isinstance(value, Tensor):
-        return True
-    return isinstance(loss, Tensor) and value.data_ptr() == loss.data_ptr()
+    if not isinstance(loss, Tensor):
+        return False
+    if isinstance(value, Tensor):
+        return value.data_ptr() == loss.data_ptr()
+    number = float(loss.detach())  # whoever logs a number has waited for the device already
+    return value == number or (value != value and number != number)
+
+
+def of_this_batch(name: str, metric: Any) -> dict[str, Any]:
+    """What a metric came to for the batch that it was last called with, by name; nothing, where it was only updated."""
+    value = metric._forward_cache
+    if value is None:
+        warnings.warn(
+            f"self.log({name!r}) got a {type(metric).__name__} without a value for this batch, so there is none to log "
+            "for a step, as in Lightning: call the metric, metric(preds, target), rather than metric.update; or log it "
+            "with on_step=False, on_epoch=True.",
+            stacklevel=2,
+        )
+        return {}
+    if isinstance(value, Mapping):
+        return {f"{name}/{key}": part for key, part in value.items()}
+    return {name: value}
+
+
+def computed(metrics: Held, env: Env) -> dict[str, float]:
+    """What the metrics come to that were logged; they go on from there. All ranks must ask."""
+    values = metrics.compute(env if env.world > 1 else None, reset=False)
+    return {name: float(value) for name, value in values.items()}
 
 
 class EpochMeans:
-    """Means over an epoch of training, for what is logged with `on_epoch=True`; kept in checkpoints by rank."""
+    """Values for an epoch of training, of what is logged with `on_epoch=True`; means are kept in checkpoints by rank,
+    and what metrics have accumulated is with all that the task holds."""
 
     def __init__(self, trainer: Trainer):
         self._env = trainer.env
         self.means = Means(trainer.env.device, trainer.env)
+        self.metrics = Held(trainer.task, "train/")
 
     def read(self) -> dict[str, float]:
-        return self.means.read().result() if self._env.world > 1 or not self.means.empty else {}
+        """The means so far, which begin anew, and what metrics come to, which do not. All ranks must ask."""
+        means = self.means.read().result() if self._env.world > 1 or not self.means.empty else {}
+        return {**means, **computed(self.metrics, self._env)}
+
+    def end(self) -> None:
+        """The metrics that were logged begin anew; the others are the module's own business."""
+        self.metrics.reset()
+        self.metrics.names = {}
 
     def state_dict(self) -> dict[str, Any]:
         own = self.means.state_dict()

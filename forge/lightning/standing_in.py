@@ -77,9 +77,16 @@ class StandIn:
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values, under the module's own names and under forge's."""
-        values = {name: torch.tensor(value) for name, value in self.forge.metrics.items() if isinstance(value, float)}
-        own = {name: values[known] for name, known in self._adapter.names.items() if known in values}
+        """The latest values, under the module's own names and under forge's.
+
+        From the end of an epoch to the next batch, what is logged by step and by epoch has the epoch's value.
+        """
+        adapter = self._adapter
+        latest = {**self.forge.metrics, **adapter.fresh}
+        values = {name: torch.tensor(value) for name, value in latest.items() if isinstance(value, float)}
+        own = {name: values[known] for name, known in adapter.names.items() if known in values}
+        if adapter.epoch_is_over:
+            own |= {name: own[f"{name}_epoch"] for name in adapter.names if f"{name}_epoch" in own}
         return {**values, **own}
 
     logged_metrics = callback_metrics

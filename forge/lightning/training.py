@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from forge.accumulating import is_metric
 from forge.errors import TaskError
 from forge.hooks import hookimpl
 from forge.lightning import carried, optimizing
 from forge.lightning.answers import Answers
-from forge.lightning.logged import Logged, in_training, is_the_loss, split
+from forge.lightning.logged import Logged, in_training, is_the_loss, of_this_batch, split
 from forge.lightning.names import short
 from forge.optimizers import Optimizers, drop_gradients
 from forge.step import Step
 
 if TYPE_CHECKING:
     from forge.trainer import Trainer
+
+OTHER_LOSS = "train/train_loss"
+"""Where something goes that is logged as the loss and is another value than the one that was returned."""
 
 
 class Trains(Answers):
@@ -51,6 +55,7 @@ class Trains(Answers):
             self._started = True
             self._call("on_train_start")
         self._end_batch()
+        self._weight, self.epoch_is_over = 1, False
         if self._done + step.micro == 0:
             self._call("on_train_epoch_start")
 
@@ -78,10 +83,11 @@ class Trains(Answers):
             self._open = ({**whole, "loss": loss.detach()}, batch, index)
         taken = {short(call.name, "train") for call in calls}
         extra = {name: value for name, value in extra.items() if short(name, "train") not in taken}
-        return {**extra, **self._count(calls, loss), "loss": loss}
+        self._count(calls, loss)
+        return {**extra, "loss": loss}
 
     def _begin_step(self, step: Step, batch: Any, index: int) -> None:
-        self._ran = (step.index, step.micro)
+        self._ran, self._weight = (step.index, step.micro), step.items[step.micro]
         self._all_none = self._all_none or step.micro == 0
         if self._call("on_train_batch_start", batch, index) == -1:
             raise TaskError(
@@ -89,33 +95,62 @@ class Trains(Answers):
                 "forge does not do. Set trainer.should_stop, or give the loader fewer batches."
             )
 
-    def _count(self, calls: list[Logged], loss: Tensor | None) -> dict[str, Any]:
-        """Count what a training step logged: its metrics that accumulate are returned, under their names."""
-        returned: dict[str, Any] = {}
+    def _count(self, calls: list[Logged], loss: Tensor) -> None:
+        """Count what a training step logged."""
         for call in calls:
             name = in_training(call.name)
-            if isinstance(call.value, nn.Module):
-                self.names[call.name] = name
-                returned[short(call.name, "train")] = call.value
-            elif name != "train/loss":
+            if name != "train/loss" or isinstance(call.value, nn.Module):
                 self._add_in_training(name, call)
-            elif is_the_loss(call.value, loss):  # which forge logs already
-                self.names[call.name] = name
-                self._add_in_training(name, call._replace(on_step=False))
+            elif isinstance(call.value, Tensor):
+                self._add_as_the_loss(call, is_the_loss(call.value, loss))
             else:
-                self._add_in_training("train/train_loss", call)
-        return returned
+                known = self.names.get(call.name) == OTHER_LOSS  # numbers that were once another's stay apart
+                self._add_as_the_loss(call, not known and is_the_loss(call.value, loss), by_number=True)
+
+    def _add_as_the_loss(self, call: Logged, is_loss: bool, by_number: bool = False) -> None:
+        """What is logged as the loss is the one that was returned, which forge logs already, or gets its own name."""
+        if by_number:  # which one it is may differ from rank to rank, but the names may not
+            self._name_alone("train/loss", call._replace(on_step=False))
+            self._name_alone(OTHER_LOSS, call)
+        if not is_loss:
+            self._add_in_training(OTHER_LOSS, call)
+            return
+        self._name_step(call, "train/loss")
+        self._add_in_training("train/loss", call._replace(on_step=False))
+
+    def _name_step(self, call: Logged, name: str) -> None:
+        self.names[call.name] = name
+        if call.on_epoch:
+            self.names[f"{call.name}_step"] = name
+
+    def _name_alone(self, name: str, call: Logged) -> None:
+        """Count nothing under a name that other ranks may count something under."""
+        assert self.trainer is not None
+        if self.trainer.env.world == 1:
+            return
+        if call.on_step:
+            self.trainer.means.add(name, 0.0, 0)
+        if call.on_epoch and self._epoch is not None:
+            self._epoch.means.add(f"{name}_epoch", 0.0, 0)
 
     def _add_in_training(self, name: str, call: Logged) -> None:
         assert self.trainer is not None
-        weight = self._weigh(call)
+        weight, accumulates = self._weigh(call), is_metric(call.value)
         if call.on_step:
-            self.names[call.name] = name
-            self.trainer.means.add(name, call.value, weight)
-        if call.on_epoch and self._epoch is not None:
+            self._name_step(call, name)
+            values = of_this_batch(name, call.value) if accumulates else {name: call.value}
+            self.trainer.means.add_all("", values, weight)
+        if self._epoch is None:
+            return
+        if accumulates:
+            self._epoch.metrics.take(call.name, call.value)
+        if call.on_epoch:
             self.names.setdefault(call.name, f"{name}_epoch")
             self.names[f"{call.name}_epoch"] = f"{name}_epoch"
-            self._epoch.means.add(f"{name}_epoch", call.value, weight)
+            if accumulates:
+                self._epoch.metrics.call(f"{name}_epoch", call.value)
+            else:
+                self._epoch.means.add(f"{name}_epoch", call.value, weight)
 
     def _nothing(self, step: Step) -> Tensor:
         """The module returned None: this batch is passed over. Its loss of 0 is in no mean and has no gradient."""
@@ -168,9 +203,15 @@ class Trains(Answers):
 
     @hookimpl
     def forge_boundary(self, trainer: Trainer, step: Step) -> None:
-        """The end of an epoch, after the validation that belongs to it."""
-        if step.ends_epoch:
-            self._call("on_train_epoch_end")
-            means = self._epoch.read() if self._epoch is not None else {}
-            if means:
-                trainer.publish(means)
+        """The end of an epoch, after the validation that belongs to it. The module's hook finds the epoch's values, and
+        what it logs is published with them."""
+        if not step.ends_epoch or self._epoch is None:
+            return
+        if trainer.means.held is not None:
+            trainer.means.held.computed.update(trainer.means.held.updated())  # the module may reset its own
+        self.fresh, self._weight, self.epoch_is_over = self._epoch.read(), 1, True
+        self._call("on_train_epoch_end")
+        values, self.fresh = {**self.fresh, **self._epoch.read()}, {}
+        self._epoch.end()
+        if values:
+            trainer.publish(values)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from forge.accumulating import Held
 from forge.errors import DataError
 from forge.lightning import carried
 from forge.lightning.logged import EpochMeans, Logged
@@ -42,6 +43,8 @@ class Wrapped(TaskModule):
         vars(self).update(module=module, datamodule=datamodule)  # torch must not register it
         self.names: dict[str, str] = {}
         "What forge calls the values that the module logged, by the module's own names."
+        self.returned_metrics: set[str] = set()
+        "The metrics that the module has logged, by attribute. All others are its own: forge leaves them as they are."
         self._forget()
         for hook, method in (
             ("forge_backward", "on_after_backward"),
@@ -60,6 +63,11 @@ class Wrapped(TaskModule):
         self._schedules: list[Schedule] = []
         self._epoch: EpochMeans | None = None
         self._evaluated: Means | None = None
+        self._judged: Held | None = None
+        "The metrics that this evaluation has logged."
+        self.fresh: dict[str, float] = {}
+        "What an epoch or an evaluation came to, for the module's hook at its end: nothing of it is published yet."
+        self.epoch_is_over = False
         self._loader = 0
         self._step: Step | None = None
         self._ran = (-1, -1)
