@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,18 @@ from torch.optim.lr_scheduler import OneCycleLR
 from forge.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from forge.optimizers import Entry, Optimizers
+    from forge.optimizers import Optimizers
 
 logger = logging.getLogger("forge")
+
+
+class KeptOption(NamedTuple):
+    """An option that a continued optimizer keeps as it was saved, whatever it is given now."""
+
+    optimizer: str
+    option: str
+    used: Any
+    given: Any
 
 
 def save(optimizers: Optimizers, task: nn.Module) -> dict[str, Any]:
@@ -56,10 +65,12 @@ def refuse_others(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Mod
 
 def load(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module) -> None:
     """Take back what `save` gave and `refuse_others` let through."""
-    names = _names(task)
+    names, optimizers.kept = _names(task), []
     for name, entry in optimizers.entries.items():
         there = saved[name or ""]
-        _warn_of_other_options(entry, there["optimizer"])
+        for option in kept_options(entry.optimizer, there["optimizer"]["param_groups"]):
+            logger.warning("%s goes on with %s=%r, as in the checkpoint; %r is not used.", *option)
+            optimizers.kept.append(option)
         _load(entry.optimizer, there["optimizer"], names)
         for item, kept in zip(entry.schedules, there["schedules"], strict=True):
             item.schedule.load_state_dict(_for_this_length(item.schedule, _counted(kept["state"])))
@@ -139,22 +150,22 @@ def _as_saved(saved: Any, loaded: Any, parameter: Tensor) -> Any:
     return loaded
 
 
-def _warn_of_other_options(entry: Entry, saved: Mapping[str, Any]) -> None:
-    """The checkpoint's options win, because a run is continued; what the code says now is not used, which is worth a
-    word."""
-    for now, then in zip(entry.optimizer.param_groups, saved["param_groups"], strict=True):
-        for key in now.keys() & then.keys() - {"params", "lr", "initial_lr"}:
-            if type(now[key]) in (bool, int, float, str, tuple) and now[key] != then[key]:
-                _ignored(entry, key, now[key], then[key])
+def kept_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> list[KeptOption]:
+    """Where the parameter groups of a checkpoint say otherwise than the code does now; each difference once.
+
+    The checkpoint's options win, because a run is continued. What the code says is not used, which is worth a word.
+    """
+    found: list[KeptOption] = []
+    kind = type(optimizer).__name__
+    for now, then in zip(optimizer.param_groups, saved, strict=True):
         ours, theirs = (float(group.get("initial_lr", group.get("lr", 0))) for group in (now, then))
         if ours != theirs:
-            _ignored(entry, "lr", ours, theirs)
-
-
-def _ignored(entry: Entry, key: str, now: Any, then: Any) -> None:
-    logger.warning(
-        "%s goes on with %s=%r, as in the checkpoint; %r is not used.", type(entry.optimizer).__name__, key, then, now
-    )
+            found.append(KeptOption(kind, "lr", theirs, ours))
+        for key in now:
+            comparable = key in then and key not in ("params", "lr", "initial_lr")
+            if comparable and type(now[key]) in (bool, int, float, str, tuple) and now[key] != then[key]:
+                found.append(KeptOption(kind, key, then[key], now[key]))
+    return [option for i, option in enumerate(found) if option not in found[:i]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

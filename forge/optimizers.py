@@ -66,6 +66,8 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self.named = None not in self.entries
         self.has_schedules = any(entry.schedules for entry in self.entries.values())
         self._used: list[list[Any]] | dict[str, float] | None = None
+        self.kept: list[optimizer_state.KeptOption] = []
+        "What a checkpoint's options were where they are others now: the run goes on with those."
         self.orphans: list[nn.Parameter] = []
         "Trainable parameters in no optimizer: their gradients are dropped after every window."
 

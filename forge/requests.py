@@ -51,11 +51,12 @@ class Requests:
         if kind not in self.open or (everywhere and not self.open[kind].everywhere):
             self.open[kind] = request
 
-    def note(self, kind: str, reason: str, everywhere: bool = False) -> Request:
-        """Write a request down with who asked."""
+    def note(self, kind: str, reason: str, everywhere: bool = False, told: bool = False) -> Request:
+        """Write a request down with who asked; one that is `told` already is no news."""
         request = Request(kind, reason, self._asker(), self._trainer.progress.update, everywhere)
         self.log.append(request)
-        level = logging.DEBUG if kind == "checkpoint" else logging.INFO  # a routine, and not worth a line each time
+        # a checkpoint is a routine, and not worth a line each time
+        level = logging.DEBUG if told or kind == "checkpoint" else logging.INFO
         logger.log(level, "%s asked for by %s at update %d", kind, request, request.update)
         return request
 

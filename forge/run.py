@@ -20,8 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from forge import __version__, options
 from forge.errors import Interrupted
+from forge.latest import still_logged
 from forge.plugin import Callback, Plugin, snake_case
 from forge.replacing import replacing
+from forge.report import words
 
 if TYPE_CHECKING:
     from forge.task import TaskModule
@@ -68,6 +70,7 @@ def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, An
         "trainer": trainer.settings,
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,
+        "kept_options": [plain(option._asdict()) for option in trainer.optimizers.kept],
         "seed": trainer.seed,
         "device": device_name(trainer.env.device),
         "world": trainer.env.world,
@@ -96,15 +99,30 @@ def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
             beside.write_text(text)
 
 
-def write_end(trainer: Trainer, error: BaseException | None, seconds: float) -> None:
-    """`end.json`: how a fit ended, after how long, and the latest value of every metric."""
+def config_text(trainer: Trainer, card: dict[str, Any]) -> str:
+    """`config.yaml`: the recipe, under comments about what it does not say of this run."""
+    assert trainer.recipe is not None
+    notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.plugins_in_code else []
+    kept = words.kept_options(card["kept_options"])
+    if kept:
+        notes.append(
+            f"Continued from update {card['resumed_from']} with the optimizer's options as saved: {kept}. What this "
+            "recipe says of them had no effect; in a new run it would have."
+        )
+    return "".join(f"# {' '.join(note.split())}\n" for note in notes) + trainer.recipe.to_yaml()
+
+
+def write_end(trainer: Trainer, started: str, error: BaseException | None, seconds: float) -> None:
+    """`end.json`: how the fit ended whose card says `started`, after how long, and every metric that it still logs."""
     assert trainer.run_dir is not None
     progress = trainer.progress
     status, reason = ending(trainer, error)
-    numbers = {name: value for name, value in trainer.metrics.items() if isinstance(value, (int, float))}
+    current = still_logged(trainer.metrics, trainer.logged)
+    numbers = {name: value for name, value in current.items() if isinstance(value, (int, float))}
     record = {
         "status": status,
         "reason": reason,
+        "started": started,
         "ended": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "seconds": round(seconds, 3),
         "updates": progress.update,
@@ -120,6 +138,8 @@ def ending(trainer: Trainer, error: BaseException | None) -> tuple[str, str]:
     """(finished, interrupted or failed, why) of a fit that ends now."""
     if error is None:
         return "finished", trainer._stop_reason or trainer._end or ""
+    if isinstance(error, SystemExit) and type(error.code) is int and error.code > 128:
+        return "interrupted", f"signal {error.code - 128}: the state was not saved."
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return "interrupted", str(error) or type(error).__name__
     return "failed", f"{type(error).__name__}: {error}"[:500]
@@ -136,6 +156,7 @@ def card_as_markdown(card: dict[str, Any]) -> str:
         "optimizer": ", ".join(card["optimizers"].values()),
         "planned updates": card["planned_updates"],
         **({} if card["resumed_from"] is None else {"resumed from": f"update {card['resumed_from']}"}),
+        **({"kept as saved": words.kept_options(card["kept_options"])} if card["kept_options"] else {}),
         "seed": card["seed"],
         "device": card["device"],
         "versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),

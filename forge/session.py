@@ -26,7 +26,7 @@ from forge.flags import deterministic_flags
 from forge.metrics import Means
 from forge.model import PHASES, Build, TaskCall
 from forge.report import lives
-from forge.run import make_card, write_card
+from forge.run import config_text, make_card, write_card, write_end
 from forge.seeding import seed_all, seed_of
 from forge.stack import TASK
 from forge.state import Checkpoint, RunLock, capture, check_savable, load_weights
@@ -52,6 +52,9 @@ class Session:
         self.checkpoint: Checkpoint | None = None
         self.continues = False
         "Whether the checkpoint is this run's own, rather than another's that it branches off."
+        self.card: dict[str, Any] | None = None
+        "Of a fit that has begun in a run folder, on the rank that writes there."
+        self.started = 0.0
         self.cleanup = ExitStack()
         trainer.reset()
         trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
@@ -86,9 +89,12 @@ class Session:
         failed = None if isinstance(told, Interrupted) else told
         for name, end in reversed(trainer.stack.implementations("forge_end")):
             failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
-        self._close()
-        stop_watching(trainer)
         failed = failed or told
+        try:
+            self._write_end(failed)
+        finally:
+            self._close()
+            stop_watching(trainer)
         if failed is not error and failed is not None:
             raise failed from error
 
@@ -143,6 +149,7 @@ class Session:
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
             trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
+        self.started = time.monotonic()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
         if trainer.verb == "fit":
@@ -245,8 +252,8 @@ class Session:
         reason = resumable_reason(trainer.feed.loader) if saves else None
         if reason is not None and not trainer.allow_inexact:
             raise DataError(
-                f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True, or train "
-                "without checkpoints (-p no:checkpoint)."
+                f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True "
+                "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
             )
 
     def _count_updates(self) -> None:
@@ -302,11 +309,19 @@ class Session:
             return
         card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
         known = lives.begin(card, trainer.run_dir, self.continues)
+        self.card = card
         write_card(card, trainer.run_dir, lives.as_markdown(known))
         if trainer.recipe is not None:
-            note = "# Plugins were given in code too: the whole stack is in card.json.\n"
-            text = (note if trainer.plugins_in_code else "") + trainer.recipe.to_yaml()
-            (trainer.run_dir / "config.yaml").write_text(text)
+            (trainer.run_dir / "config.yaml").write_text(config_text(trainer, card))
+
+    def _write_end(self, error: BaseException | None) -> None:
+        """How the fit ended, whatever plugins it had; a run is not lost because this cannot be written."""
+        if self.card is None:
+            return
+        try:
+            write_end(self.trainer, self.card["started"], error, time.monotonic() - self.started)
+        except Exception as problem:
+            logger.error("end.json cannot be written: %s.", problem)
 
 
 def _innermost(loader: Any) -> Any:

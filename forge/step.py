@@ -112,11 +112,12 @@ class Step:
         if self._record:
             self.trainer.means.add(name, value)
 
-    def skip_update(self, reason: str) -> None:
-        """Do not step the current optimizer. The reason must follow from values that are equal on all ranks."""
+    def skip_update(self, reason: str, told: bool = False) -> None:
+        """Do not step the current optimizer. The reason must follow from values that are equal on all ranks. The log
+        says who asked, and why, unless the plugin has `told` of it in a line of its own."""
         if self.skip_reason is None:
             self.skip_reason = reason
-            self.trainer.requests.note("skip_update", reason)
+            self.trainer.requests.note("skip_update", reason, told=told)
 
     # -- the two halves of a train step -------------------------------------------------------------------------------
 

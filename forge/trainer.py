@@ -224,6 +224,8 @@ class Trainer:
         self.progress = Progress()
         self.requests = Requests(self)
         self.metrics, self.given_loaders, self.loaders = {}, {}, {}
+        self.logged: set[str] = set()
+        "Names that this life of the run has logged itself; `metrics` has those of the lives before it too."
         self.resumed_from, self.restores, self.left_out = None, 0, set()
         self.at_boundary = False
         self.mesh_axes: dict[str, int] = {}
@@ -487,6 +489,7 @@ class Trainer:
 
     def _publish(self, update: int, metrics: dict[str, Any]) -> None:
         self.metrics.update(metrics)
+        self.logged.update(metrics)
         if metrics and self.hooks.forge_log is not None:
             self.hooks.forge_log(self, update, metrics)
 

@@ -200,6 +200,21 @@ def test_a_missing_task_file_or_class_is_named(forge, ring):
     assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
 
 
+def test_a_task_that_is_named_as_a_module_is_answered_with_its_file(forge, ring):
+    assert "'ring:Ring'. Did you mean 'ring.py:Ring'?" in forge.refused("fit", "ring:Ring")
+    assert "'ring'. Did you mean 'ring.py'?" in forge.refused("plan", "ring")
+    Path("models").mkdir()
+    Path("models/own.py").touch()
+    assert "Did you mean 'models/own.py:Own'?" in forge.refused("fit", "models.own:Own")
+    assert "Did you mean './ring.py:Ring'?" in forge.refused("fit", "./ring:Ring")
+    assert "A task of your own is FILE.py:Task." in forge.refused("fit", "nowhere:Task")
+
+
+def test_a_file_of_the_same_name_does_not_hide_a_recipe(forge):
+    Path("quickstart.py").touch()
+    assert "digits_mlp" in forge("plan", "quickstart")
+
+
 @pytest.mark.parametrize(
     ("source", "cause", "lines"),
     [
@@ -278,6 +293,14 @@ def test_without_weights_a_warning_says_so(forge):
 def test_a_missing_split_is_named(forge, ring):
     Path("untested.py").write_text(ring.read_text().replace("test=", "predict="))
     assert "no test split" in forge.refused("test", "untested.py:Ring")
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.pt", "p"])
+def test_predictions_go_into_no_file_whose_name_says_something_else(forge, name):
+    said = forge.refused("predict", "quickstart", "--out", f"out/{name}")
+    assert f"--out out/{name}: predictions are tensors, and are written as safetensors." in said
+    assert "Name it out/p.safetensors" in said
+    assert not Path("out").exists()
 
 
 def test_predictions_of_all_batches_are_joined_by_name():
@@ -404,3 +427,12 @@ def test_a_new_plugin_is_a_package_in_a_folder_of_that_name_whose_own_tests_pass
 def test_new_overwrites_nothing_and_refuses_what_is_no_name(forge, ring):
     assert "exists" in forge.refused("new", "task", "Ring")
     assert "letter first" in forge.refused("new", "plugin", "3d")
+
+
+def test_a_plugin_does_not_get_the_name_of_one_that_is_there(forge, broken_plugin):
+    said = forge.refused("new", "plugin", "Clip")
+    assert f"'clip' is taken by a plugin of forge-trainer {__version__}." in said
+    assert "forge new plugin my_clip" in said
+    assert "'broken' is taken by a plugin of broken-plugin 1.2." in forge.refused("new", "plugin", "broken")
+    assert "'plugins' is taken by the package forge_plugins." in forge.refused("new", "plugin", "plugins")
+    assert list(Path().iterdir()) == []

@@ -220,6 +220,19 @@ def test_a_run_folder_is_answered_with_its_bundles(replay: Any, folder: str) -> 
     assert f"  {bundle}\n" in text
 
 
+def test_a_bundle_that_is_not_there_is_called_one(replay: Any) -> None:
+    code, text = replay("nosuch")
+    assert code == 2
+    assert "There is no replay bundle nosuch. They are RUN/anomaly/update-XXXXXXXX, made by the plugin anomaly." in text
+    bundle = make_bundle()
+    code, text = replay("run/anomaly/update-99999999")
+    assert code == 2
+    assert f"There is no replay bundle run/anomaly/update-99999999. These are there:\n  {bundle}\n" in text
+    code, text = replay("unlucky.py")
+    assert code == 2
+    assert "unlucky.py is a file, no replay bundle." in text
+
+
 def test_a_run_folder_without_bundles_says_so(replay: Any, empty_folder: Path) -> None:
     (empty_folder / "run").mkdir()
     code, text = replay("run")

@@ -423,6 +423,11 @@ def test_a_limit_of_the_cost_is_held() -> None:
     assert math.isnan(check_plugin(Slow, leave_out=left).cost_us)
 
 
+def test_a_report_says_nothing_of_a_cost_that_was_left_out() -> None:
+    report = check_plugin(Shrink, leave_out=["leaks", "runs", "files", "graphs", "exceptions", "order", "cost"])
+    assert str(report) == "shrink keeps the contract (state)."
+
+
 def test_what_is_left_out_must_be_there() -> None:
     with pytest.raises(AssertionError, match=r"leave_out names ordre; there are leaks, .* order, cost"):
         check_plugin(Shrink, leave_out=["ordre"])

@@ -236,6 +236,26 @@ class DrawsFromTorch(forge.Plugin):
         step.record("curvature", (weight * torch.randn_like(weight)).sum())
 
 
+class LeavesEvalMode(forge.Plugin):
+    """Says that it only watches, and looks at the task as it is when nothing is dropped."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        step.trainer.task.eval()
+
+
+class LeavesAPartInEvalMode(forge.Plugin):
+    """Says that it only watches, and asks for the statistics of one layer alone."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_boundary(self, trainer: forge.Trainer) -> None:
+        next(module for module in trainer.task.modules() if isinstance(module, nn.BatchNorm1d)).eval()
+
+
 class KeepsGraph(forge.Plugin):
     """A running mean of the loss, with everything that led to it."""
 
@@ -379,7 +399,9 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
     LeavesTheEnvironment: ["leaves os.environ changed after a fit: A_LIBRARY_IS_QUIET is '1' instead of None"],
     CarriesState: ["'carries_state' carries something from one run into the next", "forge_start, not in __init__"],
     Draws: ["'draws' says observer = True", "it draws from Python's random", "a generator of your own"],
-    DrawsFromTorch: ["'draws_from_torch' says observer = True", "It draws from torch's global generator"],
+    DrawsFromTorch: ["'draws_from_torch' says observer = True", "It draws from torch's global generator. Draw from a"],
+    LeavesEvalMode: ["'leaves_eval_mode' says observer = True", "It leaves the task in eval mode. Note `training` of"],
+    LeavesAPartInEvalMode: ["says observer = True", "It leaves net.1 in eval mode", "put it back"],
     KeepsGraph: ["'keeps_graph' keeps", "alive with the graph that made them", "memory grows", "detach()"],
     GoesByTheClock: ["'goes_by_the_clock' makes a fit end elsewhere each time", "a clock", "trainer.seed"],
     OwnGenerator: ["'own_generator' that is resumed at update 4 ends elsewhere", "forge_state_dict"],

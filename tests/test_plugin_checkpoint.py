@@ -169,7 +169,7 @@ def test_all_ranks_decide_alike_and_only_rank_0_looks_into_the_folder(
             play.go_to(update)
             asked.append(play.validate(score))
             play.save()
-        plugin.forge_end()
+        play.end()
         if rank == 1:
             assert threading.get_ident() not in looked
         return asked, plugin.forge_state_dict()
@@ -230,6 +230,35 @@ def test_best_without_a_val_loader_is_refused_before_training(tmp_path: Path) ->
         fit(plugins=[plugin], run_dir=tmp_path)
 
 
+def test_a_best_that_no_validation_can_give_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plugin = Checkpoint(best={"monitor": "val/loss", "mode": "min"})
+    data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "plugins": [plugin]}
+    fit(**data, validate_every="9 updates", run_dir=tmp_path / "short")
+    assert caplog.messages == ["checkpoint.best compared nothing: this run ended before its first validation."]
+    caplog.clear()
+    fit(**data, validate_every=None, run_dir=tmp_path / "never")
+    assert caplog.messages[0].startswith("checkpoint.best: validate_every is null")
+    caplog.clear()
+    fit(**data, validate_every="1 epoch", run_dir=tmp_path / "compared")
+    assert caplog.messages == []
+
+
+def test_a_best_of_another_life_and_a_run_that_fails_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            raise RuntimeError("on purpose")
+
+    plugin = Checkpoint(best={"monitor": "val/loss", "mode": "min"})
+    data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "plugins": [plugin], "seed": 0}
+    fit(**data, max_updates=2, max_epochs=None, run_dir=tmp_path)
+    fit(**data, max_updates=3, max_epochs=None, run_dir=tmp_path, resume="auto")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Fails(), **data, run_dir=tmp_path / "failed")
+    assert "compared nothing" not in caplog.text
+
+
 def test_the_best_so_far_is_carried_over_a_resume(tmp_path: Path) -> None:
     settings = {"every": "1 epoch", "keep": 1, "best": {"monitor": "val/score", "mode": "max"}}
     data: dict[str, Any] = {"train": make_batches(2), "val": make_batches(1), "run_dir": tmp_path}
@@ -254,7 +283,7 @@ def test_best_values_whose_checkpoint_is_gone_are_forgotten(tmp_path: Path) -> N
     run.go_to(5)
     run.validate(0.9)
     run.save()
-    plugin.forge_end()
+    run.end()
     state = plugin.forge_state_dict()
     folder.remove(folder.path(5))
     again = Play(Checkpoint(best={"monitor": "val/score", "mode": "max"}), tmp_path, resumed_from=5)
@@ -284,6 +313,7 @@ class Play:
             verb="fit",
             run_dir=run,
             loaders={"val": {}},
+            validate_every=forge.Interval("1 epoch"),
             env=SimpleNamespace(is_main=rank == 0, rank=rank, world=world, store=store, broadcast=broadcast),
             progress=SimpleNamespace(update=0),
             resumed_from=resumed_from,
@@ -310,6 +340,9 @@ class Play:
     def save(self) -> None:
         update = self.trainer.progress.update
         self.plugin.forge_save(self.trainer, {"model": {"w": torch.full((2,), float(update))}})
+
+    def end(self) -> None:
+        self.plugin.forge_end(self.trainer)
 
 
 MOMENTS = st.lists(
@@ -368,7 +401,7 @@ def test_exactly_the_last_and_the_best_remain_whatever_happens(
                 if value is not None and math.isfinite(value):
                     values[update] = value
             assert set(kept(run)) == {*saved[-keep:], *is_best(values)}
-        plugin.forge_end()
+        play.end()
     if saved:
         assert target(run, "latest") == saved[-1]
     if is_best(values):
@@ -410,12 +443,12 @@ def test_what_was_passed_over_in_a_resume_neither_counts_nor_stays(tmp_path: Pat
     for update in (10, 20, 30):
         play.go_to(update)
         play.save()
-    play.plugin.forge_end()
+    play.end()
     assert kept(tmp_path) == [20, 30]
     again = Play(Checkpoint(every=None, keep=2), tmp_path, resumed_from=20)  # 30 was damaged, say
     again.go_to(35)
     again.save()
-    again.plugin.forge_end()
+    again.end()
     assert kept(tmp_path) == [20, 35]
 
 

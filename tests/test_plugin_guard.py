@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,13 @@ def test_a_skipped_loss_does_not_make_the_next_updates_bad(caplog: pytest.LogCap
         "finite.",
         "guard: 1 update skipped in this run.",
     ]
+
+
+def test_each_skip_is_one_line_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "forge")
+    fit([Guard("skip")], batches(1, 3))
+    told = [line.partition(": ")[0] for line in caplog.messages if "not finite" in line]
+    assert told == ["guard skips update 1", "guard skips update 3"]
 
 
 def test_more_skips_in_a_row_than_allowed_stop_the_run() -> None:

@@ -72,7 +72,7 @@ def test_an_end_that_cannot_be_written_leaves_nothing_in_the_run(
 
     monkeypatch.setattr(os, "replace", fail)
     with caplog.at_level(logging.ERROR, "forge"):
-        fit(plugins=[JSONL()], run_dir=tmp_path)
+        assert fit(plugins=[JSONL()], run_dir=tmp_path).updates == 4
     assert "end.json cannot be written" in caplog.text
     assert not [name for name in names(tmp_path) if "end.json" in name]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["update"] == 4

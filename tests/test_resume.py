@@ -19,7 +19,7 @@ import forge
 from forge.data import Loader, TensorLoader
 from forge.state import Checkpoints
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
-from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Schedule
+from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Schedule
 
 
 def everything() -> list[Any]:
@@ -223,6 +223,40 @@ def test_a_plugin_with_state_that_is_missing_on_either_side_is_refused(tmp_path:
     die(tmp_path / "without", [Checkpoint(every="1 update")], 3)
     with pytest.raises(forge.CheckpointError, match="'counting' is in this stack, but has no state in it"):
         live(tmp_path / "without", [Counting(), Checkpoint()])
+
+
+class Careful(Counting):
+    """Has state once there is something to remember."""
+
+    def __init__(self, since: int):
+        super().__init__()
+        self.since = since
+
+    @forge.hookimpl
+    def forge_state_dict(self) -> Any:
+        return {"count": self.count} if self.count >= self.since else None
+
+
+def test_a_plugin_with_nothing_to_lose_may_come_and_go_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    die(tmp_path, [Careful(99), Checkpoint(every="1 update")], 3)
+    die(tmp_path, [Checkpoint(every="1 update")], 5)
+    assert "plugin 'careful' was in the stack before, and is not now" in caplog.text
+    live(tmp_path, [Careful(99), Checkpoint()])
+    assert "plugin 'careful' was not in the stack before" in caplog.text
+
+
+def test_once_it_has_something_it_may_not_go(tmp_path: Path) -> None:
+    die(tmp_path, [Careful(1), Checkpoint(every="1 update")], 3)
+    with pytest.raises(forge.CheckpointError, match=r"'careful' has state in it.*trainer.allow_inexact=true"):
+        live(tmp_path, [Checkpoint()])
+
+
+def test_a_guard_that_has_skipped_nothing_may_come_and_go(tmp_path: Path) -> None:
+    die(tmp_path, [Guard(), Checkpoint(every="1 update")], 3)
+    die(tmp_path, [Checkpoint(every="1 update")], 5)
+    assert live(tmp_path, [Guard(), Checkpoint()])[1].epochs == 3
 
 
 def test_allow_inexact_goes_on_without_the_state_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

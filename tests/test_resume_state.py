@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from torch import nn
 
 import forge
+from forge.recipe import load_recipe
+from forge.report.folder import Run
+from forge.report.page import page
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.tasks import fit, make_batches
@@ -196,6 +200,37 @@ def test_an_lr_that_is_not_used_is_worth_a_warning(tmp_path: Path, caplog: pytes
     live(tmp_path, [Checkpoint()], task=Built(lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.6)))
     assert "SGD goes on with lr=0.1, as in the checkpoint; 0.2 is not used" in caplog.text
     assert "SGD goes on with momentum=0.5, as in the checkpoint; 0.6 is not used" in caplog.text
+
+
+KEPT = "SGD lr=0.1 (0.2 is not used), SGD momentum=0.5 (0.6 is not used)"
+
+
+def test_what_is_not_used_is_in_the_files_of_the_run(tmp_path: Path) -> None:
+    def built(lr: float, momentum: float) -> Built:
+        return Built(lambda p: torch.optim.SGD(_in_two(p), lr=lr, momentum=momentum))
+
+    def told(**options: Any) -> tuple[str, str, str]:
+        live(tmp_path, [], recipe="default", **options)
+        config, card = ((tmp_path / name).read_text() for name in ("config.yaml", "card.md"))
+        return config.partition("description")[0], card, page([Run(tmp_path)])
+
+    for text in told(task=built(0.1, 0.5), max_epochs=1):
+        assert "is not used" not in text
+    config, card, report = told(task=built(0.2, 0.6), max_epochs=2)
+    assert f"# Continued from update 5 with the optimizer's options as saved: {KEPT}. " in config
+    assert f"| kept as saved | {KEPT} |" in card
+    assert f"<td class='k'>kept as saved</td><td>{KEPT}</td>" in report
+    assert load_recipe(tmp_path / "config.yaml").trainer["max_epochs"] == 2
+    options = json.loads((tmp_path / "card.json").read_text())["kept_options"]
+    assert options[0] == {"optimizer": "SGD", "option": "lr", "used": 0.1, "given": 0.2}
+    for text in told(task=built(0.1, 0.5), max_epochs=3):
+        assert "is not used" not in text
+
+
+def _in_two(parameters: Any) -> list[dict[str, Any]]:
+    """Two parameter groups: what they have in common is said once."""
+    first, *others = parameters
+    return [{"params": [first]}, {"params": others}]
 
 
 class Odd(torch.optim.SGD):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, Namespace
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
+from forge import registry
 from forge.cli import show, target
 from forge.errors import ForgeError
 from forge.plugin import snake_case
@@ -40,6 +42,7 @@ def run(args: Namespace) -> int:
         command = f"forge fit {path}:{names['cls']}"
     else:
         folder = Path(args.name)
+        _refuse_a_taken_name(names["name"], names["module"])
         _write(
             {
                 folder / Template(path).substitute(names): _filled(f"plugin/{source}", names)
@@ -60,6 +63,14 @@ def _names(given: str, kind: str) -> dict[str, str]:
         raise ForgeError(f"{given!r} is taken by forge itself. Choose another name.")
     cls = given if given.isidentifier() and given[0].isupper() else "".join(part.title() for part in name.split("_"))
     return {"name": name, "cls": cls, "module": f"forge_{name}", "dist": f"forge-{name.replace('_', '-')}"}
+
+
+def _refuse_a_taken_name(name: str, module: str) -> None:
+    """Two packages with one plugin, or one module, are in each other's way as soon as both are installed."""
+    there = registry.installed("plugin").get(name)
+    what = f"a plugin of {registry.origin(there)}" if there else f"the package {module}" if find_spec(module) else None
+    if what is not None:
+        raise ForgeError(f"{name!r} is taken by {what}. Choose another name: forge new plugin my_{name}")
 
 
 def _filled(template: str, names: dict[str, str]) -> str:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def parser() -> ArgumentParser:
     parser = measuring_parser("predict", "Write a task's predictions on the predict split (else the test split).")
-    parser.add_argument("--out", metavar="FILE", default="predictions.safetensors", help="default: %(default)s")
+    parser.add_argument(
+        "--out", metavar="FILE", default="predictions.safetensors", help="a .safetensors file (default: %(default)s)"
+    )
     return parser
 
 
@@ -27,6 +29,11 @@ def run(args: Namespace) -> int:
     out = Path(args.out)
     if out.is_dir():
         raise ForgeError(f"--out {args.out} is a folder; name a file, as in --out {out / 'predictions.safetensors'}.")
+    if out.suffix != ".safetensors":
+        raise ForgeError(
+            f"--out {args.out}: predictions are tensors, and are written as safetensors. Name it "
+            f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
+        )
     recipe = target.load(args)
     if args.nproc is not None:
         return ranks.launch_pass("predict", args, recipe)

@@ -57,6 +57,9 @@ def run(args: Namespace) -> int:
 def _load(path: Path) -> dict[str, Any]:
     from forge.state import Checkpoint
 
+    if not path.is_dir():
+        what = f"{path} is a file, no replay bundle" if path.exists() else f"There is no replay bundle {path}"
+        raise ForgeError(f"{what}.{_others(path.parent)}")
     _refuse_a_run(path)
     tree = Checkpoint(path).load()
     if not tree.keys() >= PARTS:
@@ -69,12 +72,22 @@ def _load(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _others(folder: Path) -> str:
+    """The bundles of a folder, or where there are any."""
+    from forge.state import Checkpoints
+
+    found = [str(bundle) for bundle in Checkpoints(folder).all()] if folder.name == "anomaly" else []
+    if found:
+        return "\n".join([" These are there:", *(f"  {bundle}" for bundle in found)])
+    return " They are RUN/anomaly/update-XXXXXXXX, made by the plugin anomaly."
+
+
 def _refuse_a_run(path: Path) -> None:
     """A folder that is no bundle may hold some: say which."""
     from forge.state import Checkpoints, manifest
     from forge.state.checkpoint import NAME
 
-    if not path.is_dir() or NAME.fullmatch(path.name) or (path / manifest.NAME).exists():
+    if NAME.fullmatch(path.name) or (path / manifest.NAME).exists():
         return
     folder = path if path.name == "anomaly" else path / "anomaly"
     found = [f"  {bundle}" for bundle in Checkpoints(folder).all()]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.cli import show
 from forge.errors import ForgeError, did_you_mean
-from forge.recipe import Recipe, load_recipe
+from forge.recipe import Recipe, list_recipes, load_recipe
 from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
         name, stack = args.recipe or "default", None
         task, module = task_class(args.target)
         data = getattr(module, "data", None)
+    else:
+        _refuse_a_module(args.target)
     if args.data:
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
@@ -96,6 +98,16 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
 
 def _is_python(target: str) -> bool:
     return target.endswith(".py") or ".py:" in target
+
+
+def _refuse_a_module(target: str) -> None:
+    """mine:Mine, as Python names it: forge takes the file. A recipe may have the name of a file beside it."""
+    module, colon, name = target.partition(":")
+    files = [file for file in (f"{module}.py", f"{module.replace('.', '/')}.py") if Path(file).is_file()]
+    if not colon and (not files or target in list_recipes()):
+        return
+    meant = f" Did you mean '{files[0]}{colon}{name}'?" if files else " A task of your own is FILE.py:Task."
+    raise ForgeError(f"No recipe is called {target!r}.{meant}")
 
 
 def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from forge.latest import still_logged
 from forge.report.lock import is_held
 
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
@@ -69,8 +70,11 @@ class Run:
 
     @cached_property
     def end(self) -> dict[str, Any]:
-        """What was written at the end; empty while the run goes on, and after a kill."""
-        return _read_object(self.path / "end.json")
+        """What was written at the end; empty while the run goes on, and after a kill. The end of an earlier life is
+        none: it says of which life it is."""
+        found = _read_object(self.path / "end.json")
+        of_another = self.card and found.get("started") not in (None, self.card.get("started"))
+        return {} if of_another else found
 
     @cached_property
     def lives(self) -> list[dict[str, Any]]:
@@ -176,7 +180,7 @@ class Run:
     def seconds(self) -> float:
         """How long it trained, over all its lives; each one's clock began at zero."""
         at_end = _seconds(self.end.get("seconds")) or 0.0
-        if at_end and self.card.get("resumed_from") is None:
+        if at_end and self.resumed_from is None:
             return at_end  # one life: no line needs to be read
         total = last = 0.0
         for line in self.records:
@@ -185,7 +189,17 @@ class Run:
                 if now < last:
                     total += last
                 last = now
-        return total + max(last, at_end)
+        return total + (max(last, at_end) if self._own_lines else last + at_end)
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The update after which its last life began; None where that was its first."""
+        return self.card["resumed_from"] if _whole(self.card, "resumed_from") else None
+
+    @property
+    def _own_lines(self) -> list[dict[str, Any]]:
+        """The lines of its last life, as far as there are any yet."""
+        return [line for line in self.records if line["update"] > (self.resumed_from or 0)]
 
     @property
     def rate(self) -> float | None:
@@ -195,26 +209,28 @@ class Run:
     @cached_property
     def series(self) -> dict[str, list[tuple[int, float]]]:
         """(update, value) of every metric; NaN where the value was not finite."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for line in self.records:
-            for name, value in line.items():
-                if name in COUNTERS or not (value is None or isinstance(value, (int, float))):
-                    continue
-                found.setdefault(name, []).append((line["update"], _number(value)))
-        return found
+        return _series(self.records)
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """The latest value of every metric. An end that has been written spares reading every line."""
+        """The latest value of every metric that its last life still logged. An end that has been written spares
+        reading every line."""
         said = self.end.get("metrics")
         if not isinstance(said, dict):
-            return {name: points[-1][1] for name, points in self.series.items()}
+            latest = {name: points[-1][1] for name, points in self.series.items()}
+            return still_logged(latest, _series(self._own_lines)) if self.resumed_from else latest
         found = {
             name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
         }
         if _changed(self.path / "metrics.jsonl") > _changed(self.path / "end.json"):  # a test has been added since
-            found |= {name: points[-1][1] for name, points in self.series.items() if name not in found}
+            found = {name: points[-1][1] for name, points in _series(self._later_lines).items()} | found
         return found
+
+    @property
+    def _later_lines(self) -> list[dict[str, Any]]:
+        """The lines that came after the fit: a test counts no updates."""
+        later = takewhile(lambda line: line["update"] == 0, reversed(self.records))
+        return list(later)[::-1]
 
     # -- what it left -------------------------------------------------------------------------------------------------
 
@@ -305,6 +321,16 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
                     continue
     except OSError:
         pass
+    return found
+
+
+def _series(lines: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name in COUNTERS or not (value is None or isinstance(value, (int, float))):
+                continue
+            found.setdefault(name, []).append((line["update"], _number(value)))
     return found
 
 

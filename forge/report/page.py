@@ -214,6 +214,7 @@ def card(run: Run) -> str:
         "device": data.get("device"),
         "ranks": data.get("world"),
         "resumed from": f"update {data['resumed_from']}" if once and data.get("resumed_from") is not None else None,
+        "kept as saved": words.kept_options(data.get("kept_options")),
         "machine": data.get("machine"),
         "versions": ", ".join(f"{name} {version}" for name, version in _mapping(data.get("versions")).items()),
         "git": comparing.surroundings(run).get("commit"),

@@ -83,6 +83,15 @@ def size(number: float) -> str:
     return f"{number:.3g} GiB"
 
 
+def kept_options(kept: Any) -> str:
+    """What a run card says of options that a continued optimizer has kept: "AdamW lr=0.01 (0.5 is not used)"."""
+    told = [option for option in kept if isinstance(option, dict)] if isinstance(kept, list) else []
+    return ", ".join(
+        f"{option.get('optimizer')} {option.get('option')}={option.get('used')!r} ({option.get('given')!r} is not used)"
+        for option in told
+    )
+
+
 def value_text(value: Any) -> str:
     """An option's value as one would write it in a recipe."""
     if value is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -100,18 +100,22 @@ def restore_rng(trainer: Trainer, tree: Mapping[str, Any]) -> None:
 
 
 def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
-    """State goes by plugin name: order is free, observers come and go, other state must find its plugin."""
+    """State goes by plugin name: order is free, observers come and go, other state must find its plugin, and a plugin
+    that begins with state must find its own."""
     then = {plugin["name"]: plugin for plugin in tree["stack"]}
     now = {plugin.name: describe_plugin(plugin) for plugin in trainer.stack}
     takers = {name for name, _ in trainer.stack.implementations("forge_load_state_dict")}
     lost = [name for name in tree["plugins"] if name not in takers and not then.get(name, {}).get("observer")]
     new = [name for name in takers if name not in tree["plugins"] and name in now and not now[name]["observer"]]
-    new = [name for name in new if name not in then]
+    new = _begin_with_state(trainer, [name for name in new if name not in then])
     if lost or new:
         odd = [f"{name!r} has state in it, but is not in this stack" for name in lost]
         odd += [f"{name!r} is in this stack, but has no state in it" for name in new]
         if not trainer.allow_inexact:
-            raise CheckpointError(f"{where}: {'; '.join(odd)}. Use the same stack, or say allow_inexact=True.")
+            raise CheckpointError(
+                f"{where}: {'; '.join(odd)}. Use the same stack, or say allow_inexact=True (trainer.allow_inexact=true "
+                "on the command line)."
+            )
         logger.warning("%s: %s. The run will not be the same (allow_inexact).", where, "; ".join(odd))
     for name in sorted(then.keys() ^ now.keys()):
         if not (then.get(name) or now[name])["observer"] and name not in (*lost, *new):
@@ -122,6 +126,12 @@ def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
         if not now[name]["observer"]:
             for option, old, new_value in changed:
                 logger.warning("%s.%s was %r and is %r from here on.", name, option, old, new_value)
+
+
+def _begin_with_state(trainer: Trainer, names: Collection[str]) -> list[str]:
+    """Which of these plugins have state before a run's first update; the others have nothing that could be missing."""
+    given = trainer.stack.implementations("forge_state_dict")
+    return [name for name, ask in given if name in names and ask(trainer) is not None]
 
 
 def _warn_of_other_surroundings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -41,13 +42,13 @@ class PluginReport:
     cost_us: float
     "Microseconds that it adds to an update of a tiny task on this machine; NaN where that was left out."
     update_us: float
-    "Microseconds of such an update without it."
+    "Microseconds of such an update without it; NaN where that was left out."
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} keeps the contract ({', '.join(self.checked)}); it adds {self.cost_us:.0f} µs to an update "
-            f"of {self.update_us:.0f} µs."
-        )
+        said = f"{self.name} keeps the contract ({', '.join(self.checked)})"
+        if math.isnan(self.cost_us):
+            return f"{said}."
+        return f"{said}; it adds {self.cost_us:.0f} µs to an update of {self.update_us:.0f} µs."
 
 
 def check_plugin(
@@ -69,9 +70,10 @@ def check_plugin(
     - leaks: hooks on the task, threads, open files, tensors, and switches of torch are as before once a run is over;
     - state: `forge_state_dict` returns plain data and tensors, and `forge_load_state_dict` takes them back;
     - runs, with one and with two optimizers, with and without accumulation: nothing raises; with `observer = True`
-      weights, counters, random numbers and everybody else's metrics are the same without the plugin, bit for bit; one
-      object serves two runs in a row; a fit that was cut off and resumed ends in the weights of the straight one, and
-      an observer logs the same in it (metrics that differ from fit to fit, such as times, are never compared);
+      weights, counters, random numbers, the modes of modules and everybody else's metrics are the same without the
+      plugin, bit for bit; one object serves two runs in a row; a fit that was cut off and resumed ends in the weights
+      of the straight one, and an observer logs the same in it (metrics that differ from fit to fit, such as times, are
+      never compared);
     - files are written below the run folder, on the main rank alone; validation and prediction do without one;
     - graphs: no loss is kept together with what autograd made it from;
     - exceptions: an error of the task or of another plugin leaves the fit as it was raised, everything is put back,

@@ -15,6 +15,7 @@ from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
 from forge.state import BackgroundWriter, Checkpoints, Team, write_checkpoint, write_together
 from forge.state import Checkpoint as SavedState
+from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
 
@@ -92,6 +93,8 @@ class Checkpoint(forge.Plugin):
         "Updates saved before that, and still there; None until rank 0 has looked."
         self._writing: int | None = None
         "The update saved last: perhaps not on disk yet."
+        self._compared, self._failing = False, False
+        "Whether a validation was compared, in this life or one before it; whether the run has failed."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
@@ -104,6 +107,8 @@ class Checkpoint(forge.Plugin):
             return
         if self._watched is not None and "val" not in trainer.loaders:
             raise StackError(f"checkpoint.best watches {self._watched.monitor!r}, but this fit has no val loader.")
+        if self._watched is not None:
+            warn_of_none_planned(trainer, "checkpoint.best")
         self._folder = Checkpoints(trainer.run_dir / "checkpoints")
         self._team = team_of(trainer.env)
         if trainer.env.is_main:
@@ -140,7 +145,7 @@ class Checkpoint(forge.Plugin):
                 f"checkpoint.best.monitor is {best.monitor!r}, which this validation does not give."
                 f"{did_you_mean(best.monitor, numbers)} Metrics: {', '.join(sorted(numbers)) or 'none'}."
             )
-        value = float(numbers[best.monitor])
+        value, self._compared = float(numbers[best.monitor]), True
         self._values = self._standing(trainer)
         if math.isfinite(value):
             self._values[update] = value
@@ -208,7 +213,13 @@ class Checkpoint(forge.Plugin):
                 then()
 
     @forge.hookimpl
-    def forge_end(self) -> None:
+    def forge_exception(self) -> None:
+        self._failing = True
+
+    @forge.hookimpl
+    def forge_end(self, trainer: forge.Trainer) -> None:
+        if self._folder is not None and self._watched is not None and not (self._compared or self._failing):
+            warn_of_nothing_compared(trainer, "checkpoint.best")
         try:
             if self._writer is not None:
                 self._look(self._writer.close)
@@ -251,6 +262,7 @@ class Checkpoint(forge.Plugin):
         best = self._watched
         if best is not None and (state.get("monitor"), state.get("mode")) == (best.monitor, best.mode):
             self._values = {entry["update"]: entry["value"] for entry in state["best"]}
+            self._compared |= bool(self._values)
 
 
 def team_of(env: Env) -> Team | None:

@@ -259,7 +259,8 @@ class Freeze(forge.Plugin):
             raise CheckpointError(
                 "freeze: the run that is to be continued froze other parts than freeze.modules and freeze.keep say "
                 f"now: they differ in {listed(sorted(then ^ self._chosen.keys()))}. Use the same (freeze.thaw may "
-                "change), start a new run from its weights, or say allow_inexact=True."
+                "change), start a new run from its weights, or say allow_inexact=True "
+                "(trainer.allow_inexact=true on the command line)."
             )
         switch(trainer.task, then - self._chosen.keys(), on=True)
         self._thawed = self._chosen.keys() & set(state["thawed"])

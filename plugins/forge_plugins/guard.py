@@ -216,7 +216,7 @@ class Guard(forge.Plugin):
             raise self._error(step.trainer, bad, reason)
         self._skipped, self._bad_turn = self._skipped + 1, True
         logger.warning("guard skips update %d: %s.", bad.index, bad)
-        step.skip_update(str(bad))
+        step.skip_update(str(bad), told=True)
 
     def _rewind(self, step: forge.Step, bad: Bad) -> None:
         trainer = step.trainer
@@ -229,7 +229,7 @@ class Guard(forge.Plugin):
             reason = f"The run has gone back {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
             raise self._error(trainer, bad, reason)
         self._rewinds += 1
-        step.skip_update(str(bad))
+        step.skip_update(str(bad), told=True)  # by the request to rewind
         first = max(0, bad.index + 1 - self.config.leave_out)
         trainer.request_rewind(
             f"update {bad.index}: {bad}", leave_out=range(first, bad.index + 1), everywhere=self._together

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and the run's end as JSON."""
+"""Metrics as JSON lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import forge
 from forge.replacing import replacing
-from forge.run import write_end
 
 logger = logging.getLogger("forge")
 
@@ -27,10 +26,6 @@ class JSONL(forge.Plugin):
     they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
     name; images and histograms are left out. What is not finite (NaN, infinity) is written as null, because JSON has
     no number for it and a column keeps its type. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`.
-
-    When a fit ends, RUN/end.json says how: its `status` (finished, interrupted, failed), the `reason`, the time it took
-    and the last value of every metric. A killed process leaves none, and a run that goes on removes it; `forge runs`
-    and `forge report` go by it.
 
     Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
     it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
@@ -54,15 +49,11 @@ class JSONL(forge.Plugin):
         self._started: float | None = None
         self._restores = 0
         self._gave_up = False
-        self._error: BaseException | None = None
-        self._card: int | None = None
-        "When the run card was written that was there at the start; a run that is refused leaves it as it is."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
         self._forget()
         self._started = time.monotonic()
-        self._card = card_of(trainer)
 
     @forge.hookimpl
     def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
@@ -103,26 +94,12 @@ class JSONL(forge.Plugin):
         return (folder / METRICS).open("a", buffering=1, encoding="utf-8")
 
     @forge.hookimpl
-    def forge_exception(self, error: BaseException) -> None:
-        self._error = error
-
-    @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self) -> None:
         try:
             self._close()
         except OSError as error:
             self._give_up(error)
-        try:
-            if self._trained(trainer):
-                write_end(trainer, self._error, self._seconds)
-        except OSError as error:
-            logger.error("jsonl: end.json cannot be written: %s.", error)
-        self._started = self._error = None
-
-    def _trained(self, trainer: forge.Trainer) -> bool:
-        """Whether a fit has begun here that has an end to tell of; core writes the card when nothing refuses it."""
-        began = self._started is not None and trainer.verb == "fit" and trainer.run_dir is not None
-        return began and trainer.env.is_main and card_of(trainer) != self._card
+        self._started = None
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -135,14 +112,6 @@ class JSONL(forge.Plugin):
         with suppress(OSError):  # what it could not write before it cannot write now
             self._close()
         logger.error("jsonl: metrics.jsonl cannot be written: %s. The run goes on, without further lines in it.", error)
-
-
-def card_of(trainer: forge.Trainer) -> int | None:
-    """When the run card was written; None where there is none."""
-    try:
-        return None if trainer.run_dir is None else (trainer.run_dir / "card.json").stat().st_mtime_ns
-    except OSError:
-        return None
 
 
 def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> None:
