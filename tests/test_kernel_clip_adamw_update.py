@@ -192,3 +192,9 @@ def test_the_same_gradients_give_the_same_bits():
 
 def test_the_cost_is_32_bytes_for_a_parameter_in_float32():
     assert CLIP_ADAMW.cost(*lists([(5,), (3, 4)]), **OPTIONS).bytes == 32 * 17
+
+
+def test_an_empty_parameter_may_have_any_strides():
+    args = lists([(0, 0, 1), (3,)])
+    args[2][0] = torch.empty_strided((0, 0, 1), (7, 5, 3), device=DEVICE)
+    check(args, OPTIONS)

@@ -238,7 +238,9 @@ class Plan:
 
 
 def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
-    """What decides which entry follows which in memory."""
+    """What decides which entry follows which in memory; nothing does where there are none."""
+    if not tensor.numel():
+        return []
     return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
