@@ -222,7 +222,7 @@ class Run:
         found = {
             name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
         }
-        if _changed(self.path / "metrics.jsonl") > _changed(self.path / "end.json"):  # a test has been added since
+        if _changed(self.path / "metrics.jsonl") >= _changed(self.path / "end.json"):  # perhaps a test was added since
             found = {name: points[-1][1] for name, points in _series(self._later_lines).items()} | found
         return found
 
