@@ -237,6 +237,7 @@ def sometimes(*plugins: Any) -> dict[str, Any]:
     return dict(trainer.fit(task, train).metrics)
 
 
+@pytest.mark.slow
 def test_a_number_that_only_one_rank_finds_to_be_another_than_the_loss_stops_nobody() -> None:
     alone = sometimes()
     assert alone["train/train_loss"] == pytest.approx(alone["train/loss"])  # once another, always under its own name
