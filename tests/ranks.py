@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from forge.env import Env
+
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[int]:
     """Run `function(rank, store, *arguments)` in forked processes of one gloo group; their exit codes, by rank.
@@ -97,3 +99,19 @@ def pretending(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class Pair(Env):
+    """Two ranks, for what they say to each other."""
+
+    world = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None, None]
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, numbers: Any) -> list[int]:
+        together = torch.tensor(list(numbers))
+        dist.all_reduce(together, dist.ReduceOp.MAX)
+        return together.tolist()

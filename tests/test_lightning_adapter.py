@@ -14,12 +14,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import forge
 from forge.cli import main
-from forge.env import Env
 from forge.errors import TaskError
 from forge.lightning.names import monitored, short
 from forge.lightning.optimizing import read
 from forge_plugins import JSONL, SAM, Checkpoint
-from tests.ranks import launch
+from tests.ranks import Pair, launch
 from tests.tasks import make_batches
 
 
@@ -401,17 +400,6 @@ def test_runs_of_the_adapter_go_by_the_modules_name() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Several ranks
-
-
-class Pair(Env):
-    """Two ranks, for what they say to each other."""
-
-    world = 2
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None, None]
-        torch.distributed.all_gather_object(values, value)
-        return values
 
 
 def _gather_on(rank: int, store: Any, folder: str) -> None:

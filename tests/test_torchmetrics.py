@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import forge
 from forge.accumulating import Held, is_metric
-from forge.env import Env
 from forge.errors import TaskError
 from forge.state import Checkpoint
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
 from forge_plugins.cuda_graph.fitness import of_the_metrics
 from tests.lasting_ranks import ranks
+from tests.ranks import Pair
 from tests.tasks import Classifier, fit
 
 pytest.importorskip("torchmetrics")
@@ -336,22 +336,6 @@ def counted(plugins: list[Any], sizes: tuple[int, ...] = SIZES) -> dict[str, Any
     trainer = forge.Trainer(**options, max_epochs=1, seed=0, log_every=100, run_dir=False)
     trained = trainer.fit(Still(), batches(0, sizes)).metrics
     return {**trained, **forge.Trainer(**options).validate(Still(), batches(1, sizes))}
-
-
-class Pair(Env):
-    """Two ranks, for what they say to each other."""
-
-    world = 2
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None, None]
-        torch.distributed.all_gather_object(values, value)
-        return values
-
-    def agree(self, numbers: Any) -> list[int]:
-        together = torch.tensor(list(numbers))
-        torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX)
-        return together.tolist()
 
 
 class Kept(Classifier):
