@@ -52,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 well, 1 a crash, 2 a mistake that the message
     explains, 85 a signal after which the run can be resumed."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        _flush_streams()
+
+
+def _main(words: list[str]) -> int:
+    try:
+        return _run(words)
     except Interrupted as leaving:
         if ranks.rank() == 0 and not getattr(leaving, "__forge_told__", False):
             show.message(str(leaving), style="yellow")
@@ -64,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             show.message("interrupted", style="yellow")
         return exit_code(130)
     except BrokenPipeError:  # `forge plugins | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ForgeError as error:
         if not _is_told(error):
@@ -74,6 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_told(error):
             traceback.print_exc()  # prints the notes too: plugin, hook, update
         return 1
+
+
+def _flush_streams() -> None:
+    """Flush stdout and stderr; one whose reader is gone writes to nowhere from here on. Python flushes both once more
+    when it exits, and would turn the exit code into 120 if that failed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_told(error: BaseException) -> bool:

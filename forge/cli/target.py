@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import show
@@ -159,6 +160,14 @@ def _function(target: str) -> Callable[..., Any]:
 _imported: dict[Path, ModuleType] = {}
 
 
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compile the file anew. Python trusts bytecode by size and whole seconds: a file edited twice within one second
+    would run as it was before."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _import(target: str) -> tuple[ModuleType, str]:
     """Import the file of FILE.py:NAME by its path, with its folder importable as when Python runs the file itself."""
     file, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
@@ -168,15 +177,15 @@ def _import(target: str) -> tuple[ModuleType, str]:
     if path in _imported:
         return _imported[path], name
     label = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
-    spec = importlib.util.spec_from_file_location(label, path)
+    loader = _FromSource(label, str(path))
+    spec = importlib.util.spec_from_file_location(label, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[label] = module  # data workers look classes up by module name
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException as error:
         del sys.modules[label]
         if isinstance(error, Exception) and not isinstance(error, ForgeError):
