@@ -39,9 +39,9 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from benchmarks import machine
+from forge.checkpoint import BackgroundWriter, Checkpoint
 from forge.data import Loader
 from forge.data.order import Shuffled
-from forge.state import BackgroundWriter, Checkpoint
 
 BATCHES, BATCH_SIZE = 1_000_000, 64
 

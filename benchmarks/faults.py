@@ -49,8 +49,8 @@ from torch.utils.data import Dataset
 import forge
 import forge_plugins
 from benchmarks import machine
+from forge.checkpoint import Checkpoint, Checkpoints
 from forge.data import Loader
-from forge.state import Checkpoint, Checkpoints
 from forge.testing.trace import Recorder, compare, read_trace
 
 UPDATES = 18

@@ -29,8 +29,8 @@ import forge
 from benchmarks import machine
 from benchmarks.levers import GPT
 from benchmarks.overhead import silence
+from forge.contract.stack import make_plugins
 from forge.planning import rehearse
-from forge.stack import make_plugins
 
 UPDATES = 4
 BAR = 0.1

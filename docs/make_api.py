@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from forge.cli.page import parts
+from forge.cli.plugin_page import parts
 
 PAGE = Path(__file__).parent / "api.md"
 MODULES = ["forge", "forge.data", "forge.kernels", "forge.tuning", "forge.testing"]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge.errors import ForgeError, did_you_mean
-from forge.report.folder import Run
 from forge.report.svg import line_chart
+from forge.runs.folder import Run
 
 FOLDER = Path(__file__).parent / "pictures" / "recipes"
 STAGES = {"train": "training", "val": "validation", "test": "test"}

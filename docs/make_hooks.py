@@ -12,15 +12,16 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from forge import hooks, registry
-from forge.stack import ACTIONS, ONE_BY_ONE, SPECS
+from forge import registry
+from forge.contract import hooks
+from forge.contract.stack import ACTIONS, ONE_BY_ONE, SPECS
 
 PAGE = Path(__file__).parent / "hooks.md"
 INTRODUCTION = """\
 # Hooks
 
 Every hook of forge: what it is for, when it fires, and who may own or wrap it. This page is made from
-`forge/hooks.py`, the contract between the Trainer and every plugin. How a plugin uses them:
+`forge/contract/hooks.py`, the contract between the Trainer and every plugin. How a plugin uses them:
 [writing plugins](writing-plugins.md).
 
 ![The rhythm of a run, with every hook in its place](pictures/rhythm.svg)

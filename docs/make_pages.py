@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge import registry
-from forge.cli import page
+from forge.cli import plugin_page
 
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
         lines += [f"## {group}", "", "| plugin | what it does |", "|---|---|"]
         for name in names:
             lines.append(f"| [{name}]({name}.md) | {registry.summary(entries[name])} |")
-            made[f"{name}.md"] = page.markdown(name)
+            made[f"{name}.md"] = plugin_page.markdown(name)
         lines.append("")
     return {"README.md": "\n".join(lines), **made}
 

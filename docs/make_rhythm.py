@@ -1,4 +1,4 @@
-"""Write docs/pictures/rhythm.svg: every hook in its place, drawn from the rhythm in the docstring of forge/hooks.py.
+"""Write docs/pictures/rhythm.svg: every hook in its place, drawn from the docstring of forge/contract/hooks.py.
 
     python docs/make_rhythm.py
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from forge import hooks
-from forge.stack import ACTIONS
+from forge.contract import hooks
+from forge.contract.stack import ACTIONS
 
 PICTURE = Path(__file__).parent / "pictures" / "rhythm.svg"
 WIDTH, ROW, GAP, INDENT = 940, 26, 7, 22

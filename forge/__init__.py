@@ -15,8 +15,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forge.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from forge import data, testing
+    from forge.checkpoint import load_weights
+    from forge.config import load_recipe
+    from forge.contract.hooks import hookimpl
+    from forge.contract.plugin import Plugin, on
+    from forge.contract.step import Step
+    from forge.contract.task import TaskModule
+    from forge.engine.trainer import FitResult, Trainer
     from forge.errors import (
         CheckpointError,
         DataError,
@@ -28,44 +37,36 @@ if TYPE_CHECKING:
         StackError,
         TaskError,
     )
-    from forge.hooks import hookimpl
-    from forge.lightning import LightningAdapter
-    from forge.metrics import Embedding, Histogram, Image, Text
-    from forge.plugin import Plugin, on
+    from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
-    from forge.recipe import load_recipe
-    from forge.state import load_weights
-    from forge.step import Step
-    from forge.task import TaskModule
-    from forge.trainer import FitResult, Trainer
+    from forge_lightning import LightningAdapter
 
-__version__ = "0.1.0"
 
 _HOME = {
     "CheckpointError": "forge.errors",
     "DataError": "forge.errors",
     "DeterminismError": "forge.errors",
-    "Embedding": "forge.metrics",
-    "FitResult": "forge.trainer",
+    "Embedding": "forge.metrics.media",
+    "FitResult": "forge.engine.trainer",
     "ForgeError": "forge.errors",
-    "Histogram": "forge.metrics",
-    "Image": "forge.metrics",
+    "Histogram": "forge.metrics.media",
+    "Image": "forge.metrics.media",
     "Interrupted": "forge.errors",
     "Interval": "forge.progress",
-    "LightningAdapter": "forge.lightning",
+    "LightningAdapter": "forge_lightning",
     "NonFiniteError": "forge.errors",
-    "Plugin": "forge.plugin",
+    "Plugin": "forge.contract.plugin",
     "RecipeError": "forge.errors",
     "StackError": "forge.errors",
-    "Step": "forge.step",
+    "Step": "forge.contract.step",
     "TaskError": "forge.errors",
-    "TaskModule": "forge.task",
-    "Text": "forge.metrics",
-    "Trainer": "forge.trainer",
-    "hookimpl": "forge.hooks",
-    "load_recipe": "forge.recipe",
-    "load_weights": "forge.state",
-    "on": "forge.plugin",
+    "TaskModule": "forge.contract.task",
+    "Text": "forge.metrics.media",
+    "Trainer": "forge.engine.trainer",
+    "hookimpl": "forge.contract.hooks",
+    "load_recipe": "forge.config",
+    "load_weights": "forge.checkpoint",
+    "on": "forge.contract.plugin",
 }
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
-    from forge.step import Step
+    from forge.contract.step import Step
 
 
 @dataclass(slots=True)

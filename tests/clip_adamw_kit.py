@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
+from forge_kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 from tests.kernel_kit import DEVICE, distance, poisoned_memory
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}

@@ -1,4 +1,4 @@
-"""What forge's own kernels are held to: that of :mod:`forge.testing.kernels`, and a little more.
+"""What forge's own kernels are held to: that of :mod:`forge_kernels.testing`, and a little more.
 
 Without a CUDA device kernels run in Triton's interpreter (conftest sets TRITON_INTERPRET), so keep shapes small there.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from forge.errors import KernelError
-from forge.kernels.contract import INTERPRETED
-from forge.testing.kernels import (
+from forge_kernels.contract import INTERPRETED
+from forge_kernels.testing import (
     check_against_reference,
     check_compiles_whole,
     distance,

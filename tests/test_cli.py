@@ -365,7 +365,7 @@ def test_recipes_lists_names_and_descriptions(forge):
 
 
 def test_a_shown_recipe_is_merged_annotated_and_loads_again(forge):
-    from forge.recipe import load_recipe
+    from forge.config import load_recipe
 
     out = forge("recipes", "quickstart")
     assert "# default.yaml:" in out

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 import forge
+from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import Checkpoints
+from forge.checkpoint.checkpoint import TensorInfo
 from forge.cli import ckpt
-from forge.state import Checkpoint as SavedState
-from forge.state import Checkpoints
-from forge.state.checkpoint import TensorInfo
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
 from forge_plugins import EMA, SWA, Checkpoint
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(
 def test_an_outline_describes_every_tensor_and_reads_none(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = SavedState(checkpoint_of(made / "a", 5))
     weight = checkpoint.load()["model"]["net.0.weight"]
-    monkeypatch.setattr("forge.state.tensors.read_tensors", lambda *words: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("forge.checkpoint.tensors.read_tensors", lambda *words: pytest.fail("a tensor was read"))
     described = checkpoint.outline()["model"]["net.0.weight"]
     assert described == TensorInfo(tuple(weight.shape), "float32", weight.nbytes, "model:net.0.weight")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forge.cli import determinism, lives, main
+from forge.cli import determinism, main, subprocesses
 from forge.testing.witness import Difference
 from tests.conftest import Run
 
@@ -104,11 +104,11 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls = []
 
     def live(verb: str, args: Namespace, words: list[str], environment: dict[str, str], expected: int = 0) -> None:
-        given = [*lives.same_target(args), *words, "-p", "no:tensorboard", "-p", "no:progress"]
+        given = [*subprocesses.same_target(args), *words, "-p", "no:tensorboard", "-p", "no:progress"]
         calls.append((given, environment))
         assert determinism.run(determinism.parser().parse_intermixed_args(given)) == 0
 
-    monkeypatch.setattr(lives, "live", live)
+    monkeypatch.setattr(subprocesses, "live", live)
     return calls
 
 

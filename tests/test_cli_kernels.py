@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import kernels
 from forge import cli, registry
-from forge.kernels import bench, contract
-from forge.kernels.contract import Case, Cost, Kernel
-from forge.kernels.eager import eager
+from forge_kernels import bench, contract
+from forge_kernels.contract import Case, Cost, Kernel
+from forge_kernels.eager import eager
 from tests import toy_kernels
 from tests.toy_kernels import entries
 
@@ -201,9 +201,9 @@ def test_a_kernel_without_gradients_that_changes_lists_of_tensors_in_place_is_me
 
 
 def test_torchs_own_functions_compute_what_the_references_do() -> None:
-    from forge.kernels.ops.clip_adamw import CLIP_ADAMW
-    from forge.kernels.ops.norms import LAYER_NORM, RMS_NORM
-    from forge.kernels.ops.softmax import SOFTMAX
+    from forge_kernels.ops.clip_adamw import CLIP_ADAMW
+    from forge_kernels.ops.norms import LAYER_NORM, RMS_NORM
+    from forge_kernels.ops.softmax import SOFTMAX
 
     x, weight, bias = torch.randn(4, 6), torch.randn(6), torch.randn(6)
     for kernel, args in ((LAYER_NORM, (x, weight, bias)), (RMS_NORM, (x, weight)), (SOFTMAX, (x,))):
@@ -223,7 +223,7 @@ def test_torchs_own_functions_compute_what_the_references_do() -> None:
 
 def test_ligers_kernels_have_the_names_of_forges() -> None:
     pytest.importorskip("liger_kernel")
-    from forge.kernels import liger
+    from forge_kernels import liger
 
     for name in liger.ADAPTERS:
         assert callable(liger.adapted(name)), liger.adapted(name)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import forge
+from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import write_checkpoint
 from forge.cli import main
+from forge.config import load_recipe
 from forge.errors import NonFiniteError
-from forge.recipe import load_recipe
-from forge.state import Checkpoint as SavedState
-from forge.state import write_checkpoint
 from forge.testing import tiny_batches
 from forge_plugins import Accumulate, Anomaly, Clip, Guard
 

@@ -17,9 +17,9 @@ import torch
 
 import forge
 from forge.cli import main
-from forge.report.folder import Run
 from forge.report.images import pictures
 from forge.report.page import page
+from forge.runs.folder import Run
 from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
 from tests.tasks import Classifier, fit, make_batches
 

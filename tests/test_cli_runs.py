@@ -16,9 +16,9 @@ import pytest
 
 import forge
 from forge.cli import main
-from forge.report.directions import mode_of
-from forge.report.folder import Run
-from forge.report.locating import locate
+from forge.runs.directions import mode_of
+from forge.runs.find import locate
+from forge.runs.folder import Run
 from forge_plugins import JSONL, Checkpoint
 from forge_plugins.checkpoint import Best
 from tests.tasks import Classifier, fit, make_batches

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import forge
+from forge.checkpoint import Checkpoints
 from forge.cli import main, verify_resume
-from forge.state import Checkpoints
 from forge.testing.trace import compare, read_trace
 from tests.conftest import Run
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import forge
 from forge import registry
+from forge.checkpoint import Checkpoint
 from forge.errors import StackError
-from forge.state import Checkpoint
 from tests import reference
 from tests.conftest import PROFILE
 from tests.test_composition import Net, batches, loss_of, same_state, warmup_cosine

@@ -12,8 +12,8 @@ import torch
 
 import forge
 from forge import registry
+from forge.engine.trainer import Trainer
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
-from forge.trainer import Trainer
 from tests import kernel_kit  # noqa: F401 - mends Triton's interpreter, in which kernels run here
 from tests.conftest import PROFILE
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.seeding import RNGState
+from forge.rng import RNGState
 from forge.testing import assert_same_weights
 from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Guard, Monitor, Schedule
 from forge_plugins import cuda_graph as module

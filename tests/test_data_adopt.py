@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import forge
 from forge.data import DevicePrefetch, Loader, TensorLoader, adopt, resumable_reason
-from forge.data.adopt import shares_badly
+from forge.data.adapt import shares_badly
 
 DATA = TensorDataset(torch.arange(10))
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import forge
 from forge.data.collate import Padded, pad_collate
-from forge.data.feed import batch_size
+from forge.data.windows import batch_size
 from forge.env import move
 
 

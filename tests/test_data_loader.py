@@ -26,8 +26,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import forge
 from forge.data import Loader, Weighted
-from forge.data.seeded import is_pure
-from forge.mixing import mix
+from forge.data.sample_seeding import is_pure
+from forge.rng import mix
 
 
 class Augmented(Dataset):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge.data.tensor import TensorLoader
-from forge.mixing import mix
+from forge.rng import mix
 
 sizes = {"samples": st.integers(1, 40), "size": st.integers(1, 12), "shuffle": st.booleans()}
 

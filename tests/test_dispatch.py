@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.dispatch import Hooks, freeze, through_pluggy
-from forge.stack import SPECS
+from forge.contract.dispatch import Hooks, freeze, through_pluggy
+from forge.contract.stack import SPECS
 
 hookspec, hookimpl = pluggy.HookspecMarker("test"), pluggy.HookimplMarker("test")
 

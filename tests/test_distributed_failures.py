@@ -20,11 +20,11 @@ import pytest
 from torch.distributed import TCPStore
 
 import forge
-from forge.distributed import report
+from forge.distributed import stall_report
 from forge.distributed.clock import Clock
-from forge.distributed.line import Beat, Cause, Line, is_alive
-from forge.distributed.meeting import fresh
-from forge.distributed.watch import Watch
+from forge.distributed.heartbeat import Watch
+from forge.distributed.namespace import fresh
+from forge.distributed.store_channel import Beat, Cause, Line, is_alive
 from forge.errors import PeerFailed
 
 DIED = 10
@@ -354,14 +354,14 @@ def test_a_clock_starts_again_with_every_micro_batch() -> None:
 
 
 def test_the_report_names_the_missing_ranks_of_each_group() -> None:
-    def dump(default: int, control: int) -> report.Dump:
+    def dump(default: int, control: int) -> stall_report.Dump:
         groups = {
             "default": {"number": default, "latest": "all_reduce of 3x4"},
             "control (1)": {"number": control, "latest": ""},
         }
         return {"main": ["a.py:1 f"], "others": {}, "groups": groups, "recorded": []}
 
-    text = report.stall_report({0: dump(7, 2), 1: dump(6, 2), 2: dump(6, 2), 3: None}, "Stalled.")
+    text = stall_report.stall_report({0: dump(7, 2), 1: dump(6, 2), 2: dump(6, 2), 3: None}, "Stalled.")
     assert "ranks 1, 2 are missing from all_reduce of 3x4, number 7 of the group default: rank 0 is in it" in text
     assert "ranks 1, 2 came no further than number 6, 6." in text
     assert "control" not in text
@@ -373,7 +373,7 @@ def test_a_dump_is_plain_data_with_the_stack_of_every_thread() -> None:
     thread = threading.Thread(target=go.wait, name="waiter")
     thread.start()
     try:
-        dump = json.loads(json.dumps(report.dump()))
+        dump = json.loads(json.dumps(stall_report.dump()))
     finally:
         go.set()
         thread.join()
@@ -385,5 +385,5 @@ def test_a_stall_in_two_different_collectives_is_told_as_such() -> None:
     def rank(latest: str) -> dict[str, Any]:
         return {"main": [], "others": {}, "groups": {"control": {"number": 4, "latest": latest}}, "recorded": []}
 
-    text = report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
+    text = stall_report.stall_report({0: rank("all_gather of 1"), 1: rank("all_reduce of 6")}, "The run has stalled.")
     assert "different collectives, number 4 of the group control: rank 0 in all_gather of 1, rank 1 in all_red" in text

@@ -1,4 +1,4 @@
-"""The page of hooks and the picture of the rhythm are what forge/hooks.py says."""
+"""The page of hooks and the picture of the rhythm are what forge/contract/hooks.py says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from forge.stack import ACTIONS, SPECS
+from forge.contract.stack import ACTIONS, SPECS
 from tests.conftest import REPO
 from tests.docs_pages import load_script
 

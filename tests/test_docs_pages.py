@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge import cli, registry
-from forge.recipe.files import list_recipes
+from forge.config.files import list_recipes
 from tests.conftest import REPO
 from tests.docs_pages import ALL_PAGES, DOCS, PAGES, all_blocks, blocks, load_script, parts, prose, read
 

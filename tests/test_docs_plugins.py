@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from forge import cli, registry
-from forge.cli import page
+from forge.cli import plugin_page
 from tests.conftest import REPO
 
 OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins."))
@@ -48,7 +48,7 @@ MANY_PROCESSES = ("ddp", "fsdp", "tensor_parallel")
     "name", [pytest.param(name, marks=pytest.mark.slow if name in MANY_PROCESSES else ()) for name in OURS]
 )
 def test_the_example_of_a_page_runs(name: str, empty_folder: Path) -> None:
-    lines = page.examples(page.plugin_class(name))
+    lines = plugin_page.examples(plugin_page.plugin_class(name))
     assert lines, f"{name}: end its docstring with a command line to try"
     for line in lines:
         words = shlex.split(line, comments=True)[1:]

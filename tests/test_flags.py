@@ -15,9 +15,9 @@ from torch import nn
 from torch._inductor import config as inductor
 
 import forge
-from forge import flags, nondeterministic
+from forge.diagnose import deterministic, nondeterminism
+from forge.diagnose.deterministic import CUBLAS, deterministic_flags
 from forge.errors import DeterminismError
-from forge.flags import CUBLAS, deterministic_flags
 from tests.tasks import Classifier, fit, make_batches
 
 cudnn: Any = torch.backends.cudnn
@@ -41,7 +41,7 @@ ON = (True, False, True, False, True, ":4096:8")
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Whatever a test sets is gone after it, and no variable of the machine's is in the way."""
     monkeypatch.delenv(CUBLAS, raising=False)
-    monkeypatch.setattr(flags, "_in_time", False)
+    monkeypatch.setattr(deterministic, "_in_time", False)
     benchmark, exact = cudnn.benchmark, cudnn.deterministic
     yield
     torch.use_deterministic_algorithms(False)
@@ -327,13 +327,13 @@ def test_other_errors_are_left_alone() -> None:
         ("median CUDA with indices output", "torch.quantile"),
         ("cumsum_cuda_kernel", "triangular matrix"),
         ("scatter_reduce_two_cuda", "index_add_"),
-        ("something_new_cuda", nondeterministic.OTHERWISE),
+        ("something_new_cuda", nondeterminism.OTHERWISE),
     ],
 )
 def test_every_operation_that_is_known_comes_with_its_replacement(operation: str, advice: str) -> None:
     trainer = forge.Trainer(max_updates=1, plugins=[], deterministic=True)
     trainer.task = Classifier()
-    told = nondeterministic.explanation(trainer, RuntimeError(MESSAGE.format(operation)))
+    told = nondeterminism.explanation(trainer, RuntimeError(MESSAGE.format(operation)))
     assert told.startswith(f"deterministic=True, but {operation} has no deterministic implementation.")
     assert advice in told
 
@@ -362,5 +362,5 @@ def pool(two: Any, one: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_a_replacement_computes_the_same(name: str) -> None:
     ours, theirs = REPLACEMENTS[name]()
-    assert name in nondeterministic.INSTEAD
+    assert name in nondeterminism.INSTEAD
     torch.testing.assert_close(ours, theirs)

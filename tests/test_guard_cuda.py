@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import forge
+from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError
-from forge.state import Checkpoints
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Clip, Guard
 from forge_plugins._finite import all_finite
 from tests.tasks import Classifier, fit, make_batches

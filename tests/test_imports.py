@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge import hooks, registry
-from forge.stack import ACTIONS, SPECS
+from forge import registry
+from forge.contract import hooks
+from forge.contract.stack import ACTIONS, SPECS
 from tests.conftest import REPO, Run
 
 KERNEL = sorted((REPO / "forge").rglob("*.py"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.keeping import kept, kept_buffers, uncompiled, untouched
+from forge.snapshot.sandbox import kept, kept_buffers, uncompiled, untouched
 
 
 class Holds(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forge.errors import KernelError
-from forge.kernels.ops.attention import ATTENTION, attention, stand_in
+from forge_kernels.ops.attention import ATTENTION, attention, stand_in
 from tests.kernel_kit import (
     DEVICE,
     check_against_reference,
@@ -179,8 +179,8 @@ def test_compiles_whole(d):
 
 
 def test_the_operators_are_registered_as_torch_asks():
-    from forge.kernels.triton.attention import attention as op
-    from forge.kernels.triton.attention import attention_backward
+    from forge_kernels.triton.attention import attention as op
+    from forge_kernels.triton.attention import attention_backward
 
     args = tensors(1, 2, 1, 10, 12)
     torch.library.opcheck(op, (*args, True, 0.25))
@@ -245,7 +245,7 @@ def test_it_can_be_differentiated_once_only():
 
 
 def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
-    from forge.kernels.triton import attention as triton_attention
+    from forge_kernels.triton import attention as triton_attention
 
     args = tensors(s=10)
     check_launches_where_the_tensors_are(monkeypatch, triton_attention, lambda: run(attention, args, {}))

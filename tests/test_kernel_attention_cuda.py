@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.kernels.ops.attention import ATTENTION, attention
+from forge_kernels.ops.attention import ATTENTION, attention
 from tests.kernel_kit import check_against_reference, run
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from forge.errors import KernelError
-from forge.kernels.ops.clip_adamw import clip_adamw
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
+from forge_kernels.ops.clip_adamw import clip_adamw
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 from tests.clip_adamw_kit import OPTIONS, lists, network
 
 
@@ -35,7 +35,7 @@ from tests.clip_adamw_kit import OPTIONS, lists, network
 def test_arguments_that_make_no_sense_are_refused_with_and_without_the_kernel(
     change, message, interpreted, monkeypatch
 ):
-    monkeypatch.setattr("forge.kernels.contract.INTERPRETED", interpreted)
+    monkeypatch.setattr("forge_kernels.contract.INTERPRETED", interpreted)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "step")
     arguments = {**dict(zip(names, lists([(5,)]), strict=True)), **OPTIONS, **change}
     with pytest.raises(KernelError, match=message):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from forge.kernels.ops.clip_adamw import clip_adamw
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
+from forge_kernels.ops.clip_adamw import clip_adamw
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 
 pytestmark = pytest.mark.gpu
 

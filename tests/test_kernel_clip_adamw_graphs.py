@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from forge.errors import KernelError
-from forge.kernels.ops import clip_adamw_optimizer, clip_adamw_tables
-from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, ops
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
+from forge_kernels.ops import clip_adamw_optimizer, clip_adamw_tables
+from forge_kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, ops
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 from tests.clip_adamw_kit import (
     OPTIONS,
     assert_close,

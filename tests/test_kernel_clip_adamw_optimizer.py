@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import forge
-from forge.kernels.ops import clip_adamw_tables
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
 from forge.testing import TinyTask, fit_tiny
+from forge_kernels.ops import clip_adamw_tables
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 from forge_plugins import Guard
 from forge_plugins.guard import takes_flag
 from tests.clip_adamw_kit import assert_close, backward, both_step, groups, network, pair, same
@@ -149,13 +149,13 @@ class ClippedByTorch(TinyTask):
 
 
 def test_off_cuda_it_is_torchs_two_functions_bit_for_bit(monkeypatch):
-    monkeypatch.setattr("forge.kernels.contract.INTERPRETED", False)
+    monkeypatch.setattr("forge_kernels.contract.INTERPRETED", False)
     results = [fit_tiny([Guard()], task=task)[0] for task in (Clipped(), ClippedByTorch())]
     assert same(*(task.parameters() for task in results))
 
 
 def test_off_cuda_a_loss_scalers_flags_are_obeyed_too(monkeypatch):
-    monkeypatch.setattr("forge.kernels.contract.INTERPRETED", False)
+    monkeypatch.setattr("forge_kernels.contract.INTERPRETED", False)
     task, right = Clipped(), Clipped()
     right.load_state_dict(task.state_dict())
     optimizers = [ClipAdamW(t.parameters(), max_norm=0.1) for t in (task, right)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch.nn.utils import clip_grad_norm_
 
-from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, clip_adamw_op
+from forge_kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, clip_adamw_op
 from tests.clip_adamw_kit import OPTIONS, assert_close, backward, check, flat, lists, mapped, pair, same
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from forge.kernels.ops import clip_adamw_tables
-from forge.kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, ops
-from forge.kernels.ops.clip_adamw_optimizer import ClipAdamW
-from forge.kernels.ops.clip_adamw_tables import CHUNK
+from forge_kernels.ops import clip_adamw_tables
+from forge_kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, ops
+from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
+from forge_kernels.ops.clip_adamw_tables import CHUNK
 from tests.clip_adamw_kit import OPTIONS, backward, check, flat, lists, mapped, network, same
 from tests.kernel_kit import DEVICE, check_launches_where_the_tensors_are
 
@@ -90,7 +90,7 @@ def test_no_copy_of_a_gradient_outlives_its_step(monkeypatch):
         return made
 
     for module in ("clip_adamw", "clip_adamw_optimizer"):
-        monkeypatch.setattr(f"forge.kernels.ops.{module}.alike", watched)
+        monkeypatch.setattr(f"forge_kernels.ops.{module}.alike", watched)
     args = lists([(6, 7), (3,)])
     args[1][0] = args[1][0].t().contiguous().t()
     clip_adamw(*args, **OPTIONS)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.errors import KernelError
-from forge.kernels.ops.cpp import build
-from forge.kernels.ops.cpp.finite import ALL_FINITE, DTYPES, SOURCE, all_finite
+from forge_kernels.ops.cpp import build
+from forge_kernels.ops.cpp.finite import ALL_FINITE, DTYPES, SOURCE, all_finite
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 shapes = st.lists(st.integers(0, 9), max_size=3)

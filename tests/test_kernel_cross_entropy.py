@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.contract import INTERPRETED
-from forge.kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
-from forge.kernels.triton.cross_entropy_plan import plan
+from forge_kernels.contract import INTERPRETED
+from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
+from forge_kernels.triton.cross_entropy_plan import plan
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -256,9 +256,9 @@ def test_it_compiles_whole():
 
 
 def test_the_operators_are_registered_as_torch_asks():
-    from forge.kernels.triton.cross_entropy import cross_entropy as op
-    from forge.kernels.triton.cross_entropy import cross_entropy_with_gradient
-    from forge.kernels.triton.scale import scale_
+    from forge_kernels.triton.cross_entropy import cross_entropy as op
+    from forge_kernels.triton.cross_entropy import cross_entropy_with_gradient
+    from forge_kernels.triton.scale import scale_
 
     logits, target = batch(3, 20)
     torch.library.opcheck(op, (logits, target, -100, 0.1, 0.0, "mean"))

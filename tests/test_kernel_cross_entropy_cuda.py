@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge.kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
-from forge.kernels.ops.linear_cross_entropy import linear_cross_entropy
-from forge.kernels.triton import cross_entropy_losses
+from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from forge_kernels.triton import cross_entropy_losses
 from tests.kernel_kit import DEVICE, check_against_reference
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.errors import KernelError
-from forge.kernels.ops.glu import GEGLU, SWIGLU, swiglu
+from forge_kernels.ops.glu import GEGLU, SWIGLU, swiglu
 from tests.kernel_kit import (
     DEVICE,
     check_against_reference,
@@ -43,7 +43,7 @@ def test_strides_do_not_matter(kernel):
 
 @both
 def test_halves_of_a_wider_tensor_are_read_in_place(kernel, monkeypatch):
-    from forge.kernels.triton import glu as triton_glu
+    from forge_kernels.triton import glu as triton_glu
 
     monkeypatch.setattr(triton_glu, "FORWARD", (16, 4))
     monkeypatch.setattr(triton_glu, "BACKWARD", (16, 4))
@@ -62,7 +62,7 @@ def test_compiles_whole(kernel):
 
 
 def test_the_operator_is_registered_as_torch_asks():
-    from forge.kernels.triton.glu import glu
+    from forge_kernels.triton.glu import glu
 
     torch.library.opcheck(glu, (*pair((3, 5), torch.float32), "silu"))
 
@@ -74,7 +74,7 @@ def test_it_can_be_differentiated_once_only(kernel):
 
 
 def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
-    from forge.kernels.triton import glu as triton_glu
+    from forge_kernels.triton import glu as triton_glu
 
     args = pair((3, 5), torch.float32)
     check_launches_where_the_tensors_are(monkeypatch, triton_glu, lambda: run(swiglu, args, {}))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 
-from forge.kernels.contract import HAS_TRITON
 from forge.testing import check_against_reference, check_compiles_whole, mend_interpreter, poisoned_memory
+from forge_kernels.contract import HAS_TRITON
 from tests.toy_kernels import TOY
 
 DTYPES = list(TOY.tolerance)

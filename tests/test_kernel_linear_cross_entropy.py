@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, ops, reference
+from forge_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, ops, reference
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance
 from tests.test_kernel_cross_entropy import rounding  # noqa: F401 - a fixture
 
@@ -144,7 +144,7 @@ def test_it_compiles_whole():
 
 
 def test_the_operator_is_registered_as_torch_asks():
-    from forge.kernels.triton.linear_cross_entropy import linear_cross_entropy as op
+    from forge_kernels.triton.linear_cross_entropy import linear_cross_entropy as op
 
     hidden, weight, target, bias = head(4, 6, 20, bias=True)
     torch.library.opcheck(op, (hidden, weight, bias, target, -100, 0.0, 0.0, True, 3, [True, True, True]))

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.errors import KernelError
-from forge.kernels.ops.matmul import ACTIVATIONS, MATMUL, matmul, matmul_reference
+from forge_kernels.ops.matmul import ACTIVATIONS, MATMUL, matmul, matmul_reference
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -155,8 +155,8 @@ def test_compiles_whole(activation):
 
 @pytest.mark.parametrize(("kind", "keep"), [("none", False), ("gelu", True)])
 def test_the_operators_are_registered_as_torch_asks(kind, keep):
-    from forge.kernels.triton.matmul import activation_grad
-    from forge.kernels.triton.matmul import matmul as op
+    from forge_kernels.triton.matmul import activation_grad
+    from forge_kernels.triton.matmul import matmul as op
 
     torch.library.opcheck(op, (new(3, 5), new(5, 4), new(4), kind, keep))
     torch.library.opcheck(activation_grad, (new(3, 5).detach(), new(3, 5).detach(), "gelu"))
@@ -227,7 +227,7 @@ def test_torch_func_and_dual_numbers_are_as_in_torch():
 
 
 def test_the_gradient_of_the_activation_goes_through_every_row_and_column():
-    from forge.kernels.triton.matmul import CHUNK, activation_grad
+    from forge_kernels.triton.matmul import CHUNK, activation_grad
 
     grad, pre = torch.randn(2, 2 * CHUNK + 3, 300, device=DEVICE)
     pre.requires_grad_()
@@ -238,8 +238,8 @@ def test_the_gradient_of_the_activation_goes_through_every_row_and_column():
 
 
 def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
-    from forge.kernels.triton import matmul as module
-    from forge.kernels.triton import product
+    from forge_kernels.triton import matmul as module
+    from forge_kernels.triton import product
 
     seen = []
 
@@ -257,7 +257,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
 
 
 def test_rows_are_on_the_one_axis_of_the_grid_that_has_room_for_any_number(monkeypatch):
-    from forge.kernels.triton import matmul as module
+    from forge_kernels.triton import matmul as module
 
     grids = []
     monkeypatch.setattr(module, "_slopes", Launches(grids))

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from forge.kernels.ops.matmul import ACTIVATIONS, MATMUL
-from forge.kernels.ops.mlp import MLP, mlp, mlp_reference
+from forge_kernels.ops.matmul import ACTIVATIONS, MATMUL
+from forge_kernels.ops.mlp import MLP, mlp, mlp_reference
 from tests.kernel_kit import check_against_reference, distance, in_float64
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from forge.errors import KernelError
-from forge.kernels.ops import mlp as mlp_module
-from forge.kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
+from forge_kernels.ops import mlp as mlp_module
+from forge_kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
 from tests.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
 
 sizes = st.integers(1, 90)
@@ -72,7 +72,7 @@ def test_one_gradient_alone_is_right(place):
 
 
 def test_without_gradients_what_a_backward_would_need_is_not_even_written(monkeypatch):
-    from forge.kernels.triton import matmul as products
+    from forge_kernels.triton import matmul as products
 
     modes = []
 
@@ -122,7 +122,7 @@ def test_a_second_derivative_through_the_second_weight_alone_is_refused_too():
 
 
 def test_the_value_between_the_layers_is_marked_as_one_that_no_gradient_flows_through():
-    from forge.kernels.triton.mlp import first
+    from forge_kernels.triton.mlp import first
 
     x, w1, b1, *_ = arguments(12)
     pre, hidden = first(x, w1, b1, "gelu")
@@ -143,7 +143,7 @@ def test_torch_func_and_dual_numbers_are_as_in_torch():
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "part of a larger one"])
 def test_the_layout_of_what_the_activation_was_computed_from_does_not_matter(layout):
-    from forge.kernels.triton.mlp import hidden_grad
+    from forge_kernels.triton.mlp import hidden_grad
 
     grad, w2, pre = (torch.randn(shape, device=DEVICE).half() for shape in ((16, 24), (24, 32), (16, 32)))
     laid_out = {
@@ -173,7 +173,7 @@ def test_compiles_whole_under_autocast():
 
 
 def test_the_operators_are_registered_as_torch_asks():
-    from forge.kernels.triton.mlp import first, hidden_grad
+    from forge_kernels.triton.mlp import first, hidden_grad
 
     x, w1, b1, w2, _ = arguments(5, width=6, hidden=8, out=4)
     grad, pre = torch.randn(5, 4, device=DEVICE).half(), torch.randn(5, 8, device=DEVICE).half()

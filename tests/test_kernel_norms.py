@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.ops import norms
-from forge.kernels.ops.norms import (
+from forge_kernels.ops import norms
+from forge_kernels.ops.norms import (
     LAYER_NORM,
     RMS_NORM,
     layer_norm,
@@ -75,7 +75,7 @@ def test_the_sum_with_a_residual_is_normalised_and_returned_in_any_mix_of_dtypes
 
 @both
 def test_rows_too_wide_for_registers_equal_the_reference(kernel, monkeypatch):
-    from forge.kernels.triton import norms as triton_norms
+    from forge_kernels.triton import norms as triton_norms
 
     monkeypatch.setattr(triton_norms, "WIDEST_FORWARD", 64)
     monkeypatch.setattr(triton_norms, "WIDEST_BACKWARD", 64)
@@ -154,7 +154,7 @@ def test_under_autocast_bfloat16_stays_bfloat16_with_float32_weights(kernel):
 
 @both
 def test_the_gradient_of_frozen_weights_is_not_computed(kernel, monkeypatch):
-    from forge.kernels.triton import norms as triton_norms
+    from forge_kernels.triton import norms as triton_norms
 
     args, sizes, backward = arguments(kernel, (3, 10)), [], triton_norms.norm_backward
 
@@ -184,7 +184,7 @@ def test_compiles_whole(kernel):
 
 
 def test_the_operators_are_registered_as_torch_asks():
-    from forge.kernels.triton.norms import norm
+    from forge_kernels.triton.norms import norm
 
     x, weight, bias, _, residual = arguments(LAYER_NORM, (3, 5), residual=torch.float32)
     torch.library.opcheck(norm, (x, residual, weight, bias, 1e-5, True, torch.float32))
@@ -199,7 +199,7 @@ def test_it_can_be_differentiated_once_only(kernel):
 @both
 @pytest.mark.parametrize("width", [10, 100])
 def test_it_runs_on_the_device_of_its_tensors(kernel, width, monkeypatch):
-    from forge.kernels.triton import norms as triton_norms
+    from forge_kernels.triton import norms as triton_norms
 
     monkeypatch.setattr(triton_norms, "WIDEST_FORWARD", 64)
     monkeypatch.setattr(triton_norms, "WIDEST_BACKWARD", 64)

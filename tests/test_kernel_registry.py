@@ -10,7 +10,7 @@ import pytest
 
 from forge import registry as installed
 from forge.errors import ForgeError, KernelError
-from forge.kernels import registry
+from forge_kernels import registry
 from tests.conftest import Run
 from tests.toy_kernels import TOY, entries, toy
 
@@ -19,7 +19,7 @@ PACKAGE = {
     "forge_third-1.2.3.dist-info/entry_points.txt": "[forge.kernels]\nthird = forge_third:THIRD\nfourth = forge_no:X\n",
     "forge_third.py": """
 import torch
-from forge.kernels.contract import Case, Cost, Functional, Kernel
+from forge_kernels.contract import Case, Cost, Functional, Kernel
 
 THIRD = Kernel(
     name="third",
@@ -118,7 +118,7 @@ def test_an_installed_third_partys_kernel_is_listed_shown_and_measured(run_forge
 
 def test_every_public_name_is_what_users_call_whatever_was_imported_before(run_python: Run) -> None:
     code = (
-        "import types; from forge import kernels; import forge.kernels.ops.softmax, forge.kernels.ops.clip_adamw\n"
+        "import types; from forge import kernels; import forge_kernels.ops.softmax, forge_kernels.ops.clip_adamw\n"
         "assert kernels.ClipAdamW\n"
         "odd = [n for n in kernels.__all__ if isinstance(getattr(kernels, n), types.ModuleType)]\n"
         "assert not odd and callable(kernels.softmax) and set(kernels.__all__) <= set(dir(kernels)), odd\n"
@@ -129,6 +129,6 @@ def test_every_public_name_is_what_users_call_whatever_was_imported_before(run_p
 
 def test_a_kernels_version_is_that_of_its_triton_source_too() -> None:
     kernel = registry.load("softmax")
-    assert {"forge.kernels.ops.softmax", "forge.kernels.triton.softmax"} <= {
+    assert {"forge_kernels.ops.softmax", "forge_kernels.triton.softmax"} <= {
         module.__name__ for module in registry._modules(kernel)
     }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.errors import KernelError
-from forge.kernels.ops.rope import ROPE, rope
+from forge_kernels.ops.rope import ROPE, rope
 from tests.kernel_kit import (
     DEVICE,
     check_against_reference,
@@ -57,7 +57,7 @@ def test_angles_can_have_a_batch_dimension(batch):
 
 
 def test_more_heads_than_a_program_takes_at_once_equal_the_reference(monkeypatch):
-    from forge.kernels.triton import rope as triton_rope
+    from forge_kernels.triton import rope as triton_rope
 
     monkeypatch.setattr(triton_rope, "plan", lambda pairs: (2, 4))
     check_against_reference(ROPE, arguments(heads=(5, 3)))
@@ -92,7 +92,7 @@ def test_compiles_whole():
 
 
 def test_the_operator_is_registered_as_torch_asks():
-    from forge.kernels.triton.rope import rope as operator
+    from forge_kernels.triton.rope import rope as operator
 
     torch.library.opcheck(operator, (*arguments(), False, False))
 
@@ -118,7 +118,7 @@ def test_angles_that_are_trained_run_as_plain_torch():
 
 
 def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
-    from forge.kernels.triton import rope as triton_rope
+    from forge_kernels.triton import rope as triton_rope
 
     args = arguments()
     check_launches_where_the_tensors_are(monkeypatch, triton_rope, lambda: run(rope, args, {}))

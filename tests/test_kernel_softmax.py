@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge.kernels.ops.softmax import SOFTMAX, softmax, stand_in
+from forge_kernels.ops.softmax import SOFTMAX, softmax, stand_in
 from tests.kernel_kit import (
     DEVICE,
     check_against_reference,
@@ -39,7 +39,7 @@ def test_any_shape_and_dtype_equals_the_reference(shape, dtype, scale):
 @pytest.fixture
 def rows_too_wide(monkeypatch):
     """Rows are too wide for registers from 65 entries on."""
-    from forge.kernels.triton import softmax as triton_softmax
+    from forge_kernels.triton import softmax as triton_softmax
 
     monkeypatch.setattr(triton_softmax, "WIDEST", 64)
     monkeypatch.setattr(triton_softmax, "CHUNK", 32)
@@ -110,7 +110,7 @@ def test_compiles_whole():
 
 
 def test_the_operator_is_registered_as_torch_asks():
-    from forge.kernels.triton.softmax import softmax as operator
+    from forge_kernels.triton.softmax import softmax as operator
 
     torch.library.opcheck(operator, (leaf((3, 5)), torch.float32))
 
@@ -121,7 +121,7 @@ def test_it_can_be_differentiated_once_only():
 
 @pytest.mark.parametrize("width", [10, 100])
 def test_it_runs_on_the_device_of_its_tensors(width, rows_too_wide, monkeypatch):
-    from forge.kernels.triton import softmax as triton_softmax
+    from forge_kernels.triton import softmax as triton_softmax
 
     x = leaf((3, width))
     check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from forge.checkpoint import load_weights
 from forge.cli import main, predict, validate
 from forge.distributed import launch as launching
-from forge.state import load_weights
 from forge.testing import TinyTask, tiny_batches
 
 SIZES = (8, 7, 1)

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import forge
 from forge.cli import main
 from forge.errors import TaskError
-from forge.lightning.names import monitored, short
-from forge.lightning.optimizing import read
+from forge_lightning.names import monitored, short
+from forge_lightning.optimizing import read
 from forge_plugins import JSONL, SAM, Checkpoint
 from tests.ranks import Pair, launch
 from tests.tasks import make_batches

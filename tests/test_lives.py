@@ -14,10 +14,10 @@ import pytest
 import forge
 from forge.cli import main
 from forge.env import Env
-from forge.report.folder import Run
-from forge.report.lives import lives_of
 from forge.report.page import page
-from forge.run import command
+from forge.runs.attempts import lives_of
+from forge.runs.card import command
+from forge.runs.folder import Run
 from forge_plugins import JSONL, Checkpoint, Tensorboard
 from tests.tasks import fit, second_rank
 from tests.test_cli_report import Page
@@ -31,7 +31,7 @@ def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Live:
 
     def live(command: str, updates: int, version: str = "1.0", **options: Any) -> None:
         monkeypatch.setattr(sys, "argv", command.split())
-        monkeypatch.setattr("forge.run.__version__", version)
+        monkeypatch.setattr("forge.runs.card.__version__", version)
         given = {"plugins": [JSONL(), Checkpoint(every="2 updates")], "run_dir": tmp_path, **options}
         fit(max_epochs=None, max_updates=updates, seed=1, **given)
 
@@ -93,7 +93,7 @@ class TestARunThatWasContinued:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("forge.session.write_card", killed)
+            patch.setattr("forge.engine.session.write_card", killed)
             with pytest.raises(KeyboardInterrupt):
                 live("forge fit mine --resume --again", 7, resume="auto", plugins=self.plugins())
         assert "forge fit mine --resume --again" in page([Run(tmp_path)])  # without a card that can be read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.memory import is_full
+from forge.util.oom import is_full
 
 
 @pytest.mark.parametrize(

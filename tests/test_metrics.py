@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.metrics import FOLD_AFTER, Means
+from forge.metrics.means import FOLD_AFTER, Means
 from forge.progress import Interval, Progress
 
 numbers = st.floats(-100, 100, width=32)

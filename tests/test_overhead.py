@@ -86,7 +86,7 @@ def test_at_most_10_forge_frames_from_fit_to_training_step() -> None:
 def test_with_no_plugins_every_action_is_cores_own_method_and_no_event_is_called() -> None:
     trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=False)
     trainer.fit(Plain(), make_batches(1))
-    from forge.stack import ACTIONS, EVENTS
+    from forge.contract.stack import ACTIONS, EVENTS
 
     for name in ACTIONS:
         assert getattr(trainer.hooks, name) == getattr(trainer.core, name)

@@ -74,8 +74,10 @@ def test_the_wheel_holds_kernel_plugins_and_recipes(wheel: Path) -> None:
 
 
 def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None:
-    """What is in the folders of the three packages is shipped; tests, benchmarks and examples are not."""
-    packages = {"forge": "forge", "forge_plugins": "plugins/forge_plugins", "forge_recipes": "recipes/forge_recipes"}
+    """What is in the folders of the packages is shipped; tests, benchmarks and examples are not."""
+    beside = ("forge_plugins", "forge_kernels", "forge_lightning")
+    packages = {"forge": "forge", "forge_recipes": "recipes/forge_recipes"}
+    packages |= {name: f"plugins/{name}" for name in beside}
     sources = {
         f"{package}/{path.relative_to(REPO / folder)}"
         for package, folder in packages.items()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import forge
-from forge import pictures
 from forge.errors import TaskError
+from forge.metrics import drawing
 
 
 def squares(count: int) -> torch.Tensor:
@@ -19,20 +19,20 @@ def squares(count: int) -> torch.Tensor:
 
 
 def test_each_image_of_a_grid_is_there_row_after_row() -> None:
-    drawn = pictures.grid(squares(5), columns=3)
+    drawn = drawing.grid(squares(5), columns=3)
     assert isinstance(drawn, forge.Image)
     assert drawn.data.dtype == torch.uint8
-    step = 64 + pictures.GAP
-    assert drawn.data.shape == (1, 2 * step + pictures.GAP, 3 * step + pictures.GAP)
+    step = 64 + drawing.GAP
+    assert drawn.data.shape == (1, 2 * step + drawing.GAP, 3 * step + drawing.GAP)
     for place in range(5):
-        top, left = pictures.GAP + step * (place // 3), pictures.GAP + step * (place % 3)
+        top, left = drawing.GAP + step * (place // 3), drawing.GAP + step * (place % 3)
         tile = drawn.data[:, top : top + 64, left : left + 64]
         assert (tile == 20 + 40 * place).all()
-    assert (drawn.data[:, step + pictures.GAP :, 2 * step + pictures.GAP :] == 255).all()
+    assert (drawn.data[:, step + drawing.GAP :, 2 * step + drawing.GAP :] == 255).all()
 
 
 def test_images_with_colours_make_a_grid_with_the_same_pixels() -> None:
-    grey, coloured = pictures.grid(squares(3), ["a", "b", "c"]), pictures.grid(squares(3).expand(-1, 3, -1, -1), "abc")
+    grey, coloured = drawing.grid(squares(3), ["a", "b", "c"]), drawing.grid(squares(3).expand(-1, 3, -1, -1), "abc")
     assert coloured.data.shape == (3, *grey.data.shape[1:])
     assert torch.equal(coloured.data, grey.data.expand(3, -1, -1))
 
@@ -46,7 +46,7 @@ def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> No
     if kind == torch.bool:
         pixels = pixels.div(128, rounding_mode="floor") * 255
     given = pixels if kind == torch.uint8 else (pixels / 255).to(kind)
-    file = Image.open(io.BytesIO(pictures.png(forge.Image(given))))
+    file = Image.open(io.BytesIO(drawing.png(forge.Image(given))))
     assert file.size == (7, 5)
     found = torch.from_numpy(numpy.array(file))
     expected = pixels.permute(1, 2, 0) if shape[0] == 3 else pixels.reshape(5, 7)
@@ -56,58 +56,58 @@ def test_a_png_holds_the_pixels(shape: tuple[int, ...], kind: torch.dtype) -> No
 
 def test_small_images_are_enlarged_without_blurring() -> None:
     image = torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8)
-    inside = pictures.grid(image).data[:, pictures.GAP : -pictures.GAP, pictures.GAP : -pictures.GAP]
+    inside = drawing.grid(image).data[:, drawing.GAP : -drawing.GAP, drawing.GAP : -drawing.GAP]
     assert torch.equal(inside, image[0].repeat_interleave(8, 1).repeat_interleave(8, 2))
 
 
 def test_captions_are_written_below_their_images_and_make_room() -> None:
     plain, told = (
-        pictures.grid(squares(2)),
-        pictures.grid(squares(2), ["a short one", "one that is much longer\nof two"]),
+        drawing.grid(squares(2)),
+        drawing.grid(squares(2), ["a short one", "one that is much longer\nof two"]),
     )
     assert told.data.size(1) > plain.data.size(1)
     assert told.data.size(2) > plain.data.size(2)
-    below = told.data[:, pictures.GAP + 64 :]
+    below = told.data[:, drawing.GAP + 64 :]
     half = told.data.size(2) // 2
     assert (below[:, :, :half] < 128).any()
     assert (below[:, :, half:] < 128).any()
 
 
 def test_the_longest_caption_is_not_cut_off() -> None:
-    drawn = pictures.grid(squares(1), ["WWWWWWWWWWWWWWWWWWWWWWWW"])
-    assert (drawn.data[:, :, -pictures.GAP :] == 255).all()
+    drawn = drawing.grid(squares(1), ["WWWWWWWWWWWWWWWWWWWWWWWW"])
+    assert (drawn.data[:, :, -drawing.GAP :] == 255).all()
 
 
 def test_a_confusion_matrix_is_the_darker_the_larger_the_share_of_a_row() -> None:
     counts = torch.tensor([[90, 10, 0], [0, 50, 50], [0, 0, 0]])
-    drawn = pictures.confusion(counts, ["one", "two", "three"]).data.float().mean(0)
-    corner = drawn.size(0) - 3 * pictures.CELL - pictures.GAP
-    corners = [[corner + i * pictures.CELL + 2, corner + j * pictures.CELL + 2] for i in range(3) for j in range(3)]
+    drawn = drawing.confusion(counts, ["one", "two", "three"]).data.float().mean(0)
+    corner = drawn.size(0) - 3 * drawing.CELL - drawing.GAP
+    corners = [[corner + i * drawing.CELL + 2, corner + j * drawing.CELL + 2] for i in range(3) for j in range(3)]
     shade = torch.tensor([drawn[i, j] for i, j in corners]).view(3, 3)
     assert shade[0, 0] < shade[1, 1] == shade[1, 2] < shade[0, 1] < 255
     assert shade[0, 2] == shade[2, 0] == shade[2, 2] == 255
 
 
 def test_a_confusion_matrix_has_its_names_and_numbers() -> None:
-    empty = pictures.confusion(torch.zeros(2, 2), ["a", "b"]).data
-    counted = pictures.confusion(torch.tensor([[0, 0], [0, 7]]), ["a", "b"]).data
-    corner = counted.size(1) - 2 * pictures.CELL - pictures.GAP
+    empty = drawing.confusion(torch.zeros(2, 2), ["a", "b"]).data
+    counted = drawing.confusion(torch.tensor([[0, 0], [0, 7]]), ["a", "b"]).data
+    corner = counted.size(1) - 2 * drawing.CELL - drawing.GAP
     assert (empty[:, corner:, :corner] < 128).any()  # the names of the rows
     assert (empty[:, :corner, corner:] < 128).any()  # and of the columns
-    first = slice(corner, corner + pictures.CELL - 2)
+    first = slice(corner, corner + drawing.CELL - 2)
     assert (counted[:, first, first] == 255).all()  # nothing is left empty
-    cell = counted[:, corner + pictures.CELL : -pictures.GAP - 2, corner + pictures.CELL : -pictures.GAP - 2]
+    cell = counted[:, corner + drawing.CELL : -drawing.GAP - 2, corner + drawing.CELL : -drawing.GAP - 2]
     assert len(cell.flatten(1).unique(dim=1).T) > 2  # a number on its colour
 
 
 @pytest.mark.parametrize(
     ("draw", "told"),
     [
-        (lambda: pictures.grid(torch.rand(2, 2, 4, 4)), r"shape \(2, 2, 4, 4\); it takes \(N, 1 or 3, H, W\)"),
-        (lambda: pictures.grid(torch.rand(0, 1, 4, 4)), "shape"),
-        (lambda: pictures.grid(torch.rand(2, 4, 4), ["one"]), "2 images and 1 captions"),
-        (lambda: pictures.grid(torch.rand(2, 4, 4), columns=0), "columns is 0"),
-        (lambda: pictures.confusion(torch.zeros(2, 3), ["a", "b"]), r"shape \(2, 3\) for 2 names"),
+        (lambda: drawing.grid(torch.rand(2, 2, 4, 4)), r"shape \(2, 2, 4, 4\); it takes \(N, 1 or 3, H, W\)"),
+        (lambda: drawing.grid(torch.rand(0, 1, 4, 4)), "shape"),
+        (lambda: drawing.grid(torch.rand(2, 4, 4), ["one"]), "2 images and 1 captions"),
+        (lambda: drawing.grid(torch.rand(2, 4, 4), columns=0), "columns is 0"),
+        (lambda: drawing.confusion(torch.zeros(2, 3), ["a", "b"]), r"shape \(2, 3\) for 2 names"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw: object, told: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import forge
+from forge.checkpoint import Checkpoints
 from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
-from forge.state import Checkpoints
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
 from forge_plugins.amp import best_dtype

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.recipe import load_recipe
-from forge.state import Checkpoint as SavedState
-from forge.state import Checkpoints, publish
+from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import Checkpoints, publish
+from forge.config import load_recipe
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins.checkpoint import Best, Checkpoint, ranking
 from tests.ranks import in_threads

@@ -11,8 +11,8 @@ import torch
 from torch.optim import SGD, AdamW
 
 import forge
+from forge.contract.step import Step
 from forge.errors import RecipeError, StackError
-from forge.step import Step
 from forge.testing import assert_same_weights
 from forge_plugins import AMP, DDP, SAM, Compile, CudaGraph
 from forge_plugins._syncs import own_line

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import forge
 from forge.data import Loader, TensorLoader
-from forge.data.share import cut
+from forge.data.sharding import cut
 from forge.errors import DataError, RecipeError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
@@ -636,7 +636,7 @@ def test_the_batch_of_each_rank_is_told() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_name() -> None:
-    from forge.data.share import SharedLoader
+    from forge.data.sharding import SharedLoader
 
     with pytest.raises(DataError, match="gives a str, which cannot be divided among 2 ranks"):
         list(SharedLoader(["text"], 0, 2, "train"))

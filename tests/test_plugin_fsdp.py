@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import forge
-from forge import optimizer_state
 from forge.errors import NonFiniteError, PeerFailed, RecipeError, StackError, TaskError
+from forge.optim import state as optimizer_state
 from forge.testing import tiny_batches
 from forge_plugins import AMP, EMA, SAM, SWA, Accumulate, Clip, Compile, Freeze, Guard, Remat, Schedule
 from forge_plugins.fsdp import FSDP

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import NonFiniteError, RecipeError
-from forge.metrics import Means
+from forge.metrics.means import Means
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
 from forge_plugins._finite import all_finite
@@ -171,7 +171,7 @@ def test_stop_names_the_last_checkpoint_and_a_resume_from_it_meets_the_same_upda
 def test_the_saved_checkpoint_is_from_before_the_bad_update(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError):
         fit([Guard(), saving()], batches(3), run_dir=tmp_path)
-    from forge.state import Checkpoints
+    from forge.checkpoint import Checkpoints
 
     newest = Checkpoints(tmp_path / "checkpoints").newest_valid()
     assert newest is not None
@@ -390,7 +390,7 @@ def test_two_bad_windows_in_a_row_cost_no_other_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("bad", [3, 5])
 def test_what_is_not_heard_of_yet_is_not_saved(order: int, bad: int, tmp_path: Path) -> None:
-    from forge.state import Checkpoints
+    from forge.checkpoint import Checkpoints
 
     with pytest.raises(NonFiniteError, match=f"Update {bad}"):
         fit([LateGuard(), saving()][::order], batches(bad), Fused(), run_dir=tmp_path)

@@ -13,7 +13,7 @@ import torch
 
 import forge
 from forge.env import Env
-from forge.metrics import PendingMeans
+from forge.metrics.means import PendingMeans
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
 from tests.tasks import Classifier, fit, make_batches, second_rank
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 import forge
 from forge import registry
 from forge.errors import KernelError, RecipeError, StackError, TaskError
-from forge.kernels import swapping
-from forge.kernels.calls import Call
-from forge.kernels.measuring import Timing
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
+from forge_kernels import patch as swapping
+from forge_kernels.call_pattern import Call
+from forge_kernels.timing import Timing
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_plugins.kernels import Kernels
 from tests import toy_kernels
@@ -351,7 +351,7 @@ def test_mistakes_in_the_arguments_of_a_replaced_loss_are_still_refused_by_name(
     import tests.kernel_kit  # noqa: F401  (it mends the interpreter)
 
     pytest.importorskip("triton")
-    found = entries(cross_entropy="forge.kernels.ops.cross_entropy:CROSS_ENTROPY")
+    found = entries(cross_entropy="forge_kernels.ops.cross_entropy:CROSS_ENTROPY")
     others = registry.installed
     monkeypatch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
 
@@ -455,7 +455,7 @@ def test_a_kernel_whose_source_changed_is_measured_again(
 ) -> None:
     install("toy")
     fit_tiny([Kernels()], max_updates=1)
-    monkeypatch.setattr("forge.kernels.registry.version", lambda kernel: "another")
+    monkeypatch.setattr("forge_kernels.registry.version", lambda kernel: "another")
     fit_tiny([Kernels()], max_updates=1)
     assert clock.measured == 2
 
@@ -550,7 +550,7 @@ def test_one_of_forges_own_kernels_trains_in_the_interpreter(monkeypatch: pytest
     pytest.importorskip("triton")
     import tests.kernel_kit  # noqa: F401  (it mends the interpreter)
 
-    found = entries(layer_norm="forge.kernels.ops.norms:LAYER_NORM")
+    found = entries(layer_norm="forge_kernels.ops.norms:LAYER_NORM")
     others = registry.installed
     monkeypatch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
     runs = []

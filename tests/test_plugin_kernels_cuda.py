@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import forge
 from forge import registry
-from forge.kernels import bench
-from forge.kernels.registry import load
+from forge_kernels import bench
+from forge_kernels.registry import load
 from forge_plugins import AMP, Compile
 from forge_plugins.kernels import Kernels
 from tests.toy_kernels import entries
@@ -22,10 +22,10 @@ from tests.toy_kernels import entries
 pytestmark = pytest.mark.gpu
 WIDTH, CLASSES = 1024, 8192
 KERNELS = {
-    "cross_entropy": "forge.kernels.ops.cross_entropy:CROSS_ENTROPY",
-    "layer_norm": "forge.kernels.ops.norms:LAYER_NORM",
-    "softmax": "forge.kernels.ops.softmax:SOFTMAX",
-    "swiglu": "forge.kernels.ops.glu:SWIGLU",
+    "cross_entropy": "forge_kernels.ops.cross_entropy:CROSS_ENTROPY",
+    "layer_norm": "forge_kernels.ops.norms:LAYER_NORM",
+    "softmax": "forge_kernels.ops.softmax:SOFTMAX",
+    "swiglu": "forge_kernels.ops.glu:SWIGLU",
 }
 
 

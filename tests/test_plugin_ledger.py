@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.dispatch import freeze
+from forge.contract.dispatch import freeze
 from forge.errors import StackError
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
@@ -52,7 +52,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("forge_plugins.ledger.timers.clock", clock)
-    monkeypatch.setattr("forge.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now / 1e9))
+    monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=lambda: clock.now / 1e9))
     return clock
 
 

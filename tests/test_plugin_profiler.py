@@ -589,7 +589,7 @@ def test_the_lines_that_hold_the_most_memory_are_the_users_own() -> None:
         frames = [{"filename": file, "line": 7, "name": "f"} for file in files]
         return {"size": size, "state": state, "frames": frames}
 
-    torchs, forges = torch.nn.functional.__file__, forge.trainer.__file__
+    torchs, forges = torch.nn.functional.__file__, forge.engine.trainer.__file__
     blocks = [
         block(100, torchs, forges, "<string>", "/home/me/model.py", forges),
         block(50, "/home/me/model.py"),

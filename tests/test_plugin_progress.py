@@ -18,7 +18,7 @@ import torch
 import forge
 from forge.env import Env
 from forge.errors import ForgeError
-from forge.metrics import PendingMeans
+from forge.metrics.means import PendingMeans
 from forge_plugins import Checkpoint, Progress, Tensorboard
 from forge_plugins.progress.reading import clock, grouped, ordered, short, speed_of
 from forge_plugins.progress.status import Status

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import forge
-from forge.cli.page import declared
+from forge.cli.plugin_page import declared
 from forge.errors import NonFiniteError, RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import SAM, Accumulate, Anomaly, Checkpoint, Clip, Freeze, Guard, Schedule

@@ -46,7 +46,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("forge_plugins.throughput.steps.clock", clock)
-    monkeypatch.setattr("forge.trainer.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("forge.engine.trainer.time", SimpleNamespace(perf_counter=clock))
     return clock
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import forge
 from forge import registry
+from forge.config import list_recipes, load_recipe, read_recipe
 from forge.errors import ForgeError, RecipeError
-from forge.recipe import list_recipes, load_recipe, read_recipe
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ def test_listing_reads_names_and_descriptions_from_the_packages():
 
 def test_reading_recipes_does_not_import_torch():
     code = (
-        "import sys; from forge.recipe import list_recipes, read_recipe; list_recipes(); read_recipe('quickstart'); "
-        "print(sorted({'torch', 'forge_recipes', 'forge.recipe'} & sys.modules.keys()))"
+        "import sys; from forge.config import list_recipes, read_recipe; list_recipes(); read_recipe('quickstart'); "
+        "print(sorted({'torch', 'forge_recipes', 'forge.config'} & sys.modules.keys()))"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert told.strip() == "['forge.recipe']"
+    assert told.strip() == "['forge.config']"
 
 
 def test_without_omegaconf_the_message_says_what_to_do(monkeypatch):
@@ -308,7 +308,7 @@ def test_every_value_knows_its_file_and_line_the_command_line_or_that_it_is_a_de
 
 
 def test_the_resolved_recipe_holds_every_default_and_an_origin_for_each():
-    from forge.recipe.merge import leaves
+    from forge.config.merge import leaves
 
     recipe = load_recipe("quickstart")
     assert recipe.resolved["plugins"]["clip"]["norm_type"] == 2.0
@@ -399,7 +399,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(a
 )
 @example({"a": "${b}", "b": "\\${b}\\", "c": "1e3", "d": "null", "e": ["${x", "a: b", ""]})
 def test_any_plain_options_survive_writing_and_reading(tmp_path_factory, options):
-    from forge.recipe import Recipe
+    from forge.config import Recipe
 
     config = {"task": options} if options else {}
     path = tmp_path_factory.mktemp("recipes") / "any.yaml"

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import forge
+from forge.config import load_recipe
 from forge.data import Splits, TensorLoader
-from forge.recipe import load_recipe
 from forge.testing import assert_same_weights
 from forge_recipes.fashion_cnn import FashionCNN, moved
 from forge_recipes.fashion_mlp import FashionMLP

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import forge
+from forge.config import load_recipe
 from forge.data import TensorLoader
-from forge.recipe import load_recipe
 from forge_plugins import CudaGraph
 from forge_recipes.fashion_cnn import moved
 

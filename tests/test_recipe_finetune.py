@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.recipe import load_recipe
+from forge.config import load_recipe
 from forge_recipes.digits import digits
 from forge_recipes.finetune import PARTS, Finetune
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import forge
-from forge import pictures
 from forge.env import Env
+from forge.metrics import drawing
 from forge_recipes.looks import Looks
 
 NAMES = ["ant", "bee", "cat"]
@@ -30,7 +30,7 @@ def test_the_confusion_matrix_counts_every_sample() -> None:
     assert looks._counts is not None
     assert torch.equal(looks._counts.view(3, 3), expected)
     shown = looks.finish(Env("cpu"))["confusion"]
-    assert torch.equal(shown.data, pictures.confusion(expected, NAMES).data)
+    assert torch.equal(shown.data, drawing.confusion(expected, NAMES).data)
 
 
 def test_the_mistakes_are_those_that_it_was_surest_of_over_all_batches() -> None:
@@ -39,7 +39,7 @@ def test_the_mistakes_are_those_that_it_was_surest_of_over_all_batches() -> None
     sure, said = logits.softmax(1).max(1)
     wrong = [i for i in sure.argsort(descending=True).tolist() if said[i] != labels[i]][:6]
     captions = [f"{NAMES[int(labels[i])]}\nnot {NAMES[int(said[i])]}" for i in wrong]
-    expected = pictures.grid(images[wrong], captions)
+    expected = drawing.grid(images[wrong], captions)
     assert torch.equal(looks.finish(Env("cpu"))["mistakes"].data, expected.data)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import forge
-from forge.recipe import load_recipe
+from forge.config import load_recipe
 from forge_recipes.gpt import GPT
 from forge_recipes.resnet import ResNet18
 from forge_recipes.synthetic import images, tokens

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import forge
 from forge.cli import main
+from forge.config import load_recipe
 from forge.data import TokenStream
-from forge.recipe import load_recipe
 from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from forge_recipes import shakespeare

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import forge
-from forge import pictures
 from forge.cli import main
+from forge.config import load_recipe
 from forge.data import Loader, Splits, TensorLoader, pad_collate
-from forge.recipe import load_recipe
+from forge.metrics import drawing
 from forge.testing import assert_same_weights
 from forge_plugins import Checkpoint
 from forge_recipes import gan, multilabel, regression, sentiment
@@ -121,7 +121,7 @@ def test_the_gan_comes_closer_to_the_digits_and_shows_them() -> None:
     assert after["val/distance"] < 4 < before["val/distance"]
     noise = torch.randn(len(whole(splits.val)[0]), 32, generator=torch.Generator().manual_seed(1998))
     with torch.no_grad():
-        shown = pictures.grid(task.eval()(noise)[:32])
+        shown = drawing.grid(task.eval()(noise)[:32])
     assert torch.equal(after["val/digits"].data, shown.data)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import forge
-from forge.replacing import replacing
+from forge.util.files import replacing
 from forge_plugins import JSONL
 from forge_plugins.jsonl import drop_after
 from forge_plugins.tensorboard import projector

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import forge
+from forge.checkpoint import Checkpoints
 from forge.data import Loader
-from forge.state import Checkpoints
 from forge.testing import TinyTask
 from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule
 from tests.lasting_ranks import ranks
@@ -92,7 +92,7 @@ def alone(*arguments: Any) -> list[dict[str, Any]]:
 
 
 def saved(folder: Path, update: int) -> dict[str, Any]:
-    return forge.state.Checkpoint(Checkpoints(folder / "checkpoints").path(update)).load()
+    return forge.checkpoint.Checkpoint(Checkpoints(folder / "checkpoints").path(update)).load()
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import forge
+from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
-from forge.state import Checkpoints
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Schedule
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import forge
-from forge.recipe import load_recipe
-from forge.report.folder import Run
+from forge.config import load_recipe
 from forge.report.page import page
+from forge.runs.folder import Run
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.tasks import fit, make_batches

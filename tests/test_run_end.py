@@ -13,7 +13,7 @@ import pytest
 
 import forge
 from forge.env import Env
-from forge.report.folder import Run
+from forge.runs.folder import Run
 from forge_plugins import JSONL, Checkpoint, Clip
 from tests.tasks import Classifier, fit, make_batches, second_rank
 
@@ -142,7 +142,7 @@ def test_an_end_that_cannot_be_written_costs_nothing_but_a_line(
     def fail(*_: Any) -> None:
         raise problem
 
-    monkeypatch.setattr("forge.session.write_end", fail)
+    monkeypatch.setattr("forge.engine.session.write_end", fail)
     assert fit(plugins=[], run_dir=tmp_path).updates == 4
     with pytest.raises(RuntimeError, match="on purpose"):
         fit(Raises(), plugins=[], run_dir=tmp_path)

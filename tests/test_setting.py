@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.distributed.setting import PORTS, Setting, first_host
+from forge.distributed.rank_info import PORTS, Setting, first_host
 from forge.errors import ForgeError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}

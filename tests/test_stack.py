@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.stack import Stack, make_plugins
+from forge.contract.stack import Stack, make_plugins
 from forge_plugins import Accumulate, Clip
 from tests.tasks import Classifier, fit, make_batches
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forge.checkpoint import Checkpoint, Checkpoints, manifest, temp_names, write_checkpoint
 from forge.errors import CheckpointError
-from forge.state import Checkpoint, Checkpoints, leftovers, manifest, write_checkpoint
 from tests.test_state_tree import same
 
 FILES = {"manifest.json", "state.json", "model.safetensors", "state.safetensors"}
@@ -322,7 +322,7 @@ def test_a_pointer_killed_at_any_system_call_points_to_a_checkpoint(tmp_path: Pa
 
     def action(folder: Path) -> None:
         Checkpoints(folder).point("latest", folder / "update-00000002")
-        leftovers.remove(folder / "nothing")  # one system call after the last that counts
+        temp_names.remove(folder / "nothing")  # one system call after the last that counts
 
     for folder in every_kill(tmp_path, prepare, action):
         check_folder(folder)

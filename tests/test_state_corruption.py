@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge.checkpoint import Checkpoint, Checkpoints, manifest, tensors, tree, write_checkpoint
 from forge.errors import CheckpointError
-from forge.state import Checkpoint, Checkpoints, manifest, tensors, tree, write_checkpoint
 from tests.conftest import PROFILE
 from tests.test_state_tree import same
 

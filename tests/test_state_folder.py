@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forge.checkpoint import Checkpoint, Checkpoints, temp_names, write_checkpoint
 from forge.errors import CheckpointError
-from forge.state import Checkpoint, Checkpoints, leftovers, write_checkpoint
 from tests.test_state_checkpoint import tree_of
 from tests.test_state_tree import same
 
@@ -135,7 +135,7 @@ def test_a_sweep_leaves_alone_what_it_does_not_know(checkpoints: Checkpoints) ->
 def test_a_sweep_leaves_alone_what_a_living_process_writes(checkpoints: Checkpoints) -> None:
     others = checkpoints.folder / f".update-00000003.tmp-{os.getppid()}-{'a' * 12}"
     others.mkdir()
-    with leftovers.temporary(checkpoints.path(4)) as (own, _):
+    with temp_names.temporary(checkpoints.path(4)) as (own, _):
         own.mkdir()
         checkpoints.sweep()
         assert own.exists()

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 import torch
 
+from forge.checkpoint import Checkpoint, manifest, tensors, write_checkpoint
 from forge.errors import CheckpointError
-from forge.state import Checkpoint, manifest, tensors, write_checkpoint
 from tests.conftest import PROFILE
 
 NAMES = (manifest.NAME, *manifest.FILES)

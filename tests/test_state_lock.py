@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from forge.errors import CheckpointError
-from forge.state import RunLock, lock
+from forge.runs import lock
+from forge.runs.lock import RunLock
 
 
 def in_child(action: Callable[[], None]) -> bool:

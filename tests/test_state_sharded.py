@@ -29,10 +29,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-import forge.state.tensors
+import forge.checkpoint.tensors
 from forge import load_weights
-from forge.errors import CheckpointError
-from forge.state import (
+from forge.checkpoint import (
     BackgroundWriter,
     Checkpoint,
     Checkpoints,
@@ -44,12 +43,13 @@ from forge.state import (
     publish,
     save_weights,
     tensors,
-    together,
     write_checkpoint,
+    write_sharded,
     write_together,
 )
-from forge.state.boxes import Box, cover, parse_piece_name, piece_name
-from forge.state.tree import Split, split
+from forge.checkpoint.slices import Box, cover, parse_piece_name, piece_name
+from forge.checkpoint.tree import Split, split
+from forge.errors import CheckpointError
 from tests.ranks import in_threads, launch, pretending
 from tests.test_cli_ckpt import call  # noqa: F401 (a fixture)
 from tests.test_state_checkpoint import check_folder, every_kill
@@ -110,7 +110,9 @@ def write_pretended(target: Path, world: int, make: Callable[[], dict[str, Any]]
         with pretending(team.rank, world):
             check_savable(make())
             shares.append(split(make(), team))
-    in_threads(world, lambda rank: together.publish_together(shares[rank], together.Meeting(teams[rank], target)))
+    in_threads(
+        world, lambda rank: write_sharded.publish_together(shares[rank], write_sharded.Meeting(teams[rank], target))
+    )
     return shares
 
 
@@ -285,7 +287,7 @@ def test_a_slice_reads_only_the_rows_that_it_needs(tmp_path: Path, monkeypatch: 
         read.extend((Path(what).name[:11], entry.shape) for entry in header.entries.values())
         return real(stream, header, what)
 
-    monkeypatch.setattr(forge.state.tensors, "read_tensors", watched)
+    monkeypatch.setattr(forge.checkpoint.tensors, "read_tensors", watched)
 
     def loaded(box: Box) -> Tensor:
         read.clear()
@@ -660,7 +662,7 @@ def test_ranks_with_different_state_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "IN_SIGHT", 0.0)
+    monkeypatch.setattr(write_sharded, "IN_SIGHT", 0.0)
     store = dist.HashStore()
     folders = [tmp_path / "here", tmp_path / "there"]
     errors = all_errors(2, lambda rank: write_together(folders[rank] / "it", plain_tree(1), Team(rank, 2, store)))

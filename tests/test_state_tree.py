@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from forge.checkpoint import Checkpoint, check_savable, write_checkpoint
+from forge.checkpoint.tensors import DTYPES, NOTED, as_bytes
+from forge.checkpoint.tree import MAX_DEPTH, join, split
 from forge.errors import CheckpointError
-from forge.state import Checkpoint, check_savable, write_checkpoint
-from forge.state.tensors import DTYPES, NOTED, as_bytes
-from forge.state.tree import MAX_DEPTH, join, split
 
 ALL_DTYPES = [*DTYPES.values(), *NOTED.values()]
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (2, 3, 4), (1, 1, 7)]

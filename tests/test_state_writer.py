@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from forge.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, copying, writer
 from forge.errors import CheckpointError
-from forge.state import BackgroundWriter, Checkpoint, Checkpoints, copying, writer
 from tests.conftest import Run
 from tests.test_state_checkpoint import tree_of
 from tests.test_state_tree import ALL_DTYPES, same, tensor_of
@@ -287,7 +287,7 @@ def test_the_interpreter_waits_for_what_was_submitted(end: str, run_python: Run,
     code = f"""
 import sys, threading, torch
 from pathlib import Path
-from forge.state import BackgroundWriter, writer
+from forge.checkpoint import BackgroundWriter, writer
 publish = writer.publish
 writer.publish = lambda *arguments: (threading.main_thread().join(), publish(*arguments))
 BackgroundWriter().submit(Path({str(tmp_path / "it")!r}), {{"model": {{"w": torch.ones(3)}}}})

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.accumulating import Held, is_metric
+from forge.checkpoint import Checkpoint
 from forge.errors import TaskError
-from forge.state import Checkpoint
+from forge.metrics.torchmetrics import Held, is_metric
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
 from forge_plugins.cuda_graph.fitness import of_the_metrics

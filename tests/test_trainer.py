@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import forge
-from forge.stack import EVENTS, SPECS
+from forge.contract.stack import EVENTS, SPECS
 from forge_plugins import Accumulate, Clip
 from tests.tasks import Classifier, fit, make_batches
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.places import near
-from forge.units import size
+from forge.util.text import near, size
 
 
 @pytest.mark.parametrize(

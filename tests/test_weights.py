@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import forge
-from forge.state import Checkpoints, load_weights, save_weights, tensors
-from forge.state.weights import find_weights, noted_as_average, read_weights
+from forge.checkpoint import Checkpoints, load_weights, save_weights, tensors
+from forge.checkpoint.weights import find_weights, noted_as_average, read_weights
 from forge.testing import TinyTask, assert_same_weights, first_difference, fit_tiny
 from forge_plugins.checkpoint import Checkpoint
 from tests.tasks import Classifier
@@ -262,7 +262,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(tmp_path: Path, rename: Any, mes
     st.dictionaries(st.sampled_from(["a.", "b.", "a.b.", "^a", "^.", ""]), st.sampled_from(["", "a.", "c"]), max_size=3)
 )
 def test_renaming_never_loses_a_tensor(rename: dict[str, str]) -> None:
-    from forge.state.foreign import renamed
+    from forge.checkpoint.foreign import renamed
 
     names = ["".join(parts) for parts in itertools.product(["a.", "b."], ["a.", "b.", ""], ["x", "y"])]
     try:

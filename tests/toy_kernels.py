@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge.kernels.contract import Case, Cost, Functional, Kernel, Module
+from forge_kernels.contract import Case, Cost, Functional, Kernel, Module
 
 CALLS: list[tuple[str, tuple[int, ...]]] = []
 """(kernel, shape) of every call that a toy ran."""

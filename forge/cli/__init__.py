@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from forge import __version__
 from forge.cli import ranks, show
+from forge.distributed.exit_codes import exit_code, is_first_to_fail
 from forge.errors import ForgeError, Interrupted, did_you_mean
-from forge.outcome import exit_code, is_first_to_fail
+from forge.version import __version__
 
 VERBS = {
     "fit": "Train a recipe, or a task from your own file.",
@@ -107,7 +107,7 @@ def _run(words: list[str]) -> int:
     verb, *rest = words
     if verb not in VERBS:
         raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, VERBS)}")
-    module = import_module(f"forge.cli.{verb.replace('-', '_')}")
+    module = import_module("forge.kernels.command" if verb == "kernels" else f"forge.cli.{verb.replace('-', '_')}")
     # intermixed: overrides may stand before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):

@@ -16,7 +16,7 @@ from forge.cli import show, target
 from forge.cli.board_links import Links, base_of
 from forge.cli.board_server import serve
 from forge.errors import ForgeError
-from forge.report.locating import RUNS, locate
+from forge.runs.find import RUNS, locate
 
 EXAMPLES = """\
 examples:

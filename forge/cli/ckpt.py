@@ -22,8 +22,8 @@ from forge.cli import show, target
 from forge.errors import CheckpointError, ForgeError
 
 if TYPE_CHECKING:
-    from forge.state import Checkpoint, Checkpoints
-    from forge.state.checkpoint import TensorInfo
+    from forge.checkpoint import Checkpoint, Checkpoints
+    from forge.checkpoint.checkpoint import TensorInfo
 
 EXAMPLES = """\
 PATH is a checkpoint directory, a link to one (latest, best), or a run folder.
@@ -86,7 +86,7 @@ def _show(path: Path, as_json: bool) -> int:
 
 def _folder(path: Path) -> Checkpoints | None:
     """The checkpoints of a run folder, or of the folder in it; None where the path is a checkpoint itself."""
-    from forge.state import Checkpoints
+    from forge.checkpoint import Checkpoints
 
     for folder in (path / "checkpoints", path):
         checkpoints = Checkpoints(folder)
@@ -122,7 +122,7 @@ def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
 
 def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
     """One checkpoint of a run, as far as it can be read."""
-    from forge.state import Checkpoint
+    from forge.checkpoint import Checkpoint
 
     tree, error = {}, None
     try:
@@ -152,7 +152,7 @@ def _state(row: Mapping[str, Any]) -> Text:
 
 
 def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
-    from forge.state.checkpoint import averages
+    from forge.checkpoint.checkpoint import averages
 
     console = show.console()
     found = list(tensors_of(tree))
@@ -213,7 +213,7 @@ def _right(grid: Table, *columns: str) -> None:
 
 def _described(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
     """What `show --json` says of one checkpoint."""
-    from forge.state.checkpoint import averages
+    from forge.checkpoint.checkpoint import averages
 
     known = ("progress", "metrics", "task", "fingerprint", "versions", "stack")
     tensors = [
@@ -251,7 +251,7 @@ def _verify(paths: list[Path]) -> int:
 
 def file_states(path: Path) -> list[tuple[str, int | None, str]]:
     """(name, size, what is wrong with it or "") of every file of a checkpoint."""
-    from forge.state import Checkpoint, manifest
+    from forge.checkpoint import Checkpoint, manifest
 
     problem = ""
     try:
@@ -274,7 +274,7 @@ def file_states(path: Path) -> list[tuple[str, int | None, str]]:
 
 def _names(path: Path) -> list[str]:
     """The files that a checkpoint without a manifest has, or should have."""
-    from forge.state import manifest
+    from forge.checkpoint import manifest
 
     there = sorted(file.name for file in path.glob("*-of-*.safetensors"))
     return [manifest.DOCUMENT, *there] if there else list(manifest.FILES)
@@ -282,7 +282,7 @@ def _names(path: Path) -> list[str]:
 
 def _records(file: Path) -> Mapping[str, Any] | None:
     """What a manifest says of the other files; None for one that cannot be trusted."""
-    from forge.state import manifest
+    from forge.checkpoint import manifest
 
     if _irregular(file):
         return None
@@ -425,7 +425,7 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
         raise ForgeError(f"{str(out)!r} does not end in .safetensors, by which a weights file is known.")
     if out.exists() and not force:
         raise ForgeError(f"{str(out)!r} exists. Choose another name, or overwrite it with --force.")
-    from forge.state.weights import read_weights, write_weights
+    from forge.checkpoint.weights import read_weights, write_weights
 
     weights = read_weights(path, which)
     count = write_weights(weights, out)
@@ -441,7 +441,7 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
 
 def _find(path: Path) -> Checkpoint:
     """The checkpoint that a path stands for, called as the user would call it."""
-    from forge.state import Checkpoint
+    from forge.checkpoint import Checkpoint
 
     return Checkpoint(_as_given(Checkpoint.find(path).path, path))
 
@@ -461,7 +461,7 @@ def _near(path: Path) -> Path:
 
 def tensors_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
     """Every tensor with its path in the tree; tied ones under their first name."""
-    from forge.state.checkpoint import TensorInfo
+    from forge.checkpoint.checkpoint import TensorInfo
 
     seen: set[str] = set()
     for name, value in _flat(tree):

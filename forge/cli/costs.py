@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from forge.cli import show, target
+from forge.config import Recipe
 from forge.errors import ForgeError
-from forge.recipe import Recipe
 
 if TYPE_CHECKING:
-    from forge.plugin import Callback
+    from forge.contract.plugin import Callback
 
 LEDGER, STOP, WARNING = "ledger", "forge.plan.stop", "warning: "
 UPDATES = 30
@@ -49,7 +49,7 @@ def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
 
 def _stop_after(updates: int) -> Callback:
     """Ends the run without a word to schedules, which still see the whole of it as planned."""
-    from forge.plugin import on
+    from forge.contract.plugin import on
 
     @on("step_end", mutates=True)
     def stop(step: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import lives, show, target
+from forge.cli import show, subprocesses, target
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run(args: Namespace) -> int:
         return live(args)
     if args.updates < 1:
         raise ForgeError("--updates must be at least 1.")
-    with lives.folder_for(args.keep, "determinism") as folder:
+    with subprocesses.folder_for(args.keep, "determinism") as folder:
         return compare(args, folder)
 
 
@@ -111,7 +111,7 @@ def compare(args: Namespace, folder: Path) -> int:
         own.mkdir()
         # a process orders its sets by a random seed; these two differ, unless the user has fixed it for every run
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(number))}
-        lives.live("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
+        subprocesses.live("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
     one, other = (read_trace(folder / name / "record.jsonl") for name in "12")
     if len(one) < 2:
         raise ForgeError("The run made no update: there is nothing to compare.")

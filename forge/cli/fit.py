@@ -12,11 +12,11 @@ from rich.text import Text
 
 from forge.cli import ranks, show, target
 from forge.cli.measure import naming_options
-from forge.recipe.loading import DEFAULT
+from forge.config.recipe import DEFAULT
 
 if TYPE_CHECKING:
     from forge.data import Splits
-    from forge.trainer import FitResult, Trainer
+    from forge.engine.trainer import FitResult, Trainer
 
 EXAMPLES = """\
 examples:
@@ -79,10 +79,10 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
         for label, text in lines.items():
             console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
         return
-    from forge.metrics import is_diagnostic
-    from forge.report.comparing import bests
-    from forge.report.folder import Run
-    from forge.report.summary import summary
+    from forge.metrics.media import is_diagnostic
+    from forge.runs.compare import bests
+    from forge.runs.folder import Run
+    from forge.runs.summary import summary
 
     aside = [name for name in result.metrics if is_diagnostic(name, trainer.stack.names)]
     if aside:
@@ -95,8 +95,8 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
 
 
 def _lines(result: FitResult) -> dict[str, str]:
-    from forge.report.summary import folder_lines
-    from forge.report.words import counted, ended
+    from forge.runs.summary import folder_lines
+    from forge.runs.wording import counted, ended
 
     done = f"{counted(result.epochs, 'epoch')}, {counted(result.updates, 'update')}"
     found = {"trained": ended(done, result.stop_reason)}

@@ -12,8 +12,8 @@ from forge.cli import show
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
+    from forge.config import Recipe
     from forge.planning import MemoryPlan, Row
-    from forge.recipe import Recipe
 
 STYLES = {"yes": "green", "barely": "yellow", "no": "red"}
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "peak")

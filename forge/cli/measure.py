@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forge.cli import ranks, show, target
 
 if TYPE_CHECKING:
-    from forge.task import TaskModule
+    from forge.contract.task import TaskModule
 
 NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 """What YAML reads as something else than text."""
@@ -57,7 +57,7 @@ def measure(args: Namespace, verb: str, split: str) -> int:
 @contextmanager
 def naming_options(args: Namespace, verb: str, task: TaskModule) -> Iterator[None]:
     """Weights that do not fit because the task had other options: say which, and what to type."""
-    from forge.state.weights import Misfit
+    from forge.checkpoint.weights import Misfit
 
     try:
         yield
@@ -75,7 +75,7 @@ def naming_options(args: Namespace, verb: str, task: TaskModule) -> Iterator[Non
 
 def _other_options(saved: Mapping[str, Any], task: TaskModule) -> dict[str, Any]:
     """The options that a task was saved with, where this one has others."""
-    from forge.run import plain
+    from forge.runs.card import plain
 
     return {
         name: value

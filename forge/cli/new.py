@@ -11,8 +11,8 @@ from string import Template
 
 from forge import registry
 from forge.cli import show, target
+from forge.contract.plugin import snake_case
 from forge.errors import ForgeError
-from forge.plugin import snake_case
 
 EXAMPLES = """\
 examples:

@@ -13,10 +13,10 @@ from typing import Any
 from rich.text import Text
 
 from forge.cli import costs, fits, show, target
+from forge.config import Recipe
+from forge.config.merge import leaves
+from forge.contract.stack import ACTIONS, CORE, Call, Stack, make_plugins
 from forge.errors import ForgeError
-from forge.recipe import Recipe
-from forge.recipe.merge import leaves
-from forge.stack import ACTIONS, CORE, Call, Stack, make_plugins
 
 EXAMPLES = """\
 examples:
@@ -91,7 +91,7 @@ def _say_what_fits(args: Namespace, recipe: Recipe) -> int:
 
 def _calls(recipe: Recipe, stack: Stack) -> dict[str, list[Call]]:
     """Who is called at each hook, once the stack has been checked as a run would check it."""
-    from forge.core import Core
+    from forge.engine.defaults import Core
 
     stack.resolve()
     stack.register(Core(), _task_without_weights(recipe))

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forge import options, registry
-from forge.cli import page, show, target
+from forge.cli import plugin_page, show, target
 from forge.errors import ForgeError
 
 
@@ -24,7 +24,7 @@ def run(args: Namespace) -> int:
     if args.markdown:
         if not args.name:
             raise ForgeError("forge plugins --markdown prints one plugin's page: name it.")
-        print(page.markdown(args.name), end="")
+        print(plugin_page.markdown(args.name), end="")
         return 0
     return _show(args.name) if args.name else _list()
 
@@ -41,29 +41,29 @@ def _list() -> int:
 
 
 def _show(name: str) -> int:
-    kind = page.plugin_class(name)
+    kind = plugin_page.plugin_class(name)
     entry = registry.installed("plugin")[name]
     console = show.console()
     console.print(Text.assemble((name, "bold"), (f"  {registry.origin(entry)}, {entry.value}", "dim")), soft_wrap=True)
     console.print()
-    for part in page.parts(inspect.getdoc(kind) or "(no description)"):
+    for part in plugin_page.parts(inspect.getdoc(kind) or "(no description)"):
         console.print(Padding(Text(part.text, "cyan"), (0, 0, 0, 4)) if part.is_code else Text(part.text))
         console.print()
     known = options.of_config(kind.Config)
     if known:
         grid = show.table("option", "type", "default", "what it is for", wrap=["type", "what it is for"])
         for option in known:
-            default = Text(page.default_of(option), "yellow" if option.required else "")
+            default = Text(plugin_page.default_of(option), "yellow" if option.required else "")
             grid.add_row(Text(option.name), Text(options.type_name(option.type)), default, Text(option.doc))
         console.print(grid)
     else:
         console.print(Text("no options", "dim"))
     console.print()
-    if page.declared(kind):
-        console.print(Text("; ".join(page.declared(kind))))
+    if plugin_page.declared(kind):
+        console.print(Text("; ".join(plugin_page.declared(kind))))
         console.print()
     grid = show.table("hook", "role", "when", wrap=["when"])
-    for hook, role in page.implemented(kind):
-        grid.add_row(hook, role, Text(page.when(hook), "dim"))
+    for hook, role in plugin_page.implemented(kind):
+        grid.add_row(hook, role, Text(plugin_page.when(hook), "dim"))
     console.print(grid)
     return 0

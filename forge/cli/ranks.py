@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from forge.errors import ForgeError, StackError
 
 if TYPE_CHECKING:
-    from forge.recipe import Recipe
-    from forge.trainer import Trainer
+    from forge.config import Recipe
+    from forge.engine.trainer import Trainer
 
 NAMED, FLAGS = ("recipe", "data", "run_dir", "weights", "out"), ("resume", "trace", "quiet")
 """The options, with and without a value, that workers are told of, whichever of them a verb has."""
@@ -29,7 +29,7 @@ def rank() -> int:
     """Which of several processes this is; 0 where there is one."""
     if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" not in os.environ:
         return 0
-    from forge.distributed.setting import Setting
+    from forge.distributed.rank_info import Setting
 
     return Setting.read().rank
 
@@ -102,7 +102,7 @@ def launch_pass(verb: str, args: Namespace, recipe: Recipe) -> int:
 
 def _joined(args: Namespace, recipe: Recipe) -> Trainer:
     """The Trainer that every worker will make; what they would all refuse is refused here, once."""
-    from forge.trainer import Trainer
+    from forge.engine.trainer import Trainer
 
     if args.nproc < 1:
         raise ForgeError(f"--nproc is {args.nproc}; it must be at least 1.")
@@ -118,14 +118,14 @@ def _joined(args: Namespace, recipe: Recipe) -> Trainer:
 
 def _run_dir(trainer: Trainer, args: Namespace, recipe: Recipe) -> str | None:
     """Where the workers of a fit write."""
-    from forge import resumption
+    from forge.runs import choose
 
     if args.resume:
         trainer.resume = "auto"
     kind = recipe.local.get("task")
     if isinstance(kind, type):
         trainer.task = object.__new__(kind)  # runs are grouped by its name
-    chosen = resumption.choose(trainer).run_dir
+    chosen = choose.choose(trainer).run_dir
     return str(chosen) if chosen is not None else None
 
 
@@ -151,8 +151,8 @@ def go_by_users_command() -> None:
 
 def continue_own_run(trainer: Trainer) -> None:
     """A worker that its agent has started again goes on from the last checkpoint in its run folder."""
-    from forge.outcome import FOLDER
-    from forge.resumption import checkpoints_of
+    from forge.distributed.exit_codes import FOLDER
+    from forge.runs.choose import checkpoints_of
 
     wanted = trainer.wanted_run_dir
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

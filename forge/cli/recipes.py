@@ -10,9 +10,9 @@ from typing import Any
 from rich.syntax import Syntax
 
 from forge.cli import show, target
+from forge.config import Recipe, list_recipes, read_recipe
+from forge.config.files import locate, omegaconf
 from forge.errors import ForgeError
-from forge.recipe import Recipe, list_recipes, read_recipe
-from forge.recipe.files import locate, omegaconf
 
 EXAMPLES = """\
 examples:

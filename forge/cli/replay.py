@@ -13,8 +13,8 @@ from forge.cli import show, target
 from forge.errors import ForgeError, NonFiniteError
 
 if TYPE_CHECKING:
-    from forge.plugin import Plugin
-    from forge.task import TaskModule
+    from forge.contract.plugin import Plugin
+    from forge.contract.task import TaskModule
 
 EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def run(args: Namespace) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    from forge.state import Checkpoint
+    from forge.checkpoint import Checkpoint
 
     if not path.is_dir():
         what = f"{path} is a file, no replay bundle" if path.exists() else f"There is no replay bundle {path}"
@@ -74,7 +74,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _others(folder: Path) -> str:
     """The bundles of a folder, or where there are any."""
-    from forge.state import Checkpoints
+    from forge.checkpoint import Checkpoints
 
     found = [str(bundle) for bundle in Checkpoints(folder).all()] if folder.name == "anomaly" else []
     if found:
@@ -84,8 +84,8 @@ def _others(folder: Path) -> str:
 
 def _refuse_a_run(path: Path) -> None:
     """A folder that is no bundle may hold some: say which."""
-    from forge.state import Checkpoints, manifest
-    from forge.state.checkpoint import NAME
+    from forge.checkpoint import Checkpoints, manifest
+    from forge.checkpoint.checkpoint import NAME
 
     if NAME.fullmatch(path.name) or (path / manifest.NAME).exists():
         return
@@ -122,8 +122,8 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
 
 def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) -> tuple[dict[str, Any] | None, Any]:
     """The finding of a second run, or None; and how to tell one."""
-    from forge.stack import make_plugin
-    from forge.trainer import Trainer
+    from forge.contract.stack import make_plugin
+    from forge.engine.trainer import Trainer
 
     anomaly: Any = make_plugin("anomaly", {})
     settings, turn = tree["trainer"], tree["turn"]
@@ -149,7 +149,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
 def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
     """The same plugins, by name, without those that only watch, save, or step in when something is not finite."""
     from forge import registry
-    from forge.stack import make_plugin
+    from forge.contract.stack import make_plugin
 
     plugins: list[Plugin] = []
     for entry in recorded:
@@ -168,9 +168,9 @@ def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
     """A plugin, outermost, that puts counters, buffers and random numbers where the window began."""
     import torch
 
-    from forge.hooks import hookimpl
-    from forge.plugin import Plugin
-    from forge.seeding import RNGState
+    from forge.contract.hooks import hookimpl
+    from forge.contract.plugin import Plugin
+    from forge.rng import RNGState
 
     class AsItWas(Plugin):
         @hookimpl

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge.cli import show, target
 from forge.errors import ForgeError
-from forge.report.locating import locate
+from forge.runs.find import locate
 
 EXAMPLES = """\
 RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has. The page needs no

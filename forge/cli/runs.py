@@ -16,10 +16,10 @@ from rich.text import Text
 
 from forge.cli import show, target
 from forge.errors import ForgeError, did_you_mean
-from forge.report import comparing, words
-from forge.report.directions import mode_of
-from forge.report.folder import Run
-from forge.report.locating import RUNS, label, locate, runs_in
+from forge.runs import compare, wording
+from forge.runs.directions import mode_of
+from forge.runs.find import RUNS, label, locate, runs_in
+from forge.runs.folder import Run
 
 COMPARE = "compare"
 EXAMPLES = """\
@@ -124,8 +124,8 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
         "task": lambda run: run.task,
         "status": lambda run: Text(run.status, STYLES.get(run.status, "")),
         "updates": _updates,
-        "started": lambda run: words.short_moment(run.started),
-        "duration": lambda run: words.duration(run.seconds),
+        "started": lambda run: wording.short_moment(run.started),
+        "duration": lambda run: wording.duration(run.seconds),
         **{name: lambda run, name=name: _value(run, name) for name in metrics},
     }
     watched = {run.best.monitor for run in runs if run.best}
@@ -163,12 +163,12 @@ def _updates(run: Run) -> str:
 
 
 def _value(run: Run, name: str) -> str:
-    return words.number(run.final[name]) if name in run.final else ""
+    return wording.number(run.final[name]) if name in run.final else ""
 
 
 def _best(run: Run) -> str:
     best = run.best
-    return "" if best is None else f"{words.number(best.value)} at {best.update}"
+    return "" if best is None else f"{wording.number(best.value)} at {best.update}"
 
 
 def described(run: Run) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def described(run: Run) -> dict[str, Any]:
 
 
 def _compare(runs: Sequence[Run], as_json: bool) -> int:
-    parts = comparing.compare(runs)
+    parts = compare.compare(runs)
     if as_json:
         told = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}
         print(json.dumps(told, indent=2, allow_nan=False))
@@ -223,17 +223,17 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     return [letters[i] if i < len(letters) else str(i + 1) for i in range(len(runs))]
 
 
-def _side_by_side(part: str, rows: comparing.Rows, names: Sequence[str]) -> Table:
+def _side_by_side(part: str, rows: compare.Rows, names: Sequence[str]) -> Table:
     is_result = part == "result"
     two = is_result and len(names) == 2
     grid = show.table(part, *names, *["difference"] * two, wrap=names)
     for column in grid.columns[1:]:
         column.justify = "right" if is_result else "left"
-    tell = words.number if is_result else words.value_text
+    tell = wording.number if is_result else wording.value_text
     for key, values in rows.items():
         cells = [Text("–" if value is None else tell(value)) for value in values]
-        change = comparing.difference(values) if two else None
-        more = [Text(words.signed(change), _tone(key, change)) if change else Text("")] if two else []
+        change = compare.difference(values) if two else None
+        more = [Text(wording.signed(change), _tone(key, change)) if change else Text("")] if two else []
         grid.add_row(Text(key), *cells, *more)
     return grid
 
@@ -243,7 +243,7 @@ def _tone(key: str, change: float) -> str:
     return "" if mode is None else "green" if (change < 0) == (mode == "min") else "red"
 
 
-def _finite(rows: comparing.Rows) -> comparing.Rows:
+def _finite(rows: compare.Rows) -> compare.Rows:
     return {
         key: [None if isinstance(value, float) and not math.isfinite(value) else value for value in values]
         for key, values in rows.items()

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forge import places
-from forge.places import command as command
+from forge.util import text as places
+from forge.util.text import command as command
 
 
 def console(stderr: bool = False) -> Console:

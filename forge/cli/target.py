@@ -17,14 +17,14 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import show
+from forge.config import Recipe, list_recipes, load_recipe
+from forge.config.recipe import DEFAULT
 from forge.errors import ForgeError, did_you_mean
-from forge.recipe import Recipe, list_recipes, load_recipe
-from forge.recipe.loading import DEFAULT
 
 if TYPE_CHECKING:
+    from forge.contract.task import TaskModule
     from forge.data import Splits
-    from forge.task import TaskModule
-    from forge.trainer import Trainer
+    from forge.engine.trainer import Trainer
 
 EPOCHS = 10
 """How long a task from a file trains when neither its recipe nor the command line says."""
@@ -84,8 +84,8 @@ def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, T
     """Trainer, task and data; the seed is set before the task draws its first weights."""
     import torch
 
-    from forge.seeding import seed_all
-    from forge.trainer import Trainer
+    from forge.engine.trainer import Trainer
+    from forge.rng import seed_all
 
     given: dict[str, Any] = {} if run_dir is None else {"run_dir": run_dir}
     trainer = Trainer(recipe=recipe, **given)
@@ -113,8 +113,8 @@ def _refuse_a_module(target: str) -> None:
 
 def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
     """The task class that FILE.py:Task names; the name may be left out where the file has just one."""
-    from forge.checks import is_lightning
-    from forge.task import TaskModule
+    from forge.contract.task import TaskModule
+    from forge.diagnose.checks import is_lightning
 
     module, name = _import(target)
     here = {

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import lives, show, target
+from forge.cli import show, subprocesses, target
+from forge.config import Recipe
+from forge.config.schema import options_of
 from forge.errors import ForgeError
-from forge.recipe import Recipe
-from forge.recipe.schema import options_of
 
 if TYPE_CHECKING:
     from forge.tuning import BatchReport, LRCurve, Probe
@@ -75,7 +75,7 @@ def run(args: Namespace) -> int:
 
 
 def _lr(args: Namespace, recipe: Recipe) -> int:
-    from forge.seeding import seed_all
+    from forge.rng import seed_all
     from forge.tuning import draw_lr, lr_range
 
     seed_all(recipe.trainer["seed"])
@@ -281,4 +281,4 @@ def _command(args: Namespace, changes: Mapping[str, Any]) -> str:
     """`forge fit` on the same target, with other values."""
     kept = [text for text in args.overrides if text.partition("=")[0] not in changes]
     again = Namespace(**{**vars(args), "overrides": [*kept, *(f"{key}={value}" for key, value in changes.items())]})
-    return shlex.join([show.command("forge"), "fit", *lives.same_target(again)])
+    return shlex.join([show.command("forge"), "fit", *subprocesses.same_target(again)])

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.cli import lives, show, target
+from forge.cli import show, subprocesses, target
 from forge.errors import ForgeError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
         return live(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
-    with lives.folder_for(args.keep, "verify") as folder:
+    with subprocesses.folder_for(args.keep, "verify") as folder:
         return verify(args, folder)
 
 
@@ -104,7 +104,7 @@ def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
     words += ["--kill-at", str(kill_at)] if kill_at is not None else []
-    lives.live("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
+    subprocesses.live("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
 
 
 def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from forge.data.feed import is_stateful
-from forge.data.seeded import failed, is_pure, is_pure_collate, what, where
-from forge.data.seeds import OwnSeed, kept_generators, seed_generators
+from forge.data.sample_rng import OwnSeed, kept_generators, seed_generators
+from forge.data.sample_seeding import failed, is_pure, is_pure_collate, what, where
+from forge.data.windows import is_stateful
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
-from forge.mixing import fold, mix
+from forge.rng import fold, mix
 
 _BEGIN = 0xBE61
 """Sets the seed under which a stream begins apart from its samples' seeds."""

@@ -11,9 +11,9 @@ from torch.utils.data import IterableDataset, Sampler, default_collate, default_
 
 from forge.data.iterable import open_stream
 from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
-from forge.data.seeded import Draw, Seeded
-from forge.data.seeds import OwnSeed
-from forge.data.share import Portion, cut, portions
+from forge.data.sample_rng import OwnSeed
+from forge.data.sample_seeding import Draw, Seeded
+from forge.data.sharding import Portion, cut, portions
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
 from forge.errors import DataError
-from forge.mixing import mix
+from forge.rng import mix
 
 Sample = dict[str, Any]
 

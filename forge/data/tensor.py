@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from forge.data.base import SeekableLoader
 from forge.data.order import epoch_order
-from forge.data.seeds import seeded
-from forge.data.seekable import SeekableLoader
+from forge.data.sample_rng import seeded
 from forge.env import pick_device
 from forge.errors import DataError
-from forge.mixing import mix
+from forge.rng import mix
 
 
 class TensorLoader(SeekableLoader):

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from forge.data.base import SeekableLoader
 from forge.data.order import epoch_order
-from forge.data.seekable import SeekableLoader
 from forge.errors import DataError, did_you_mean
-from forge.mixing import mix
+from forge.rng import mix
 
 Source = str | os.PathLike[str] | np.ndarray | torch.Tensor
 Array = np.ndarray[Any, Any]

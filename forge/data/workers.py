@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from forge.data.seeded import Failure, what
+from forge.data.sample_seeding import Failure, what
 from forge.errors import DataError
 
 DATA_TIMEOUT = 600.0

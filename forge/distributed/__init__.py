@@ -1,8 +1,23 @@
-"""Many processes: the environment that strategies share, where it comes from, and what watches over it."""
+"""Distributed training: the environment that strategies share, how ranks join, and what watches over them.
+
+Names load on first use: the command line asks for exit codes without importing torch.
+"""
 
 from __future__ import annotations
 
-from forge.distributed.env import DistributedEnv
-from forge.distributed.setting import Setting
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge.distributed.rank_env import DistributedEnv
+    from forge.distributed.rank_info import Setting
 
 __all__ = ["DistributedEnv", "Setting"]
+
+_HOME = {"DistributedEnv": "forge.distributed.rank_env", "Setting": "forge.distributed.rank_info"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'forge.distributed' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

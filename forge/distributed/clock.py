@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forge.trainer import Trainer
+    from forge.engine.trainer import Trainer
 
 
 class Clock:

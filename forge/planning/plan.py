@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.data.feed import batch_size
-from forge.data.share import SharedLoader
+from forge.config import Recipe
+from forge.data.sharding import SharedLoader
+from forge.data.windows import batch_size
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
 from forge.planning.footprint import Footprint
 from forge.planning.rehearsal import rehearse
 from forge.planning.strategies import Levers, Row, rows
 from forge.planning.units import repeated
-from forge.recipe import Recipe
 
 AMP, REMAT, PREFETCH, DDP = "amp", "remat", "prefetch", "ddp"
 STRATEGIES = (DDP, "fsdp", "tensor_parallel")

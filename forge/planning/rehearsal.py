@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from forge.data.feed import batch_size
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.stack import make_plugins
+from forge.contract.step import Step
+from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
+from forge.engine.trainer import Trainer
 from forge.env import Env, move
-from forge.hooks import hookimpl
-from forge.metrics import Means
-from forge.optimizers import Optimizers
+from forge.metrics.means import Means
+from forge.optim.optimizers import Optimizers
 from forge.planning.footprint import Footprint
 from forge.planning.host import CUDA, OnHost
 from forge.planning.kernels import chosen_as_on_cuda
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
 from forge.planning.units import units
-from forge.plugin import Plugin
-from forge.stack import make_plugins
-from forge.step import Step
-from forge.task import TaskModule
-from forge.trainer import Trainer
 from forge.tuning.trial import is_left_out, quiet
 
 UPDATES = 2

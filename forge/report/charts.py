@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forge.report.folder import Run
 from forge.report.svg import COLORS, DASHES, Chart, Look, Point
+from forge.runs.folder import Run
 
 STAGES = ("train", "val", "test")
 TITLES = {

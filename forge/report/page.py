@@ -11,14 +11,15 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from forge import __version__
-from forge.places import near
-from forge.report import comparing, images, words
+from forge.report import images
 from forge.report.charts import MOST_CHARTS, panels
-from forge.report.folder import Run
-from forge.report.lives import left_out, lives_of, shown
 from forge.report.markdown import as_html
 from forge.report.style import SHEET
+from forge.runs import compare, wording
+from forge.runs.attempts import left_out, lives_of, shown
+from forge.runs.folder import Run
+from forge.util.text import near
+from forge.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What the browser is told: no script, no font, no request, no picture that is not in the page itself."""
@@ -71,13 +72,13 @@ def one(run: Run) -> str:
 
 def outcome(run: Run) -> str:
     """In one sentence, how it went."""
-    updates = words.counted(run.updates, "update")
+    updates = wording.counted(run.updates, "update")
     if run.planned and run.planned != run.updates:
-        updates = f"{run.updates:,} of {words.counted(run.planned, 'update')}"
-    done = f"{words.counted(run.epochs, 'epoch')}, {updates} in {words.duration(run.seconds)}"
+        updates = f"{run.updates:,} of {wording.counted(run.planned, 'update')}"
+    done = f"{wording.counted(run.epochs, 'epoch')}, {updates} in {wording.duration(run.seconds)}"
     match run.status:
         case "finished":
-            return f"Finished after {words.ended(done, run.reason)}."
+            return f"Finished after {wording.ended(done, run.reason)}."
         case "running":
             return f"Still running when this page was made, after {done}."
         case "interrupted" | "failed":
@@ -92,13 +93,13 @@ def tiles(run: Run) -> str:
     values = {
         "updates": f"{run.updates:,}",
         "epochs": f"{run.epochs:,}",
-        "time": words.duration(run.seconds),
-        "samples per second, overall": words.number(round(rate)) if rate else "",
-        "parameters": words.count(_mapping(run.card.get("task")).get("parameters")),
+        "time": wording.duration(run.seconds),
+        "samples per second, overall": wording.number(round(rate)) if rate else "",
+        "parameters": wording.count(_mapping(run.card.get("task")).get("parameters")),
         "device": str(run.card.get("device") or ""),
     }
-    for name, (_, value) in list(comparing.bests(run).items())[:2]:
-        values[f"best {name}"] = words.number(value)
+    for name, (_, value) in list(compare.bests(run).items())[:2]:
+        values[f"best {name}"] = wording.number(value)
     shown = [
         f"<div class='tile'><b>{esc(value)}</b><span>{esc(label)}</span></div>"
         for label, value in values.items()
@@ -108,11 +109,11 @@ def tiles(run: Run) -> str:
 
 
 def metrics_table(run: Run) -> str:
-    best = comparing.bests(run)
+    best = compare.bests(run)
     rows = []
-    for name in comparing.metrics_of(run):
+    for name in compare.metrics_of(run):
         at, value = best.get(name, ("", None))
-        rows.append([name, words.number(run.final[name]), "" if value is None else words.number(value), at])
+        rows.append([name, wording.number(run.final[name]), "" if value is None else wording.number(value), at])
     return table(["metric", "last", "best", "at update"], rows, numbers=(1, 2, 3)) if rows else ""
 
 
@@ -123,7 +124,7 @@ def curves(runs: Mapping[str, Run]) -> str:
     aside = [panel.draw() for panel in drawn if panel.is_aside]
     parts = [section("Curves", _charts(own))]
     if aside:
-        parts.append(fold(f"{words.counted(len(aside), 'chart')} of plugins", _charts(aside)))
+        parts.append(fold(f"{wording.counted(len(aside), 'chart')} of plugins", _charts(aside)))
     if len(every) > len(drawn):
         parts.append(f"<p class='soft'>{len(every) - len(drawn)} more charts were left out.</p>\n")
     return "".join(parts)
@@ -147,7 +148,7 @@ def pictures(run: Run) -> str:
         )
     drawn = images.shown(every)
     figures = map(_figure, drawn)
-    more = f"{words.counted(len(every) - len(drawn), 'more picture')}: forge board {near(run.path)}"
+    more = f"{wording.counted(len(every) - len(drawn), 'more picture')}: forge board {near(run.path)}"
     left_out = f"<p class='soft'>{esc(more)}</p>\n" if len(every) > len(drawn) else ""
     return f"<div class='pictures'>\n{''.join(figures)}</div>\n{left_out}" if every else ""
 
@@ -214,10 +215,10 @@ def card(run: Run) -> str:
         "device": data.get("device"),
         "ranks": data.get("world"),
         "resumed from": f"update {data['resumed_from']}" if once and data.get("resumed_from") is not None else None,
-        "kept as saved": words.kept_options(data.get("kept_options")),
+        "kept as saved": wording.kept_options(data.get("kept_options")),
         "machine": data.get("machine"),
         "versions": ", ".join(f"{name} {version}" for name, version in _mapping(data.get("versions")).items()),
-        "git": comparing.surroundings(run).get("commit"),
+        "git": compare.surroundings(run).get("commit"),
     }
     about = [[key, value] for key, value in rows.items() if value not in (None, "")]
     stack = [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack]
@@ -235,8 +236,8 @@ def details(run: Run) -> Iterable[tuple[str, str]]:
     if ledger:
         yield "What plugins cost", ledger
     if run.checkpoints:
-        rows = [[c.name, ", ".join(c.marks), words.size(c.bytes)] for c in run.checkpoints]
-        yield words.counted(len(rows), "checkpoint"), table(["checkpoint", "", "size"], rows, numbers=(2,))
+        rows = [[c.name, ", ".join(c.marks), wording.size(c.bytes)] for c in run.checkpoints]
+        yield wording.counted(len(rows), "checkpoint"), table(["checkpoint", "", "size"], rows, numbers=(2,))
     if run.recipe_text:
         yield "Recipe, as it ran", f"<pre>{esc(run.recipe_text)}</pre>"
 
@@ -261,15 +262,15 @@ def several(runs: Sequence[Run]) -> str:
     """Overlaid curves, and tables of what differs."""
     labels = {chr(ord("A") + i) if i < 26 else str(i + 1): run for i, run in enumerate(runs)}
     rows = [
-        [label, run.name, run.status, f"{run.updates:,}", words.duration(run.seconds), words.moment(run.started)]
+        [label, run.name, run.status, f"{run.updates:,}", wording.duration(run.seconds), wording.moment(run.started)]
         for label, run in labels.items()
     ]
-    parts = comparing.compare(runs)
+    parts = compare.compare(runs)
     shown = [
-        section("Results", _rows(parts["result"], labels, words.number, numbers=True)),
+        section("Results", _rows(parts["result"], labels, wording.number, numbers=True)),
         curves(labels),
-        section("What differs in the recipe", _rows(parts["recipe"], labels, words.value_text) or _none()),
-        section("What differs around it", _rows(parts["surroundings"], labels, words.value_text) or _none()),
+        section("What differs in the recipe", _rows(parts["recipe"], labels, wording.value_text) or _none()),
+        section("What differs around it", _rows(parts["surroundings"], labels, wording.value_text) or _none()),
     ]
     for label, run in labels.items():
         inside = [
@@ -284,14 +285,14 @@ def several(runs: Sequence[Run]) -> str:
     return heading + table(["", "run", "status", "updates", "time", "started"], rows, numbers=(3, 4)) + "".join(shown)
 
 
-def _rows(rows: comparing.Rows, labels: Mapping[str, Run], tell: Any, numbers: bool = False) -> str:
+def _rows(rows: compare.Rows, labels: Mapping[str, Run], tell: Any, numbers: bool = False) -> str:
     if not rows:
         return ""
     heads = ["", *labels, *["difference"] * (numbers and len(labels) == 2)]
     filled = [[key, *("–" if value is None else tell(value) for value in values)] for key, values in rows.items()]
     for line, values in zip(filled, rows.values(), strict=True):
-        change = comparing.difference(values) if "difference" in heads else None
-        line += [words.signed(change) if change else ""] * (len(heads) - len(line))
+        change = compare.difference(values) if "difference" in heads else None
+        line += [wording.signed(change) if change else ""] * (len(heads) - len(line))
     columns = range(1, len(heads)) if numbers else ()
     return table(heads, filled, numbers=tuple(columns))
 
@@ -321,7 +322,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence
 
 
 def _options(values: Any) -> str:
-    return ", ".join(f"{key}={words.value_text(value)}" for key, value in _mapping(values).items())
+    return ", ".join(f"{key}={wording.value_text(value)}" for key, value in _mapping(values).items())
 
 
 def _parameters(run: Run) -> str:

@@ -18,7 +18,7 @@ installed pytest has the fixtures `forge_run`, `tiny_task` and `event_trace` for
     def test_a_rate_of_zero_changes_nothing(forge_run):
         assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
 
-The tests of kernels have theirs in :mod:`forge.testing.kernels`. All names load on first use, so that pytest, which
+The tests of kernels have theirs in `forge.kernels.testing`. All names load on first use, so that pytest, which
 looks for the fixtures at its start, does not import torch.
 """
 
@@ -30,27 +30,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.testing.conformance import PluginReport, check_plugin
     from forge.testing.events import EventTrace
-    from forge.testing.kernels import check_against_reference, check_compiles_whole, mend_interpreter, poisoned_memory
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
 
 _HOME = {
-    "EventTrace": "events",
-    "PluginReport": "conformance",
-    "TinyGAN": "tiny",
-    "TinyRun": "runs",
-    "TinyTask": "tiny",
-    "assert_same_weights": "weights",
-    "check_against_reference": "kernels",
-    "check_compiles_whole": "kernels",
-    "check_plugin": "conformance",
-    "first_difference": "weights",
-    "fit_tiny": "tiny",
-    "mend_interpreter": "kernels",
-    "poisoned_memory": "kernels",
-    "run_tiny": "runs",
-    "tiny_batches": "tiny",
+    "EventTrace": "forge.testing.events",
+    "PluginReport": "forge.testing.conformance",
+    "TinyGAN": "forge.testing.tiny",
+    "TinyRun": "forge.testing.runs",
+    "TinyTask": "forge.testing.tiny",
+    "assert_same_weights": "forge.testing.weights",
+    "check_against_reference": "forge.kernels.testing",
+    "check_compiles_whole": "forge.kernels.testing",
+    "check_plugin": "forge.testing.conformance",
+    "first_difference": "forge.testing.weights",
+    "fit_tiny": "forge.testing.tiny",
+    "mend_interpreter": "forge.kernels.testing",
+    "poisoned_memory": "forge.kernels.testing",
+    "run_tiny": "forge.testing.runs",
+    "tiny_batches": "forge.testing.tiny",
 }
 
 __all__ = [
@@ -75,7 +74,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'forge.testing' has no attribute {name!r}")
-    value = getattr(import_module(f"forge.testing.{_HOME[name]}"), name)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

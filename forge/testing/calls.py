@@ -8,11 +8,11 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from forge.dispatch import Instrument
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.stack import ONE_BY_ONE
-from forge.trainer import Trainer
+from forge.contract.dispatch import Instrument
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.stack import ONE_BY_ONE
+from forge.engine.trainer import Trainer
 
 Function = Callable[..., Any]
 

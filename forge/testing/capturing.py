@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge.hooks import hookimpl
-from forge.places import near
-from forge.plugin import Plugin
-from forge.stack import INSIDE
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.stack import INSIDE
+from forge.engine.trainer import Trainer
 from forge.testing.calls import Calls, Function
 from forge.testing.subject import Subject
-from forge.trainer import Trainer
+from forge.util.text import near
 
 READS = {
     "aten::_local_scalar_dense": "a number is read from a tensor (.item(), float(), bool(), `if tensor:`)",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from forge import options
+from forge.contract.plugin import Plugin
+from forge.contract.stack import check_hooks
 from forge.errors import StackError
-from forge.plugin import Plugin
-from forge.stack import check_hooks
 from forge.testing import cost
 from forge.testing.capturing import check_capturable
 from forge.testing.exceptions import check_exceptions

@@ -6,8 +6,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
 from forge.testing.subject import Subject
 
 UPDATES = 20

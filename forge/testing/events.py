@@ -7,10 +7,10 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from forge.hooks import hookimpl
-from forge.stack import SPECS
+from forge.contract.hooks import hookimpl
+from forge.contract.stack import SPECS
+from forge.engine.trainer import Trainer
 from forge.testing.calls import Calls, Function
-from forge.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)

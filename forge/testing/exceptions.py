@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.stack import ONE_BY_ONE, SPECS
-from forge.task import TaskModule
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.stack import ONE_BY_ONE, SPECS
+from forge.contract.task import TaskModule
 from forge.testing.leaks import check_task
 from forge.testing.subject import Subject, wraps
 from forge.testing.switches import flags_kept

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.engine.trainer import Trainer
 from forge.env import Env
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
 from forge.testing.subject import Subject, owns
 from forge.testing.tiny import tiny_batches
-from forge.trainer import Trainer
 
 BELOW = "Write below trainer.run_dir, and nothing where that is None"
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.engine.trainer import Trainer
 from forge.testing.subject import Subject
 from forge.testing.switches import flags_kept
-from forge.trainer import Trainer
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 """The registries of hooks that each module has."""

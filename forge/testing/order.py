@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge import registry
-from forge.core import Core
+from forge.contract.plugin import Plugin
+from forge.contract.stack import ONE_BY_ONE, SPECS, Stack, make_plugin
+from forge.contract.task import TaskModule
+from forge.engine.defaults import Core
+from forge.engine.trainer import FitResult
 from forge.errors import ForgeError, StackError
-from forge.plugin import Plugin
-from forge.stack import ONE_BY_ONE, SPECS, Stack, make_plugin
-from forge.task import TaskModule
 from forge.testing.steady import metric_difference
 from forge.testing.subject import Subject
 from forge.testing.weights import first_difference
-from forge.trainer import FitResult
 
 NEIGHBOURS: dict[str, dict[str, Any]] = {
     "accumulate": {"window": 2},

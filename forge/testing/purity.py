@@ -3,15 +3,15 @@ with the modules in the same modes."""
 
 from __future__ import annotations
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.seeding import RNGState
-from forge.task import TaskModule
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import FitResult, Trainer
+from forge.rng import RNGState
 from forge.testing.steady import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.trace import digest
 from forge.testing.weights import first_difference
-from forge.trainer import FitResult, Trainer
 
 GENERATORS = {
     "python": "Python's random",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from forge.plugin import Plugin
+    from forge.contract.plugin import Plugin
     from forge.testing import EventTrace, TinyGAN, TinyRun, TinyTask
 
 RunTiny = Callable[..., "TinyRun"]

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.state import Checkpoints, write_checkpoint
-from forge.task import TaskModule
+from forge.checkpoint import Checkpoints, write_checkpoint
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import Trainer
 from forge.testing.purity import check_observer
 from forge.testing.runs import Log
 from forge.testing.steady import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.weights import first_difference
-from forge.trainer import Trainer
 
 CUT = 4
 """Where a fit is cut off and resumed: in the middle of an epoch."""

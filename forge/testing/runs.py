@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.stack import make_plugins
-from forge.task import TaskModule
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.stack import make_plugins
+from forge.contract.task import TaskModule
+from forge.engine.trainer import FitResult, Trainer
 from forge.testing.events import EventTrace
 from forge.testing.tiny import fit_tiny
-from forge.trainer import FitResult, Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from forge import options
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Callback, Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import FitResult
 from forge.errors import ForgeError
-from forge.hooks import hookimpl
-from forge.plugin import Callback, Plugin
 from forge.progress import Interval
-from forge.task import TaskModule
 from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny
-from forge.trainer import FitResult
 
 Make = Callable[[], Plugin]
 Given = Plugin | Make

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.plugin import Plugin
-from forge.task import TaskModule
-from forge.trainer import FitResult, Trainer
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import FitResult, Trainer
 
 FEATURES, CLASSES = 6, 3
 

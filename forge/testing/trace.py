@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.seeding import RNGState
-from forge.step import Step
-from forge.trainer import Trainer
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.step import Step
+from forge.engine.trainer import Trainer
+from forge.rng import RNGState
 
 Line = dict[str, Any]
 

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from forge.hooks import hookimpl
-from forge.plugin import Plugin
-from forge.seeding import RNGState
-from forge.step import Step
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.step import Step
+from forge.engine.trainer import Trainer
+from forge.rng import RNGState
 from forge.testing.trace import Line, digest, hidden_state
-from forge.trainer import Trainer
 
 KINDS = {
     "first parameter": "the parameter {} as the task was made",

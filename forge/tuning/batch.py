@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from forge.data.feed import batch_size
+from forge.contract.hooks import hookimpl
+from forge.contract.step import Step
+from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
+from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.hooks import hookimpl
-from forge.memory import is_full
-from forge.step import Step
-from forge.task import TaskModule
-from forge.trainer import Trainer
 from forge.tuning import memory
 from forge.tuning.trial import Trial, run_trial
+from forge.util.oom import is_full
 
 WARM_UP = 2
 """Updates before the clock starts: the first one makes the optimizer's state, the second one the memory's peak."""

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forge.contract.hooks import hookimpl
+from forge.contract.step import Step
+from forge.contract.task import TaskModule
+from forge.engine.trainer import Trainer
 from forge.errors import ForgeError, TaskError, did_you_mean
-from forge.hooks import hookimpl
-from forge.optimizers import Optimizers
-from forge.step import Step
-from forge.task import TaskModule
-from forge.trainer import Trainer
+from forge.optim.optimizers import Optimizers
 from forge.tuning.trial import Trial, run_trial, set_rate
 
 DIVERGED = 4.0

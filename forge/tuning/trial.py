@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.hooks import hookimpl
-from forge.optimizers import Optimizers
-from forge.plugin import Plugin
-from forge.seeding import seed_all
-from forge.task import TaskModule
-from forge.trainer import FitResult, Plugins, Trainer
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.engine.trainer import FitResult, Plugins, Trainer
+from forge.optim.optimizers import Optimizers
+from forge.rng import seed_all
 
 if TYPE_CHECKING:
-    from forge.recipe import Recipe
+    from forge.config import Recipe
 
 LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard", "schedule"})
 """What a plugin may provide that has no place in a trial: it would save, stop the run, or move the learning rate."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forge.plugin import snake_case
+from forge.contract.plugin import snake_case
 
 if TYPE_CHECKING:
     from forge_plugins.accumulate import Accumulate

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import forge
+from forge.checkpoint.weights import noted_as_average
 from forge.errors import ForgeError, TaskError
-from forge.state.weights import noted_as_average
 from forge_plugins._lengths import check_length, updates_of
 from forge_plugins._sharded import is_distributed, local, whole
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
-from forge.data.adopt import resumable_reason, shares_badly
-from forge.data.feed import set_epoch
-from forge.data.seeds import seeded
-from forge.data.share import Portion
-from forge.keeping import kept_buffers, uncompiled
+from forge.data.adapt import resumable_reason, shares_badly
+from forge.data.sample_rng import seeded
+from forge.data.sharding import Portion
+from forge.data.windows import set_epoch
+from forge.snapshot.sandbox import kept_buffers, uncompiled
 
 
 def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.keeping import Owned
-from forge.state import Checkpoints
+from forge.checkpoint import Checkpoints
+from forge.snapshot.sandbox import Owned
 from forge_plugins._sharded import local
 
 

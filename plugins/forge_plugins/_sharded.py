@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from forge.state import sharding
-from forge.state.sharding import is_distributed
+from forge.checkpoint import sharding
+from forge.checkpoint.sharding import is_distributed
 
 __all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
 

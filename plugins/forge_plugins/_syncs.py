@@ -15,7 +15,7 @@ import pluggy
 import torch
 
 import forge
-from forge.places import near
+from forge.util.text import near
 
 SYNC = "called a synchronizing CUDA operation"
 """What torch's sync debug mode says."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import forge
+from forge.checkpoint import BackgroundWriter, Checkpoints, Team, write_checkpoint, write_together
+from forge.checkpoint import Checkpoint as SavedState
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
-from forge.state import BackgroundWriter, Checkpoints, Team, write_checkpoint, write_together
-from forge.state import Checkpoint as SavedState
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")

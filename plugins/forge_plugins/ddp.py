@@ -14,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import forge
+from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import Env
 from forge.errors import RecipeError, StackError
-from forge.model import Build
 
 logger = logging.getLogger("forge")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import forge
+from forge.checkpoint import settle
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
-from forge.state import settle
 from forge_plugins._finite import (
     all_finite,
     bad_gradients,

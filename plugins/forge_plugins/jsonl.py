@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.replacing import replacing
+from forge.util.files import replacing
 
 logger = logging.getLogger("forge")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge.keeping import Owned, kept
-from forge.optimizers import drop_gradients
+from forge.optim.optimizers import drop_gradients
+from forge.snapshot.sandbox import Owned, kept
 from forge_plugins._finite import moving_buffers
 from forge_plugins._sharded import local, total_norm
 

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import forge
-from forge import optimizers
 from forge.errors import ForgeError, RecipeError
-from forge.optimizers import Optimizers
+from forge.optim import optimizers
+from forge.optim.optimizers import Optimizers
 from forge_plugins._lengths import check_length, updates_of
 
 Factor = Callable[[int], float]

@@ -16,11 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import forge
-from forge import optimizers
-from forge.data.feed import length_of
+from forge.data.windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
-from forge.keeping import kept_buffers
-from forge.mixing import mix
+from forge.optim import optimizers
+from forge.rng import mix
+from forge.snapshot.sandbox import kept_buffers
 from forge_plugins._average import Averaging
 from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
 from forge_plugins._lengths import check_length, updates_of

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import forge
+from forge.contract.task import Build
 from forge.errors import RecipeError
-from forge.model import Build
-from forge.seeding import seed_all
+from forge.rng import seed_all
 from forge_plugins._patterns import MANY, chosen, listed
 
 logger = logging.getLogger("forge")

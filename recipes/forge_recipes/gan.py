@@ -1,6 +1,6 @@
 """A GAN on the 8 × 8 digits: two optimizers that take turns on the same batch, and a figure that says how it goes.
 
-A generator's loss says little about its pictures. So a validation compares as many generated digits as there are real
+A generator's loss says little about its drawing. So a validation compares as many generated digits as there are real
 ones, by the Fréchet distance between the two clouds of points: how far their means and covariances lie apart.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge import pictures
+from forge.metrics import drawing
 
 Batch = tuple[Tensor, Tensor]
 
@@ -72,7 +72,7 @@ class DigitsGAN(forge.TaskModule):
         self.seen = []
         same = torch.randn(max(len(real), 32), self.noise, generator=torch.Generator().manual_seed(1998))
         fake = self(same.to(next(self.parameters()).device)).cpu()
-        return {"distance": frechet_distance(real, fake[: len(real)]), "digits": pictures.grid(fake[:32])}
+        return {"distance": frechet_distance(real, fake[: len(real)]), "digits": drawing.grid(fake[:32])}
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import forge
-from forge import kernels
+import forge_kernels as kernels
 
 Batch = tuple[Tensor, Tensor]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import forge
-from forge import pictures
 from forge.env import Env
+from forge.metrics import drawing
 
 
 class Looks:
@@ -63,7 +63,7 @@ class Looks:
             return seen
         shown = slice(self.shown)
         seen["predictions"] = self._grid(images[shown], labels[shown], said[shown])
-        seen["confusion"] = pictures.confusion(counts, self.names)
+        seen["confusion"] = drawing.confusion(counts, self.names)
         if wrong.any():
             seen["mistakes"] = self._grid(*(t[wrong] for t in mistakes))
         return seen
@@ -71,7 +71,7 @@ class Looks:
     def _grid(self, images: Tensor, labels: Tensor, said: Tensor) -> forge.Image:
         pairs = zip(labels.tolist(), said.tolist(), strict=True)
         captions = [self.names[a] if a == b else f"{self.names[a]}\nnot {self.names[b]}" for a, b in pairs]
-        return pictures.grid(self._pixels(images), captions)
+        return drawing.grid(self._pixels(images), captions)
 
     def _pixels(self, images: Tensor) -> Tensor:
         """The images as they were before they were normalised."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.data.feed import Feed, batch_size
-from forge.seeding import RNGState
+from forge.data.windows import Feed, batch_size
+from forge.rng import RNGState
 from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
 from forge_plugins.anomaly.trace import find
 from forge_plugins.anomaly.watch import Watch, bad_rows, describe, tensors_in

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import forge
+from forge.checkpoint import write_checkpoint
 from forge.errors import CheckpointError
-from forge.places import near
-from forge.state import write_checkpoint
-from forge.state.capture import describe_plugin, describe_task
+from forge.snapshot.capture import describe_plugin, describe_task
+from forge.util.text import near
 from forge_plugins.anomaly.analysis import Before, sample_edges
 
 logger = logging.getLogger("forge.anomaly")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.places import near
+from forge.util.text import near
 from forge_plugins._patterns import listed
 
 ROWS = 8

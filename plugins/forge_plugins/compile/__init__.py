@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import forge
+from forge.contract.task import Build
 from forge.errors import RecipeError
-from forge.model import Build
 from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.compile import report
 from forge_plugins.compile.comparison import compare

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.checks import check_training_output
-from forge.keeping import untouched
+from forge.diagnose.checks import check_training_output
+from forge.snapshot.sandbox import untouched
 from forge_plugins.compile.difference import Difference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
 from forge_plugins.compile.search import Search, Seen

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge.model import TaskCall
-from forge.task import STAGE_METHODS
+from forge.contract.task import STAGE_METHODS, TaskCall
 from forge_plugins.compile.watch import graphs_so_far
 
 BY_TYPE = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import forge
-from forge.keeping import untouched
+from forge.snapshot.sandbox import untouched
 from forge_plugins._patterns import parents
 from forge_plugins.compile.difference import TOLERANCES, Difference, furthest
 from forge_plugins.compile.regions import Regions

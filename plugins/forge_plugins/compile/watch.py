@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import forge
-from forge.places import near
+from forge.util.text import near
 
 LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(library.__file__))) + os.sep for library in (torch, forge))
 LIBRARIES = (*LIBRARIES, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)

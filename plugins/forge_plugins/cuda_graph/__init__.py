@@ -11,7 +11,7 @@ from torch.backends import cudnn
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge.optimizers import Optimizers
+from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.audit import reads_of_the_device
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed

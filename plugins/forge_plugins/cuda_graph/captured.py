@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import forge
-from forge.metrics import Means
-from forge.optimizers import drop_gradients
-from forge.seeding import RNGState
+from forge.metrics.means import Means
+from forge.optim.optimizers import drop_gradients
+from forge.rng import RNGState
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs

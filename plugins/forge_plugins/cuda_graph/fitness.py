@@ -6,9 +6,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import forge
-from forge.optimizers import Optimizers
-from forge.plugin import Plugin
-from forge.stack import INSIDE, TASK
+from forge.contract.plugin import Plugin
+from forge.contract.stack import INSIDE, TASK
+from forge.optim.optimizers import Optimizers
 
 OPTION = "the optimizer's"
 MOVES = ("params", "lr", "initial_lr")

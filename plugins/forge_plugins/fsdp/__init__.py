@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import forge
+from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.env import pick_device
 from forge.errors import RecipeError
-from forge.model import Build
-from forge.seeding import RNGState, seed_all
+from forge.rng import RNGState, seed_all
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins.fsdp.blocks import blocks_of
 from forge_plugins.fsdp.materialise import Materialiser, has_meta, inside_out

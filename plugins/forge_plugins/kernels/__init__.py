@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 import forge
+from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
-from forge.keeping import untouched
-from forge.kernels import registry, swapping
-from forge.kernels.caching import Cache, default_folder, key_of
-from forge.kernels.calls import Call, pattern_of
-from forge.kernels.choosing import Candidate, Choice, choose
-from forge.kernels.contract import INTERPRETED, Functional
-from forge.kernels.measuring import Stopwatch
-from forge.kernels.swapping import StandIns, SwappedModules
-from forge.model import Build
+from forge.snapshot.sandbox import untouched
+from forge_kernels import patch, registry
+from forge_kernels.caching import Cache, default_folder, key_of
+from forge_kernels.call_pattern import Call, pattern_of
+from forge_kernels.contract import INTERPRETED, Functional
+from forge_kernels.patch import StandIns, SwappedModules
+from forge_kernels.selection import Candidate, Choice, choose
+from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins.kernels.looking import Seen, look
 from forge_plugins.kernels.report import table
@@ -112,7 +112,7 @@ class Kernels(forge.Plugin):
             logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
             return
         self._candidates = candidates
-        swapping.settle_names(soon=_compiles(trainer))
+        patch.settle_names(soon=_compiles(trainer))
         if self.config.use == AUTO:
             self._measures = trainer.verb == "fit"
             if not self._measures:
@@ -168,7 +168,7 @@ class Kernels(forge.Plugin):
             try:
                 kernel = registry.load(name)
                 for replaces in kernel.replaces:
-                    swapping.refuse_unknown(replaces.target, name)
+                    patch.refuse_unknown(replaces.target, name)
             except ForgeError as error:
                 if self._named:
                     raise
@@ -195,9 +195,9 @@ class Kernels(forge.Plugin):
                 )
             takers[target] = name
             if isinstance(candidate.replaces, Functional):
-                functions[target] = swapping.always(target, candidate.replaces.call)
+                functions[target] = patch.always(target, candidate.replaces.call)
             else:
-                paths = swapping.modules_of(build.task, target)
+                paths = patch.modules_of(build.task, target)
                 done = self._modules.put(build.task, paths, candidate.replaces.swap, name)
                 if done:
                     logger.info("kernels: %s takes the place of %s.", name, listed(done, MANY))
@@ -259,7 +259,7 @@ class Kernels(forge.Plugin):
 
     def _apply(self, trainer: forge.Trainer) -> None:
         """Have the chosen kernels run from now on."""
-        chosen: dict[str, list[swapping.Chosen]] = {}
+        chosen: dict[str, list[patch.Chosen]] = {}
         decided: set[str] = set()
         self._modules.put_back()
         for choice in self._choices:
@@ -273,10 +273,8 @@ class Kernels(forge.Plugin):
                     chosen.setdefault(candidate.target, []).append(entry)
                 else:
                     self._modules.put(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
-        swapping.settle_names()
-        self._stand_ins = StandIns(
-            {target: swapping.where_chosen(target, entries) for target, entries in chosen.items()}
-        )
+        patch.settle_names()
+        self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
     def _tell(self, trainer: forge.Trainer, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
         if not choices:

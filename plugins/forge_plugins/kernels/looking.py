@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import forge
-from forge.checks import LossWatch
-from forge.keeping import uncompiled, untouched
-from forge.kernels.calls import Call, Like, Unknown
-from forge.kernels.choosing import Candidate
-from forge.kernels.contract import Functional, Module
-from forge.kernels.swapping import StandIns, modules_of, recording, swapped
+from forge.diagnose.checks import LossWatch
+from forge.snapshot.sandbox import uncompiled, untouched
+from forge_kernels.call_pattern import Call, Like, Unknown
+from forge_kernels.contract import Functional, Module
+from forge_kernels.patch import StandIns, modules_of, recording, swapped
+from forge_kernels.selection import Candidate
 
 logger = logging.getLogger("forge")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from forge.kernels.calls import Call
-from forge.kernels.choosing import AS_WRITTEN, Choice
+from forge_kernels.call_pattern import Call
+from forge_kernels.selection import AS_WRITTEN, Choice
 
 HEAD = ("call", "times", "as written", "kernel", "used")
 

@@ -16,11 +16,11 @@ from pluggy import HookImpl
 from torch.optim import Optimizer
 
 import forge
-from forge.failure import NAMED_METHODS
-from forge.places import near
-from forge.plugin import Callback
-from forge.stack import CORE, TASK
-from forge.task import TaskModule
+from forge.contract.plugin import Callback
+from forge.contract.stack import CORE, TASK
+from forge.contract.task import TaskModule
+from forge.diagnose.explain import NAMED_METHODS
+from forge.util.text import near
 from forge_plugins import _syncs
 from forge_plugins._syncs import FORGE, TORCH, Listener
 

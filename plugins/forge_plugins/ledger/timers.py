@@ -9,7 +9,7 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from forge.stack import ACTIONS, CORE, ONE_BY_ONE
+from forge.contract.stack import ACTIONS, CORE, ONE_BY_ONE
 
 Function = Callable[..., Any]
 clock = time.perf_counter_ns

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
-from forge.units import size
+from forge.util.text import size
 from forge_plugins.monitor.modules import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")

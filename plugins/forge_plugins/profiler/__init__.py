@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 import forge
 from forge.errors import RecipeError
-from forge.memory import is_full
+from forge.util.oom import is_full
 from forge_plugins.profiler import memory, results
 from forge_plugins.profiler.recording import Recording, another_one
 from forge_plugins.profiler.report import Report

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.units import size
+from forge.util.text import size
 from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.units import size
+from forge.util.text import size
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
 from forge_plugins.profiler.verdict import Measured, Verdict, duration
 

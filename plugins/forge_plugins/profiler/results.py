@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import forge
-from forge.places import near
+from forge.util.text import near
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
 from forge_plugins.profiler.report import Report

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from forge import units
+from forge.util import text as units
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, Trace
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1200, 360, 90, 40, 30

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import forge
-from forge.run import ending
+from forge.runs.card import ending
 from forge_plugins.progress.bar import REFRESH, Bar
 from forge_plugins.progress.lines import Lines
 from forge_plugins.progress.screen import View, on_terminal

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 import forge
-from forge.report.summary import summary
+from forge.runs.summary import summary
 from forge_plugins.progress.reading import (
     clock,
     epoch_of,

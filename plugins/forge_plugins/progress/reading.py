@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from forge.report.words import rate
+from forge.runs.wording import rate
 from forge_plugins.progress.status import Status
 
 FIRST = ("train", "val", "test", "lr")

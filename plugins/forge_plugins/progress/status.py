@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.metrics import is_diagnostic
-from forge.report.directions import mode_of
-from forge.report.summary import folder_lines
-from forge.report.words import counted, duration, ended, rate
+from forge.metrics.media import is_diagnostic
+from forge.runs.directions import mode_of
+from forge.runs.summary import folder_lines
+from forge.runs.wording import counted, duration, ended, rate
 
 NEVER = float("inf")
 

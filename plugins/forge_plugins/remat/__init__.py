@@ -11,8 +11,8 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.keeping import uncompiled, untouched
-from forge.units import size
+from forge.snapshot.sandbox import uncompiled, untouched
+from forge.util.text import size
 from forge_plugins._blocks import repeated
 from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.remat.block import install, remove

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import forge
 from forge.errors import RecipeError
-from forge.run import card_as_markdown, make_card
+from forge.runs.card import card_as_markdown, make_card
 from forge_plugins.tensorboard import layout, projector
 from forge_plugins.tensorboard.events import (
     add_histogram,

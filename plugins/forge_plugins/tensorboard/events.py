@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
-from forge import pictures
+from forge.metrics import drawing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -68,7 +68,7 @@ def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int)
 
     height, width = image.data.shape[-2:]
     channels = 1 if image.data.ndim == 2 else image.data.size(0)
-    shown = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=pictures.png(image))
+    shown = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=drawing.png(image))
     file_of(writer).add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), update)
     if image.caption:
         add_text(writer, f"{name}/caption", image.caption, update)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import forge
-from forge.run import plain, plugin_options
+from forge.runs.card import plain, plugin_options
 from forge_plugins.tensorboard.events import file_of
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import forge
-from forge import pictures
-from forge.replacing import replacing
+from forge.metrics import drawing
+from forge.util.files import replacing
 
 CONFIG = "projector_config.pbtxt"
 FOLDER = "projector"
@@ -33,7 +33,7 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
     vectors = embedding.vectors.detach().cpu().float().nan_to_num().numpy()
     with replacing(home / "vectors.tsv") as path:
         np.savetxt(path, vectors, fmt="%.6g", delimiter="\t")
-    for file in ("labels.tsv", "pictures.png"):
+    for file in ("labels.tsv", "drawing.png"):
         (home / file).unlink(missing_ok=True)
     if embedding.labels:
         lines = "".join(f"{_one_line(label)}\n" for label in embedding.labels)
@@ -41,7 +41,7 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
             path.write_text(lines, encoding="utf-8")
     size = None
     if embedding.images is not None:
-        size = _draw(home / "pictures.png", embedding.images)
+        size = _draw(home / "drawing.png", embedding.images)
     _list(Path(folder), home, name, size)
 
 
@@ -72,7 +72,7 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
     if (home / "labels.tsv").exists():
         entry.metadata_path = _from(folder, home / "labels.tsv")
     if size is not None:
-        entry.sprite.image_path = _from(folder, home / "pictures.png")
+        entry.sprite.image_path = _from(folder, home / "drawing.png")
         entry.sprite.single_image_dim.extend(size)
     text = text_format.MessageToString(config)
     with replacing(folder / CONFIG) as path:
@@ -92,7 +92,7 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
     sheet = torch.zeros(columns * columns, channels, height, width)
     sheet[: len(images)] = images
     sheet = sheet.view(columns, columns, channels, height, width).permute(2, 0, 3, 1, 4)
-    drawn = pictures.png(forge.Image(sheet.reshape(channels, columns * height, columns * width)))
+    drawn = drawing.png(forge.Image(sheet.reshape(channels, columns * height, columns * width)))
     with replacing(file) as path:
         path.write_bytes(drawn)
     return width, height

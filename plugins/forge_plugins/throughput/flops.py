@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import forge
-from forge.seeding import RNGState
-from forge.task import TaskModule
+from forge.contract.task import TaskModule
+from forge.rng import RNGState
 from forge_plugins.throughput.peaks import as_computed
 
 TORCHS_OWN = ("aten", "prim", "prims", "profiler", "debugprims", "rngprims", "_c10d_functional", "c10d")

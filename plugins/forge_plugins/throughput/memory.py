@@ -12,7 +12,7 @@ from torch.autograd import graph
 from torch.utils._pytree import tree_leaves
 
 import forge
-from forge.units import size
+from forge.util.text import size
 
 
 @dataclass(frozen=True, slots=True)

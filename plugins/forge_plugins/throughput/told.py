@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from forge.units import size
+from forge.util.text import size
 from forge_plugins.throughput.flops import Count
 from forge_plugins.throughput.memory import Breakdown
 from forge_plugins.throughput.steps import Summary, percentile

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.trainer import Trainer
+from forge.engine.trainer import Trainer
 
 __all__ = ["Lookahead"]
 

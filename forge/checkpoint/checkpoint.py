@@ -1,0 +1,290 @@
+"""Checkpoint: one directory, checked against its manifest before anything in it is parsed.
+
+    manifest.json        size and sha256 of every other file, and of itself
+    state.json           the tree, with markers in place of tensors          (forge.checkpoint.tree)
+    model.safetensors    the task's weights under their own names            (forge.checkpoint.tensors)
+    state.safetensors    all other tensors
+
+Several ranks write format version 2, each its own files, `model-00001-of-00004.safetensors` and so on: whole tensors,
+which were dealt out, and pieces of those that are spread over ranks, by names that say where they begin
+(forge.checkpoint.sharding). The reader puts pieces together once it is sure that they make up the tensor, exactly.
+
+Files are opened by their fixed names, relative to the directory, never through a link, and only if they are regular
+files of the size that the manifest gives. What an attacker puts there can give a CheckpointError or plain data; it
+cannot run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from forge.checkpoint import manifest, slices, tensors, tree
+from forge.checkpoint.directory import Directory
+from forge.checkpoint.slices import Box
+from forge.checkpoint.stored import Index, Stored
+from forge.errors import CheckpointError, did_you_mean
+
+NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
+"""The name of a checkpoint in a run: the number of updates that it comes after."""
+
+_CHUNK = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of a checkpoint, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    place: str
+    "Where it is stored: tied tensors share one place."
+
+
+Keys = tuple[str | int, ...]
+"""Where a value is in the tree: the keys that lead to it."""
+
+Read = Callable[..., Tensor]
+"""`read()` is the whole tensor, on the CPU; `read(box)` only that part of it, out of the files that hold it."""
+
+Place = Callable[[Keys, TensorInfo, Read], Any]
+"""Gives back what shall stand in the tree in place of a tensor."""
+
+
+class Checkpoint:
+    """A checkpoint directory. Making one reads nothing."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    @property
+    def update(self) -> int:
+        """The number in its name: how many updates had been made."""
+        match = NAME.fullmatch(self.path.name)
+        if match is None:
+            raise CheckpointError(f"{self.path} is not named update-XXXXXXXX, so its name does not tell the update.")
+        return int(match[1])
+
+    @classmethod
+    def find(cls, path: str | Path) -> Checkpoint:
+        """The checkpoint that a path stands for: a checkpoint, a link to one, or the newest valid one of a run."""
+        from forge.checkpoint.folder import find
+
+        return find(Path(path))
+
+    def verify(self) -> None:
+        """Read every byte; raise a CheckpointError unless `load` would give back what was saved."""
+        with self._verified() as files:
+            files.outline()
+
+    def load(self, only: str | None = None, place: Place | None = None) -> dict[str, Any]:
+        """Verify, then return the tree as it was saved, with tensors on the CPU; tied tensors are tied again.
+
+        `only="model"` loads the model's tensors and leaves None in place of all others, `only="state"` the reverse.
+        `place` decides what to make of each tensor, and so what is read of it: see `forge.checkpoint.placing`.
+        """
+        with self._verified() as files:
+            return files.load(only, place or (lambda path, info, read: read()))
+
+    def outline(self) -> dict[str, Any]:
+        """Verify, then return the tree with a TensorInfo in place of every tensor."""
+        with self._verified() as files:
+            return files.outline()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Verify, then return the model's tensors by name, tied ones under each of their names."""
+        model = self.load(only="model").get("model")
+        if not isinstance(model, dict):
+            raise CheckpointError(f"{self.path} holds no model.")
+        return {name: value for name, value in model.items() if isinstance(value, Tensor)}
+
+    def load_weights(self, average: str | None = None) -> dict[str, Any]:
+        """`load(only="model")`; `average` names a plugin whose average stands in the place of the trained weights."""
+        if average is None:
+            return self.load(only="model")
+        with self._verified() as files:
+            outline = files.outline()
+            kept = averages(outline)
+            if average not in kept:
+                raise CheckpointError(self._no_average(average, outline, kept))
+            tree = files.load("model", lambda path, info, read: read())
+            read = {name: files.read(info) for name, info in kept[average].items()}
+        return {**tree, "model": _replaced(tree["model"], read)}
+
+    def _no_average(self, asked: str, outline: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
+        if _state(outline, asked).get("weights") == {}:
+            return f"{self.path}: the plugin {asked!r} had averaged nothing by then."
+        there = did_you_mean(asked, kept) if kept else " No plugin of its run keeps one."
+        return f"{self.path} holds no average called {asked!r}.{there}"
+
+    @contextmanager
+    def _verified(self) -> Iterator[_Files]:
+        try:
+            with ExitStack() as stack:
+                yield _Files(self.path, stack)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+
+
+def averages(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The averaged weights in a tree or an outline, by plugin: a plugin's state offers them as a dict "weights" of
+    tensors that have names of the model's."""
+    model = _named_tensors(tree.get("model"))
+    offered = {plugin: _state(tree, plugin).get("weights") for plugin in _dict(tree.get("plugins"))}
+    return {plugin: weights for plugin, weights in offered.items() if weights and _is_average(weights, model)}
+
+
+def _is_average(weights: Any, model: set[str]) -> bool:
+    return isinstance(weights, dict) and weights.keys() == _named_tensors(weights) <= model
+
+
+def _named_tensors(values: Any) -> set[str]:
+    return {name for name, value in _dict(values).items() if isinstance(value, (Tensor, TensorInfo))}
+
+
+def _state(tree: Mapping[str, Any], plugin: str) -> dict[str, Any]:
+    return _dict(_dict(tree.get("plugins")).get(plugin))
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _replaced(model: Mapping[str, Any], average: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The model with an average in the place of what it names, and of what is tied to that; dtypes are the model's."""
+    place = {id(model[name]): tensor.to(model[name].dtype) for name, tensor in average.items()}
+    return {name: place.get(id(value), value) for name, value in model.items()}
+
+
+class _Files:
+    """The open files of a checkpoint, found to be what the manifest says."""
+
+    def __init__(self, path: Path, stack: ExitStack):
+        self.path = path
+        self.directory = Directory(path, stack)
+        size = self.directory.size(manifest.NAME)
+        if size > manifest.MAX_SIZE:
+            raise CheckpointError(f"{path / manifest.NAME} is no manifest: it has {size:,} bytes.")
+        self.records = manifest.decode(self.directory.read(manifest.NAME, size), str(path / manifest.NAME))
+        for name in self.records:
+            self._check_size(name)
+        files = [name for name in self.records if name != manifest.DOCUMENT]
+        self.tensor_bytes = sum(self.records[name].size for name in files)
+        tree.check_size(self.records[manifest.DOCUMENT].size, str(path / manifest.DOCUMENT), self.tensor_bytes)
+        for name in self.records:
+            self._check_hash(name)
+        headers = {name: self._header(name) for name in files}
+        self.index = Index(headers, in_pieces=len(files) > 2, what=str(path))
+        self.stored: dict[str, Stored] = {}
+
+    def outline(self) -> dict[str, Any]:
+        """The tree, with a TensorInfo in place of every tensor, once it is sure that there is one."""
+        unused = self.index.whole.keys() | self.index.parts.keys()
+
+        def describe(file: str, name: str, note: str | None, shape: tuple[int, ...] | None) -> TensorInfo:
+            stored = self.index.find(file, name, note, shape)
+            unused.discard((file, name))
+            dtype = note or str(stored.dtype).removeprefix("torch.")
+            shape = stored.shape[:-1] if dtype.startswith("complex") else stored.shape
+            self.stored[f"{file}:{name}"] = stored
+            return TensorInfo(shape, dtype, stored.bytes, f"{file}:{name}")
+
+        document = self.directory.read(manifest.DOCUMENT, self.records[manifest.DOCUMENT].size)
+        found = tree.join(document, str(self.path / manifest.DOCUMENT), self.tensor_bytes, describe)
+        if unused:
+            missed = min(unused)[1][:80]
+            raise CheckpointError(f"{self.path / manifest.DOCUMENT} does not mention the tensor {missed!r}.")
+        return found
+
+    def load(self, only: str | None, place: Place) -> dict[str, Any]:
+        """The tree, with tensors as `place` wants them."""
+        outline = self.outline()
+        uses = Counter(info.place for info in _infos(outline))
+        kept: dict[tuple[str, str, Box | None], Tensor] = {}
+
+        def fill(path: Keys, info: TensorInfo) -> Any:
+            if only not in (None, info.place.partition(":")[0]):
+                return None
+
+            def read(box: Box | None = None) -> Tensor:
+                if uses[info.place] == 1:
+                    return self.read(info, box)
+                key = (info.place, info.dtype, box)
+                if key not in kept:  # what is tied stays one tensor
+                    kept[key] = self.read(info, box)
+                return kept[key]
+
+            return place(path, info, read)
+
+        return _filled(outline, (), fill)
+
+    def read(self, info: TensorInfo, box: Box | None = None) -> Tensor:
+        """One tensor that the outline has described, or a part of it."""
+        stored, box = self.stored[info.place], box or slices.whole(info.shape)
+        if info.dtype.startswith("complex"):
+            box = Box((*box.begin, 0), (*box.size, 2))
+        found = stored.read(box, self._load)
+        return tensors.noted(found, info.dtype) if info.dtype in tensors.NOTED else found
+
+    def _load(self, name: str, header: tensors.Header) -> dict[str, Tensor]:
+        return tensors.read_tensors(self.directory.open(name), header, str(self.path / name))
+
+    def _header(self, name: str) -> tensors.Header:
+        return tensors.read_header(self.directory.open(name), self.records[name].size, str(self.path / name))
+
+    def _check_size(self, name: str) -> None:
+        size = self.directory.size(name)
+        if size != self.records[name].size:
+            raise CheckpointError(
+                f"{self.path / name} is damaged: it has {size:,} bytes; the manifest says {self.records[name].size:,}."
+            )
+
+    def _check_hash(self, name: str) -> None:
+        stream = self.directory.open(name)
+        digest, buffer, left = hashlib.sha256(), memoryview(bytearray(_CHUNK)), self.records[name].size
+        stream.seek(0)
+        while left and (got := stream.readinto(buffer[: min(left, _CHUNK)])):
+            digest.update(buffer[:got])
+            left -= got
+        if left or digest.hexdigest() != self.records[name].sha256:
+            raise CheckpointError(f"{self.path / name} is damaged: its sha256 is not the one in the manifest.")
+
+
+def _infos(value: Any) -> Iterator[TensorInfo]:
+    """Every TensorInfo of an outline, as often as it is there."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, TensorInfo):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+
+
+def _filled(value: Any, path: Keys, fill: Callable[[Keys, TensorInfo], Any]) -> Any:
+    """An outline with every TensorInfo replaced, in place where that can be."""
+    if isinstance(value, TensorInfo):
+        return fill(path, value)
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            value[key] = _filled(item, (*path, key), fill)
+    elif isinstance(value, tuple):
+        items = list(value)
+        for key, item in enumerate(items):
+            items[key] = _filled(item, (*path, key), fill)
+        return tuple(items)
+    return value

@@ -1,0 +1,217 @@
+"""Sharding: which rank writes what, so that all write at once and nothing is written twice.
+
+Everything follows from the tree and the ranks' numbers, so nobody has to ask: of a DTensor each rank has its shard, and
+among those that hold the same one, the one that has the least to write so far; whole tensors are dealt out by size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from forge.checkpoint.slices import Box, piece_name
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Named = dict[str, dict[str, Tensor]]
+"""Tensors by file ("model" or "state") and name."""
+
+Run = tuple[int, int]
+"""Neighbouring entries along one dimension: the first, and how many."""
+
+
+def is_distributed(tensor: Any) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor; does not import them for those who have none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether no rank has all of a tensor."""
+    if not is_distributed(tensor) or not tensor.numel():
+        return False
+    return any(_is_shard(p) and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+
+
+def obstacle(tensor: DTensor) -> str | None:
+    """Why a DTensor cannot be saved, if it cannot."""
+    if any(not _is_shard(placement) and not placement.is_replicate() for placement in tensor.placements):
+        return "is a DTensor of partial sums; redistribute it to Shard or Replicate"
+    if tensor.device_mesh.get_coordinate() is None:
+        return "is a DTensor on a mesh that this rank is not part of"
+    local = tuple(tensor.to_local().shape)
+    expected = tuple(sum(count for _, count in runs) for runs in runs_of(tensor))
+    return None if local == expected else f"is a DTensor whose part here is {local}; by its placements it is {expected}"
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers are: equal for tensors that share them. A shard may be empty, its storage is not."""
+    if not is_distributed(tensor):
+        memory = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+    else:
+        local = tensor.to_local()
+        memory = (local.device, local.untyped_storage()._cdata, local.storage_offset(), local.is_conj(), local.is_neg())
+    return (*memory, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def on_one_rank(tensor: Tensor) -> Tensor:
+    """A tensor as the one process that has all of it sees it."""
+    return tensor.to_local() if is_distributed(tensor) else tensor
+
+
+# -- who writes what --------------------------------------------------------------------------------------------------
+
+
+def share(tensors: Named, rank: int, world: int) -> Named:
+    """What one rank of many writes: whole tensors under their names, pieces under names that say where they begin."""
+    dealt = _deal(tensors, world)
+    replicas: dict[tuple[Any, ...], list[int]] = {}
+    found: Named = {}
+    for file, named in tensors.items():
+        found[file] = {}
+        for name, tensor in named.items():
+            if not is_distributed(tensor):
+                if dealt[file, name] == rank:
+                    found[file][name] = tensor
+            elif _is_ours(tensor, replicas):
+                if is_cut(tensor):
+                    found[file] |= {piece_name(name, box): piece for box, piece in pieces(tensor)}
+                else:
+                    local = tensor.to_local()
+                    found[file][name] = local if tensor.numel() else local.new_empty(tensor.shape)
+    return found
+
+
+def layout(tensors: Named) -> str:
+    """A digest of how everything is laid out: ranks that have another one do not save the same state."""
+    lines = [
+        [file, name, str(tensor.dtype), *tensor.shape, *(_spread(tensor) if is_distributed(tensor) else ())]
+        for file, named in tensors.items()
+        for name, tensor in named.items()
+    ]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def _deal(tensors: Named, world: int) -> dict[tuple[str, str], int]:
+    """Whole tensors to ranks: the largest first, each to who has least."""
+    sizes = {
+        (file, name): tensor.nbytes
+        for file, named in tensors.items()
+        for name, tensor in named.items()
+        if not is_distributed(tensor)
+    }
+    loads = [(0, rank) for rank in range(world)]
+    dealt = {}
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
+        load, rank = loads[0]
+        dealt[key] = rank
+        heapq.heapreplace(loads, (load + sizes[key], rank))
+    return dealt
+
+
+def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> bool:
+    """Whether this rank writes its shard. `replicas` counts what the ranks that hold the same have to write so far.
+
+    A mesh may be one of several that hold the same each (tensor parallelism inside DDP): then that of rank 0 writes.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [d for d, placement in enumerate(tensor.placements) if _is_shard(placement)]
+    same = [d for d in range(mesh.ndim) if d not in cuts]
+    loads = replicas.setdefault((mesh.shape, *same), [0] * math.prod(mesh.shape[d] for d in same))
+    chosen = loads.index(min(loads))
+    loads[chosen] += tensor.nbytes
+    number = 0
+    for d in same:
+        number = number * mesh.shape[d] + coordinate[d]
+    if number != chosen or (not is_cut(tensor) and any(coordinate[d] for d in cuts)):
+        return False
+    return bool((mesh.mesh == 0).any())
+
+
+# -- what a rank has of a DTensor -------------------------------------------------------------------------------------
+
+
+def pieces(tensor: DTensor) -> Iterator[tuple[Box, Tensor]]:
+    """This rank's shard as boxes of the whole tensor: one, unless a strided shard of uneven parts has gaps."""
+    local = tensor.to_local()
+    for box, here in boxes_of(tensor):
+        yield box, local[here.slices]
+
+
+def boxes_of(tensor: DTensor) -> Iterator[tuple[Box, Box]]:
+    """Each box of this rank's shard: where it is in the whole tensor, and where in the shard."""
+    dimensions = []
+    for runs in runs_of(tensor):
+        starts = itertools.accumulate((count for _, count in runs), initial=0)
+        dimensions.append([(first, start, count) for (first, count), start in zip(runs, starts, strict=False)])
+    for combination in itertools.product(*dimensions):
+        size = tuple(count for _, _, count in combination)
+        yield Box(tuple(c[0] for c in combination), size), Box(tuple(c[1] for c in combination), size)
+
+
+def runs_of(tensor: DTensor) -> list[list[Run]]:
+    """Which entries this rank has, dimension by dimension; no run at all where its shard is empty."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    found = []
+    for dimension, size in enumerate(tensor.shape):
+        cuts = [
+            (mesh.shape[d], coordinate[d], getattr(placement, "split_factor", None))
+            for d, placement in enumerate(tensor.placements)
+            if _is_shard(placement) and placement.dim % tensor.ndim == dimension  # pyright: ignore[reportAttributeAccessIssue]
+        ]
+        found.append(list(_runs(size, tuple(cuts))))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _runs(size: int, cuts: tuple[tuple[int, int, int | None], ...]) -> tuple[Run, ...]:
+    """The entries that are left of one dimension when it is cut by each mesh dimension in turn, as torch cuts it."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    left = torch.arange(size)
+    for parts, ours, factor in cuts:
+        placement = Shard(0) if factor is None else _StridedShard(0, split_factor=factor)
+        left = placement._split_tensor(left, parts, with_padding=False, contiguous=False)[0][ours]
+    if not len(left):
+        return ()
+    breaks = (left.diff() != 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(left)]
+    return tuple((int(left[a]), b - a) for a, b in itertools.pairwise(edges))
+
+
+def _is_shard(placement: Any) -> bool:
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def _spread(tensor: DTensor) -> list[Any]:
+    return [list(tensor.device_mesh.shape), [repr(placement) for placement in tensor.placements]]
+
+
+def whole(value: DTensor) -> Tensor:
+    """All of a DTensor, put together on the device of its mesh; every rank of it must ask."""
+    local, mesh = value.to_local().detach(), value.device_mesh
+    if local.device.type != mesh.device_type:  # kept on the host, gathered where the mesh is
+        value = type(value).from_local(
+            local.to(mesh.device_type),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value.full_tensor().detach()

@@ -1,0 +1,319 @@
+"""A tree of plain data and tensors, split into one JSON document and named tensors, and joined again exactly.
+
+JSON has no tuples, no int keys, no NaN and no tensors. An object with a key that begins with `$` stands for one::
+
+    {"$state": "optimizers.state.w.exp_avg"}    a tensor of state.safetensors, by name
+    {"$model": "encoder.weight"}                a tensor of model.safetensors
+    {"$state": ["plugins.fft", "complex64"]}    a tensor whose dtype the file cannot name
+    {"$model": ["w", null, [8, 3]]}             a tensor of this shape in pieces, in the files of several ranks
+    {"$tuple": [...]}                           a tuple
+    {"$dict": [[key, value], ...]}              a dict with int keys, or with keys that begin with `$`
+    {"$int": "0x..."}  {"$float": "7ff8..."}    an int beyond 64 bits; the bits of a NaN or an infinity
+    {"$str": "eda080"}                          text that UTF-8 cannot hold (lone surrogates), in hexadecimal
+
+A dict of the user's that has such a key itself is written as a `$dict`, so nothing in a tree can be taken for a marker.
+Tensors that share their memory (tied weights) are stored once, under the first name; the others refer to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.checkpoint import sharding, strict_json
+from forge.checkpoint.slices import parse_piece_name
+from forge.checkpoint.tensors import MAX_DIMENSIONS, RESERVED, are_sizes, can_store, dtype_note
+from forge.checkpoint.writers import Team
+from forge.errors import CheckpointError
+
+MAX_DEPTH = 100
+"""Levels of a tree. Far more than state needs; a tree that contains itself is found so."""
+
+LEAST_LIMIT = 8 * 2**20
+BYTES_PER_VALUE = 32
+
+_OUTLINE = strict_json.no_deeper_than(3 * MAX_DEPTH + 10)  # a level that is a `$dict` takes three brackets
+
+Find = Callable[[str, str, str | None, tuple[int, ...] | None], Any]
+"""(file, name, dtype note, shape if it is in pieces) -> the tensor; file is "model" or "state"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What the files of a checkpoint will hold, or one rank's files of it."""
+
+    document: bytes
+    "The tree as JSON, with markers in place of tensors."
+    model: dict[str, Tensor]
+    "Tensors under the tree's key `model`, by the names they have there."
+    state: dict[str, Tensor]
+    "All other tensors, by their path in the tree."
+    layout: str = ""
+    "A digest of all tensors of all ranks, where several write."
+
+
+def split(tree: dict[str, Any], team: Team | None = None) -> Split:
+    """Take a tree apart. Tensors stay references; everything else is in the document. Refuses by path what cannot.
+
+    On one rank of a team: what this rank writes of the tensors, pieces of DTensors among them.
+    """
+    document, tensors = _take_apart(tree, in_pieces=team is not None)
+    if team is not None:
+        mine = sharding.share(tensors, team.rank, team.world)
+        return Split(document, mine["model"], mine["state"], sharding.layout(tensors))
+    for file, named in tensors.items():
+        for name, tensor in named.items():
+            if sharding.is_cut(tensor):
+                raise CheckpointError(f"{file}: {name} is spread over several ranks, and one alone cannot save it.")
+            named[name] = sharding.on_one_rank(tensor)
+    return Split(document, tensors["model"], tensors["state"])
+
+
+def _take_apart(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, sharding.Named]:
+    """The document, and every tensor as it is in the tree."""
+    if type(tree) not in (dict, OrderedDict):
+        raise CheckpointError(f"A checkpoint is made of a dict, not of a {_name_of(type(tree))}.")
+    splitter = _Splitter(in_pieces)
+    # the model first: what it shares with other state is stored in its file
+    first = {key: splitter.encode(tree[key], (key,)) for key in ("model",) if key in tree}
+    encoded = splitter.encode_dict(tree, (), first)
+    document = json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode("ascii")
+    named = splitter.tensors.values()
+    _refuse_too_large(document, sum(tensor.nbytes for tensors in named for tensor in tensors.values()))
+    return document, splitter.tensors
+
+
+def check_savable(tree: dict[str, Any]) -> None:
+    """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold."""
+    _take_apart(tree)
+
+
+def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:
+    """The tree of a document, with tensors from `find`; anything odd in it is a CheckpointError."""
+    check_size(len(document), what, tensor_bytes)
+    max_values = size_limit(tensor_bytes) // BYTES_PER_VALUE
+    tree = strict_json.parse(document, what, max_values, _OUTLINE, lambda pairs: _decode(pairs, find))
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{what} does not hold a dict.")
+    return tree
+
+
+def size_limit(tensor_bytes: int) -> int:
+    """How many bytes a document may have: it grows with the tensors it describes, so a small file stays harmless."""
+    return max(LEAST_LIMIT, tensor_bytes // 256)
+
+
+def check_size(size: int, what: str, tensor_bytes: int) -> None:
+    """Refuse a document that is larger than the tensors beside it can explain."""
+    if size > size_limit(tensor_bytes):
+        raise CheckpointError(
+            f"{what} has {size:,} bytes; {size_limit(tensor_bytes):,} is the limit beside its tensors."
+        )
+
+
+def _refuse_too_large(document: bytes, tensor_bytes: int) -> None:
+    limit, values = size_limit(tensor_bytes), strict_json.count_values(document)
+    if len(document) > limit or values > limit // BYTES_PER_VALUE:
+        raise CheckpointError(
+            f"The state beside the tensors takes {len(document):,} bytes of JSON with about {values:,} values; "
+            f"{limit:,} bytes and {limit // BYTES_PER_VALUE:,} values are the limit. Keep long lists as tensors."
+        )
+
+
+# -- taking apart -----------------------------------------------------------------------------------------------------
+
+
+class _Splitter:
+    def __init__(self, in_pieces: bool) -> None:
+        self.in_pieces = in_pieces
+        self.tensors: sharding.Named = {"model": {}, "state": {}}
+        self.places: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def encode(self, value: Any, path: tuple[str | int, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is str:
+            return value if _is_text(value) else {"$str": value.encode("utf-8", "surrogatepass").hex()}
+        if isinstance(value, Tensor):
+            return self.refer(value, path)
+        if len(path) > MAX_DEPTH:
+            raise CheckpointError(f"{_dotted(path[:5])}… is nested deeper than {MAX_DEPTH} levels, or contains itself.")
+        if kind is list:
+            return [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.encode(item, (*path, i)) for i, item in enumerate(value)]}
+        if kind is dict or kind is OrderedDict:
+            return self.encode_dict(value, path, {})
+        raise CheckpointError(
+            f"{_dotted(path)} is a {_name_of(kind)}, which a checkpoint cannot hold. Make it a tensor, int, float, "
+            "str, bool or None, or a list, tuple or dict of these."
+        )
+
+    def encode_dict(self, value: dict[Any, Any], path: tuple[str | int, ...], done: dict[str, Any]) -> dict[str, Any]:
+        """`done` are entries that were encoded already."""
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                raise CheckpointError(
+                    f"{_dotted(path)} has the key {key!r}, a {_name_of(type(key))}. Keys are str or int."
+                )
+        pairs = {key: done[key] if key in done else self.encode(item, (*path, key)) for key, item in value.items()}
+        if all(type(key) is str and not key.startswith("$") and _is_text(key) for key in pairs):
+            return pairs
+        return {"$dict": [[self.encode(key, path), item] for key, item in pairs.items()]}
+
+    def refer(self, tensor: Tensor, path: tuple[str | int, ...]) -> dict[str, Any]:
+        """The marker for a tensor, which is put into its file unless its memory is there already."""
+        _check_tensor(tensor, path)
+        place = sharding.place_of(tensor)
+        if tensor.numel() and place in self.places:
+            return self.places[place]
+        file = "model" if path[0] == "model" else "state"
+        name = self._free_name(file, _dotted(path[1:] if file == "model" and len(path) > 1 else path))
+        self.tensors[file][name] = tensor
+        note = dtype_note(tensor.dtype)
+        if sharding.is_cut(tensor):
+            marker = {f"${file}": [name, note, list(tensor.shape)]}
+        else:
+            marker = {f"${file}": name if note is None else [name, note]}
+        return self.places.setdefault(place, marker) if tensor.numel() else marker
+
+    def _free_name(self, file: str, wanted: str) -> str:
+        """Different paths can read alike (`a.b` may be one key or two), and a name can read like that of a piece."""
+        name, count = wanted, 1
+        while name in self.tensors[file] or name == RESERVED or (self.in_pieces and parse_piece_name(name)):
+            count += 1
+            name = f"{wanted}#{count}"
+        return name
+
+
+def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
+    if sharding.is_distributed(tensor):
+        why = sharding.obstacle(tensor)
+        if why is None:
+            return _check_tensor(tensor.to_local(), path)
+    elif type(tensor) not in (Tensor, nn.Parameter):
+        why = f"is a {_name_of(type(tensor))}; only plain tensors can be saved"
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        why = "is a sparse, quantized or nested tensor; save its parts"
+    elif tensor.is_meta:
+        why = "is on the meta device and holds no numbers"
+    elif not can_store(tensor.dtype):
+        why = f"has the dtype {tensor.dtype}, which safetensors cannot hold; view it as uint8"
+    else:
+        return None
+    raise CheckpointError(f"{_dotted(path)} {why}.")
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    text = ".".join(map(str, path)) or "the tree"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _name_of(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------
+
+
+def _decode(pairs: strict_json.Pairs, find: Find) -> Any:
+    """The value that an object stands for; what is inside it is decoded already."""
+    if not any(key.startswith("$") for key, _ in pairs):
+        return strict_json.unique(pairs)
+    if len(pairs) == 1:
+        marker, body = pairs[0]
+        decode = _DECODERS.get(marker)
+        if decode is not None:
+            return decode(body)
+        if marker in ("$model", "$state"):
+            return _find_tensor(marker[1:], body, find)
+    raise CheckpointError(f"{pairs[0][0][:80]!r} is no marker that this version of forge knows.")
+
+
+def _find_tensor(file: str, body: Any, find: Find) -> Any:
+    if type(body) is str:
+        return find(file, body, None, None)
+    if type(body) is list and len(body) == 2 and type(body[0]) is str and type(body[1]) is str:
+        return find(file, body[0], body[1], None)
+    if type(body) is list and len(body) == 3 and type(body[0]) is str and (body[1] is None or type(body[1]) is str):
+        shape = body[2]
+        if are_sizes(shape) and 0 < len(shape) <= MAX_DIMENSIONS:
+            return find(file, body[0], body[1], tuple(shape))
+    raise _odd(f"${file}")
+
+
+def _decode_tuple(body: Any) -> tuple[Any, ...]:
+    if type(body) is not list:
+        raise _odd("$tuple")
+    return tuple(body)
+
+
+def _decode_dict(body: Any) -> dict[str | int, Any]:
+    if type(body) is not list:
+        raise _odd("$dict")
+    found: dict[str | int, Any] = {}
+    for pair in body:
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in found:
+            raise _odd("$dict")
+        found[pair[0]] = pair[1]
+    return found
+
+
+def _decode_int(body: Any) -> int:
+    if type(body) is not str or not body.removeprefix("-").startswith("0x"):
+        raise _odd("$int")
+    try:
+        return int(body, 16)
+    except ValueError as error:
+        raise _odd("$int") from error
+
+
+def _decode_float(body: Any) -> float:
+    return struct.unpack(">d", _unhex("$float", body, 8))[0]
+
+
+def _decode_str(body: Any) -> str:
+    try:
+        return _unhex("$str", body).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise _odd("$str") from error
+
+
+def _unhex(marker: str, body: Any, length: int | None = None) -> bytes:
+    try:
+        data = bytes.fromhex(body)
+    except (TypeError, ValueError) as error:
+        raise _odd(marker) from error
+    if length is not None and len(data) != length:
+        raise _odd(marker)
+    return data
+
+
+def _odd(marker: str) -> CheckpointError:
+    return CheckpointError(f"what stands behind {marker} is not what it should be.")
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": _decode_tuple,
+    "$dict": _decode_dict,
+    "$int": _decode_int,
+    "$float": _decode_float,
+    "$str": _decode_str,
+}

@@ -1,0 +1,457 @@
+"""Weights: parameters and buffers by the task's own names, out of whatever holds them; and as one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parameter import is_lazy
+
+from forge.checkpoint import sharding, temp_names
+from forge.checkpoint.checkpoint import NAME, Checkpoint
+from forge.checkpoint.folder import Checkpoints
+from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
+from forge.checkpoint.publish import sync_directory
+from forge.errors import CheckpointError, TaskError
+from forge.snapshot.capture import describe_task
+
+if TYPE_CHECKING:
+    pass
+
+logger = logging.getLogger("forge")
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the state of a module that is no tensor; a weights file has no place for it."""
+NOTE = "forge"
+"""The key in a weights file's metadata under which forge notes the task it came from."""
+RAW = "raw"
+"""Asks for the weights that were trained, where a plugin's name asks for the average that it keeps."""
+SHOWN = 20
+"""How many names of a kind a report prints."""
+
+_averaged_by: ContextVar[str | None] = ContextVar("averaged_by", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a path held: tensors by name, and the task they came from, where the file says."""
+
+    path: Path
+    "The file or checkpoint directory itself, whatever stood for it."
+    tensors: dict[str, Any]
+    task: dict[str, Any] | None
+    '`{"class": name, "options": {...}, "not_saved": [...]}`, or None for a file that something else wrote.'
+    update: int | None = None
+    "How many updates they have seen, where the file says."
+    average: str | None = None
+    "The plugin whose average they are; None for the weights that were trained."
+
+
+class Misfit(TaskError):
+    """Weights that do not fit a task; `saved` is the task that they came from, where their file says."""
+
+    def __init__(self, message: str, saved: dict[str, Any] | None = None):
+        super().__init__(message)
+        self.saved = saved
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What became of every tensor in a load; `print(report)` is for people."""
+
+    source: Path
+    task: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    "In the task, but not in the file: they keep the values they had."
+    unexpected: tuple[str, ...]
+    "In the file, but not in the task."
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    "Of another shape: (in the file, in the task). They keep the values they had."
+    taken_off: tuple[str, ...] = ()
+    "Parts of the file's names that no name of the task has, and that were left away."
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything in the file and everything in the task found its counterpart."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        said = f" (names read without {', '.join(self.taken_off)})" if self.taken_off else ""
+        lines = [f"{self.source} into {self.task}: {len(self.loaded)} tensors loaded{said}."]
+        for title, names in (
+            ("missing in the file", self.missing),
+            ("not in the task", self.unexpected),
+            ("of another shape", [_shapes(name, *both) for name, both in self.mismatched.items()]),
+        ):
+            if names:
+                lines += [f"  {title} ({len(names)}):", *(f"    {name}" for name in names[:SHOWN])]
+                lines += [f"    and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+        return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_weights(
+    task: nn.Module,
+    path: str | Path,
+    *,
+    weights: str | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> LoadReport:
+    """Load weights into a task, or into any module of it, from
+
+    - a `.safetensors` file;
+    - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is further;
+    - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save's or Lightning's, as far as it can be read without running code.
+
+    `weights="ema"` loads the average that the plugin `ema` kept, `weights="raw"` what was trained. Without it a weights
+    file gives what it holds (where an average was evaluated, a fit leaves that) and a checkpoint what was trained.
+
+    Names and shapes must match, else nothing is changed and TaskError says what does not fit. `strict=False` loads what
+    does, and logs what was missing, unexpected or of another shape; the report that is returned has it all.
+
+    `rename` maps the file's names to the task's: a prefix to what stands in its place (`{"backbone.": "net."}`,
+    `{"": "net."}` to put something before every name), or, beginning with `^`, a regular expression to its replacement
+    (`{r"^layer(\\d+)\\.": r"layers.\\1."}`). Rules apply in order, each to the outcome of the one before. Without
+    `rename`, what torch.compile, DDP and Lightning put into names is taken off where more names fit so, and said.
+    """
+    return fill(task, read_weights(path, weights), strict=strict, rename=rename)
+
+
+def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rename | None = None) -> LoadReport:
+    """`load_weights`, of weights that have been read."""
+    state = task.state_dict()
+    taken_off: tuple[str, ...] = ()
+    if rename is None:
+        names, taken_off = unwrapped(weights.tensors, state)
+    else:
+        names = renamed(weights.tensors, rename, str(weights.path))
+    tensors = {names[name]: tensor for name, tensor in weights.tensors.items()}
+    odd = _other_shapes(tensors, state)
+    before = _copied(state) if strict else {}
+    try:
+        missing, unexpected, odd = _load(task, tensors, odd)
+    except RuntimeError as error:
+        if strict:
+            _put_back(task, before)
+        raise Misfit(f"{weights.path} does not fit {type(task).__name__}: {error}", weights.task) from error
+    report = LoadReport(
+        source=weights.path,
+        task=type(task).__name__,
+        loaded=tuple(name for name in tensors if name not in odd and name not in unexpected),
+        missing=tuple(_really_missing(task, missing, tensors)),
+        unexpected=tuple(unexpected),
+        mismatched=odd,
+        taken_off=taken_off,
+    )
+    if strict and not report.complete:
+        _put_back(task, before)
+        raise Misfit(_misfit(report), weights.task)
+    if not report.complete:
+        logger.warning("%s", report)
+    elif taken_off:
+        logger.info("%s", report)
+    return report
+
+
+def _load(
+    task: nn.Module, tensors: Mapping[str, Any], odd: dict[str, Any]
+) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Load what fits: (missing, unexpected, of another shape)."""
+    try:
+        missing, unexpected = task.load_state_dict(tensors, strict=False)
+        return missing, unexpected, {}  # a module that takes another shape has its reasons
+    except RuntimeError:
+        if not odd:
+            raise
+    fitting = {name: tensor for name, tensor in tensors.items() if name not in odd}
+    missing, unexpected = task.load_state_dict(fitting, strict=False)
+    return [name for name in missing if name not in odd], unexpected, odd
+
+
+def _put_back(task: nn.Module, before: Mapping[str, Any]) -> None:
+    with suppress(RuntimeError):  # a module that refuses whatever it is given has refused before, and is told of then
+        task.load_state_dict(before, strict=False)
+
+
+def _misfit(report: LoadReport) -> str:
+    parts = [f"it lacks {few(report.missing)}"] if report.missing else []
+    parts += [f"it has {few(report.unexpected)} beside what the task has"] if report.unexpected else []
+    parts += [few([_shapes(name, *both) for name, both in report.mismatched.items()])] if report.mismatched else []
+    return (
+        f"{report.source} does not fit {report.task}: {'; '.join(parts)}. "
+        "forge.load_weights(task, path, strict=False) loads what fits; rename= maps names."
+    )
+
+
+def _other_shapes(tensors: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: (value, state[name]) for name, value in tensors.items() if name in state}
+    return {
+        name: (tuple(ours.shape), tuple(theirs.shape))
+        for name, (ours, theirs) in both.items()
+        if isinstance(ours, Tensor)
+        and isinstance(theirs, Tensor)
+        and not is_lazy(theirs)
+        and ours.shape != theirs.shape
+    }
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state to put back, should a load that began not end well."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if not is_lazy(value)
+    }
+
+
+def _really_missing(task: nn.Module, missing: Iterable[str], loaded: Mapping[str, Any]) -> list[str]:
+    """Names that nothing filled: neither extra state nor tied to a weight that was loaded."""
+    state = task.state_dict()
+    filled = {state[name].data_ptr() for name in loaded if isinstance(state.get(name), Tensor)}
+    return [
+        name
+        for name in missing
+        if not name.endswith(EXTRA_STATE) and not (isinstance(state[name], Tensor) and state[name].data_ptr() in filled)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_weights(path: str | Path, weights: str | None = None) -> Weights:
+    """The tensors that a path stands for, on the CPU; a checkpoint is verified first.
+
+    `weights` names the plugin whose average is wanted, or is "raw". Averages are found by a convention, not by class: a
+    plugin offers one when its `forge_state_dict` has a dict "weights" of tensors by the task's own names. What it does
+    not name is taken from the trained weights.
+    """
+    found = find_weights(Path(path))
+    if weights is not None and found.is_file():
+        found = _holder(found, Path(path), weights)
+    if found.is_dir():
+        average = None if weights == RAW else weights
+        tree = Checkpoint(found).load_weights(average)
+        return Weights(found, tree["model"], tree["task"], tree["progress"]["update"], average)
+    if found.suffix in SUFFIXES:
+        return Weights(found, read_foreign(found), None)
+    return _read_safetensors(found)
+
+
+def _holder(file: Path, path: Path, weights: str) -> Path:
+    """The weights file, if it holds what is asked for, else the newest checkpoint of its run, which may."""
+    held = (None if file.suffix in SUFFIXES else _note(_opened(file)).average) or RAW
+    if held == weights:
+        return file
+    newest = _checkpoints(path).newest_valid() if path.is_dir() else None
+    if newest is None:
+        holds = "the weights that were trained" if held == RAW else f"the average of the plugin {held!r}"
+        asked = "those" if weights == RAW else f"the average {weights!r}"
+        raise TaskError(f"{file} holds {holds}. Give a checkpoint, or a run folder with one, for {asked}.")
+    return newest.path
+
+
+def find_weights(path: Path) -> Path:
+    """The weights file or checkpoint directory that a path stands for.
+
+    A run folder stands for what the run has come to: `weights.safetensors`, which a fit leaves at its end, unless there
+    is a valid checkpoint of a later update, because the run was continued since or has not ended.
+    """
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise TaskError(f"There is no weights file at {path}. fit writes RUN/weights.safetensors at its end.")
+    real = path.resolve()  # the user may name a link; nothing inside is followed
+    if NAME.fullmatch(real.name) or (real / "manifest.json").exists():
+        return real
+    file = path / "weights.safetensors"
+    folder = _checkpoints(path)
+    written = _update_of(file) if file.is_file() else -1
+    if any(Checkpoint(found).update > written for found in folder.all()):
+        newest = folder.newest_valid()
+        if newest is not None and newest.update > written:
+            return newest.path
+    if not file.is_file():
+        raise TaskError(
+            f"There is no weights file at {file}, and no valid checkpoint beside it. fit writes "
+            "RUN/weights.safetensors at its end; the plugin checkpoint saves meanwhile."
+        )
+    return file
+
+
+def _checkpoints(path: Path) -> Checkpoints:
+    return Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+
+
+def _update_of(file: Path) -> float:
+    """How far the run was when it wrote its weights; infinitely, where the file does not say."""
+    update = _note(_opened(file)).update
+    return float("inf") if update is None else update
+
+
+def _read_safetensors(file: Path) -> Weights:
+    opened = _opened(file)
+    note = _note(opened)
+    try:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged: {error}.") from error
+    return Weights(file, tensors, note.task, note.update, note.average)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What forge noted in a weights file; nothing where the file is not forge's."""
+
+    task: dict[str, Any] | None = None
+    update: int | None = None
+    average: str | None = None
+
+
+def _note(opened: Any) -> Note:
+    try:
+        note = json.loads((opened.metadata() or {})[NOTE])
+        task, update, average = note["task"], note["update"], note.get("average")
+        task = task and {
+            "class": str(task["class"]),
+            "options": dict(task["options"]),
+            "not_saved": list(task["not_saved"]),
+        }
+        return Note(task, update and int(update), average and str(average))
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return Note()
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is no safetensors file, or it is damaged: {error}. "
+            f"Files of torch.save's are known by their ending: {', '.join(SUFFIXES)}."
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def save_weights(task: nn.Module, path: Path, main: bool | None = None) -> None:
+    """Write parameters and buffers, and how the task was made, to a safetensors file of clean names.
+
+    On several ranks all call this: what is spread over them is put together one tensor at a time, and the `main` one
+    writes it (torch.distributed's rank 0, unless said otherwise).
+    """
+    if main is None:
+        main = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    tensors = _gathered(task.state_dict(), main)
+    if not main:
+        return
+    description = describe_task(task) if hasattr(task, "init_args") else None  # pyright: ignore[reportArgumentType]
+    trainer = getattr(task, "trainer", None)
+    update = trainer.progress.update if trainer is not None else None
+    write_weights(Weights(path, tensors, description, update, _averaged_by.get()), path)
+
+
+def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
+    """The state with whole tensors in place of DTensors, in host memory of `main`. What is tied is gathered once."""
+    found: dict[str, Any] = {}
+    seen: dict[tuple[Any, ...], Tensor | None] = {}
+    for name, value in state.items():
+        if not sharding.is_distributed(value):
+            found[name] = value
+            continue
+        place = sharding.place_of(value)
+        if place not in seen:
+            whole = sharding.whole(value)  # on every rank: it is a collective
+            seen[place] = whole.cpu() if main else None
+        found[name] = seen[place]
+    return found
+
+
+@contextmanager
+def noted_as_average(plugin: str) -> Iterator[None]:
+    """What `save_weights` writes meanwhile is noted as the average of this plugin, which has put it in place."""
+    token = _averaged_by.set(plugin)
+    try:
+        yield
+    finally:
+        _averaged_by.reset(token)
+
+
+def write_weights(weights: Weights, path: Path) -> int:
+    """Write beside `path`, then rename, so that the name never holds a torn file; return how many tensors there are.
+
+    Equal weights give equal files. What processes that are gone left half written for this name is removed.
+    """
+    note = {"task": weights.task, "update": weights.update}
+    if weights.average is not None:
+        note["average"] = weights.average
+    tensors = _tensors(weights.tensors, path.name)
+    metadata = {"format": "pt", NOTE: json.dumps(note)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in temp_names.leftovers(path.parent):
+        if left.name == path.name:
+            temp_names.remove(left.path)
+    with temp_names.temporary(path) as (partial, _):
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            _sort_metadata_and_sync(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return len(tensors)
+
+
+def _tensors(state: Mapping[str, Any], file: str) -> dict[str, Tensor]:
+    """Every tensor of the state once, each with memory of its own."""
+    kept: dict[str, Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            module = name.removesuffix(f".{EXTRA_STATE}")
+            warnings.warn(f"{file} leaves out the extra state of {module}: it is no tensor.", stacklevel=2)
+            continue
+        place = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
+        if value.numel() and place in seen:  # tied: loading the first fills them all
+            continue
+        seen.add(place)
+        whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        kept[name] = value if whole else value.clone().contiguous()
+    return kept
+
+
+def _sort_metadata_and_sync(file: Path) -> None:
+    """safetensors writes metadata in the order of a hash table, another one in every process."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) == size:
+            stream.seek(8)
+            stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _shapes(name: str, file: tuple[int, ...], task: tuple[int, ...]) -> str:
+    return f"{name} is {file} in the file and {task} in the task"

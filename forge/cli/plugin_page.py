@@ -1,0 +1,106 @@
+"""A plugin's documentation, gathered from its class: docstring, Config, declarations and hooks. Also as a page."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forge import options, registry
+from forge.contract import hooks
+from forge.contract.plugin import Plugin
+from forge.contract.stack import ACTIONS, SPECS
+from forge.errors import StackError
+from forge.options import Option
+
+DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "capturable", "replays")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a docstring: flowing text, or code that stays as it is."""
+
+    text: str
+    is_code: bool = False
+
+
+def plugin_class(name: str) -> type[Plugin]:
+    """The installed plugin of that name."""
+    kind = registry.load("plugin", name)
+    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
+        raise StackError(f"The plugin {name!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
+    return kind
+
+
+def parts(docstring: str) -> Iterator[Part]:
+    """Paragraphs, lists and, where `::` announces it, code."""
+    for block in re.split(r"\n\n+(?! )", docstring):  # code may have blank lines; what follows it is not indented
+        head, colons, code = block.partition("::\n\n")
+        if colons and code.startswith(" "):
+            if head.strip():
+                yield Part(" ".join(head.split()) + ":")
+            yield Part(inspect.cleandoc(code), is_code=True)
+        elif re.search(r"^[-*] ", block, flags=re.MULTILINE):
+            yield Part(block)
+        else:
+            yield Part(" ".join(block.split()))
+
+
+def examples(kind: type[Plugin]) -> list[str]:
+    """The command lines in a plugin's docstring."""
+    code = [part.text for part in parts(inspect.getdoc(kind) or "") if part.is_code]
+    return [line for text in code for line in text.splitlines() if line.startswith("forge ")]
+
+
+def default_of(option: Option) -> str:
+    return "required" if option.required else "null" if option.default is None else str(option.default)
+
+
+def declared(kind: type[Plugin]) -> list[str]:
+    """What the class declares to the stack, in words; an instance may drop some of it."""
+    values = {name: getattr(kind, name) for name in DECLARATIONS if getattr(kind, name)}
+    return [name if value is True else f"{name} {', '.join(value)}" for name, value in values.items()]
+
+
+def implemented(kind: type[Plugin]) -> list[tuple[str, str]]:
+    """Each hook of the class with its role; an instance may drop some."""
+    found = []
+    for hook in SPECS:
+        marks = getattr(getattr(kind, hook, None), "forge_impl", None)
+        if marks is not None:
+            role = "wraps" if marks.get("wrapper") else "owns" if hook in ACTIONS else "event"
+            found.append((hook, role))
+    return found
+
+
+def when(hook: str) -> str:
+    """The first sentence of the hook's own documentation, after "Event." or "Action."."""
+    text = " ".join((inspect.getdoc(getattr(hooks, hook)) or "").split())
+    text = text.removeprefix("Event. ").removeprefix("Action. ")
+    return text.partition(". ")[0].removesuffix(".")
+
+
+def markdown(name: str) -> str:
+    """The page of an installed plugin."""
+    kind = plugin_class(name)
+    lines = [f"# {name}", ""]
+    for part in parts(inspect.getdoc(kind) or "(no description)"):
+        if part.is_code:
+            language = "bash" if part.text.startswith("forge ") else "python"
+            lines += [f"```{language}", part.text, "```", ""]
+        else:
+            lines += [part.text, ""]
+    lines += [f"In Python: `from {kind.__module__.partition('.')[0]} import {kind.__name__}`.", ""]
+    known = options.of_config(kind.Config)
+    if known:
+        lines += ["## Options", "", "| option | type | default | what it is for |", "|---|---|---|---|"]
+        for option in known:
+            words = f"`{option.name}`", options.type_name(option.type), f"`{default_of(option)}`", option.doc
+            lines.append(f"| {' | '.join(word.replace('|', '/') for word in words)} |")
+        lines.append("")
+    lines += ["## Hooks", "", "| hook | role | when |", "|---|---|---|"]
+    lines += [f"| `{hook}` | {role} | {when(hook)} |" for hook, role in implemented(kind)]
+    if declared(kind):
+        lines += ["", f"Declares: {'; '.join(declared(kind))}."]
+    return "\n".join([*lines, ""])

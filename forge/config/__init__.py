@@ -1,0 +1,22 @@
+"""Recipes: YAML that names a task, its data, the Trainer's options and a stack of plugins. A recipe holds no logic.
+
+::
+
+    extends: [default]                         # applied left to right, each file once, then this one
+    task: {name: digits_mlp, lr: 1e-3}         # names, never import paths
+    data: {name: digits, batch_size: 64}
+    trainer: {max_epochs: 10, seed: 42}
+    plugins:                                   # merged by name, order kept
+      clip: {max_norm: 1.0}
+      tensorboard: null                        # null removes
+      ema@slow: {decay: 0.9999}                # what stands after the @ labels a second instance
+
+Every value knows where it came from: a file and line, the command line, or a default. Reading goes through four
+files, in this order: `files` (YAML and line numbers), `merge` (layers and overrides), `schema` (types and defaults)
+and `loading` (the Recipe itself).
+"""
+
+from forge.config.files import RecipeFile, list_recipes
+from forge.config.recipe import Recipe, load_recipe, read_recipe
+
+__all__ = ["Recipe", "RecipeFile", "list_recipes", "load_recipe", "read_recipe"]

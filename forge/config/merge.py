@@ -1,0 +1,156 @@
+"""Merging: recipe files and command-line overrides laid one over the other, with the origin of every key."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from forge import registry
+from forge.config.files import SECTIONS, TOP_LEVEL, Where, check_shape, omegaconf
+from forge.config.schema import Maker, label, options_of
+from forge.errors import RecipeError, did_you_mean
+
+COMMAND_LINE = "command line"
+
+
+class Layers:
+    """What the layers added so far come to, and where each key was written last."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origin: dict[str, str] = {}
+
+    def add(self, layer: Mapping[str, Any], where: Where) -> None:
+        """Lay `layer` over what is there: mappings merge, anything else replaces, a null plugin is removed."""
+        for section in ("task", "data"):
+            now, then = self.values.get(section, {}).get("name"), layer.get(section, {}).get("name")
+            if now and then and now != then:  # the options of another task mean nothing to this one
+                self.drop(section)
+        for name, given in layer.get("plugins", {}).items():
+            if given is None and name not in self.values.get("plugins", {}):
+                refuse_unknown_plugin(name, f"{where(f'plugins.{name}')}: plugins.{name} cannot be removed")
+        self._lay(layer, self.values, where, "")
+
+    def drop(self, key: str) -> None:
+        """Forget a key and everything under it."""
+        *parents, last = key.split(".")
+        holder = self.values
+        for parent in parents:
+            holder = holder.get(parent, {})
+        holder.pop(last, None)
+        self._forget(key)
+
+    def change_stack(self, add: Sequence[str], remove: Sequence[str]) -> None:
+        """Add plugins with their defaults and remove others, by name."""
+        if not add and not remove:
+            return
+        stack: dict[str, Any] = self.values.setdefault("plugins", {})
+        for name in add:
+            refuse_unknown_plugin(name, f"Cannot add {name!r}")
+            if name not in stack:
+                stack[name] = {}
+                self.origin[f"plugins.{name}"] = COMMAND_LINE
+        for name in remove:
+            if name not in stack:
+                raise RecipeError(f"Cannot remove {name!r}: it is not in the stack.{did_you_mean(name, stack)}")
+            self.drop(f"plugins.{name}")
+
+    def override(self, overrides: Sequence[str], local: Mapping[str, Maker]) -> None:
+        """Lay "key=value" overrides on top; `clip.max_norm=0.5` is short for `plugins.clip.max_norm=0.5`."""
+        layer: dict[str, Any] = {}
+        for text in overrides:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise RecipeError(f"{text!r} is no override: write key=value, as in trainer.max_epochs=3.")
+            parts = self._full_key(key, local)
+            holder = layer
+            for part in parts[:-1]:
+                inner = holder.get(part)
+                holder[part] = holder = inner if isinstance(inner, dict) else {}
+            holder[parts[-1]] = _parse(key, value)
+        check_shape(layer, lambda key: COMMAND_LINE)
+        self.add(layer, lambda key: COMMAND_LINE)
+
+    def resolved(self) -> dict[str, Any]:
+        """The values as plain data, with interpolations resolved."""
+        lib = omegaconf()
+        ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
+        try:
+            return lib.OmegaConf.to_container(lib.OmegaConf.create(ordered), resolve=True, throw_on_missing=True)
+        except lib.errors.OmegaConfBaseException as error:
+            key = str(getattr(error, "full_key", None) or "")
+            raise RecipeError(f"{label(key, self.origin)}: {str(error).partition(chr(10))[0]}") from error
+
+    def _lay(self, layer: Mapping[str, Any], onto: dict[str, Any], where: Where, parent: str) -> None:
+        for key, value in layer.items():
+            name = f"{parent}.{key}" if parent else str(key)
+            if parent == "plugins" and value is None:
+                self.drop(name)
+                continue
+            if not (isinstance(value, Mapping) and isinstance(onto.get(key), dict)):
+                self._forget(name)
+                self.origin[name] = where(name)
+                onto[key] = {} if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping):
+                self._lay(value, onto[key], where, name)
+
+    def _forget(self, key: str) -> None:
+        self.origin = {k: at for k, at in self.origin.items() if k != key and not k.startswith(f"{key}.")}
+
+    def _full_key(self, key: str, local: Mapping[str, Maker]) -> list[str]:
+        parts = key.split(".")
+        stack = self.values.get("plugins", {})
+        if parts[0] not in SECTIONS:
+            if parts[0].partition("@")[0] not in {*stack, *registry.installed("plugin")}:
+                raise self._unknown_root(parts[0], local)
+            parts = ["plugins", *parts]
+        if parts[0] == "plugins" and len(parts) > 2 and parts[1] not in stack:
+            refuse_unknown_plugin(parts[1], f"{key} ({COMMAND_LINE})")
+            raise RecipeError(
+                f"{key} ({COMMAND_LINE}): the plugin {parts[1]!r} is not in this stack. Add it with -p {parts[1]}."
+            )
+        return parts
+
+    def _unknown_root(self, root: str, local: Mapping[str, Maker]) -> RecipeError:
+        """The error for `max_epochs=3` (a section was forgotten) or for a word that is near nothing."""
+        for section in ("trainer", "task", "data"):
+            known = options_of(section, self.values, local, self.origin) or []
+            if root in (option.name for option in known):
+                return RecipeError(f"{root!r} ({COMMAND_LINE}) lacks its section. Did you mean '{section}.{root}'?")
+        near = did_you_mean(root, {*SECTIONS, *self.values.get("plugins", {}), *registry.installed("plugin")})
+        return RecipeError(f"{root!r} ({COMMAND_LINE}) is neither a section of a recipe nor a plugin.{near}")
+
+
+def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (full key, value) that is no mapping with something in it."""
+    for key, value in values.items():
+        name = f"{parent}.{key}" if parent else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, name)
+        else:
+            yield name, value
+
+
+def refuse_unknown_plugin(name: str, problem: str) -> None:
+    """Raise with `problem` and the nearest name unless a plugin of that name is installed."""
+    known, base = registry.installed("plugin"), name.partition("@")[0]
+    if base not in known:
+        raise RecipeError(f"{problem}: no plugin {base!r} is installed.{did_you_mean(base, known)}")
+
+
+def _parse(key: str, text: str) -> Any:
+    """A value as OmegaConf reads it from YAML: 1e-3 is a float, [1, 2] a list, null None."""
+    import yaml
+
+    lib = omegaconf()
+    try:
+        return lib.OmegaConf.to_container(lib.OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except (yaml.YAMLError, lib.errors.OmegaConfBaseException) as error:
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        meant = "{}='{}'".format(key, text.replace("'", "''"))
+        meant = shlex.quote(meant) if set(meant) & set('"$`\\!') else f'"{meant}"'
+        raise RecipeError(
+            f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "
+            f"YAML, and all of it for the shell: {meant}."
+        ) from error

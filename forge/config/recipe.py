@@ -1,0 +1,171 @@
+"""Recipe: what a loaded recipe is, and the two ways to get one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forge import options
+from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
+from forge.config.merge import Layers, leaves
+from forge.config.schema import Maker, check_section, maker_of
+from forge.errors import RecipeError
+
+if TYPE_CHECKING:
+    from forge.contract.task import TaskModule
+    from forge.data import Splits
+
+DEFAULT = "default"
+
+
+@dataclass
+class Recipe:
+    """A loaded recipe. `load_recipe` makes one; `Trainer(recipe=...)` takes one."""
+
+    name: str
+    config: dict[str, Any]
+    "What was given, merged and with interpolations resolved."
+    origin: dict[str, str]
+    'Where each value came from, by full key: "quickstart.yaml:12", "command line" or "default".'
+    resolved: dict[str, Any] = field(default_factory=dict)
+    "`config` with every default filled in."
+    local: dict[str, Maker] = field(default_factory=dict)
+    'The "task" class and "data" function that were given in code, in place of what the recipe names.'
+
+    @property
+    def description(self) -> str:
+        return self.config.get("description", "")
+
+    @property
+    def plugins(self) -> dict[str, dict[str, Any]]:
+        """Name to options as given, in stack order."""
+        return self.config.get("plugins", {})
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """The Trainer's options as given."""
+        return self.config.get("trainer", {})
+
+    def with_trainer(self, settings: Mapping[str, Any]) -> Recipe:
+        """This recipe with other settings for the Trainer, given in code."""
+        if not settings:
+            return self
+        origin = self.origin | {f"trainer.{key}": "code" for key in settings}
+        trainer = {**self.trainer, **settings}
+        return replace(self, config={**self.config, "trainer": trainer}, origin=origin)
+
+    def make_task(self) -> TaskModule:
+        """The task that the recipe names, built with its options."""
+        return self._make("task", "name your own on the command line: FILE.py:Task")
+
+    def make_data(self) -> Splits:
+        """The loaders of the data set that the recipe names."""
+        from forge.data import Splits
+
+        splits = self._make("data", "write a function data() beside your task, or pass --data FILE.py:function")
+        if not isinstance(splits, Splits):
+            raise RecipeError(
+                f"The data function of {self.name!r} returned a {type(splits).__name__}; return "
+                "forge.data.Splits(train=..., val=...)."
+            )
+        return splits
+
+    def to_yaml(self) -> str:
+        """One self-contained recipe, without `extends`: loading it gives the same config."""
+        conf = omegaconf().OmegaConf
+        notes = [
+            f"# {section}: {maker.__qualname__} of {maker.__module__} was given in code; give it again.\n"
+            for section, maker in self.local.items()
+        ]
+        return "".join(notes) + conf.to_yaml(conf.create(_escaped(self.config)))
+
+    def _make(self, section: str, otherwise: str) -> Any:
+        maker = maker_of(section, self.config, self.local, self.origin)
+        if maker is None:
+            raise RecipeError(
+                f"The recipe {self.name!r} names no {section}. Write {section}: {SECTIONS[section]} in it, or "
+                f"{otherwise}."
+            )
+        values = {key: value for key, value in self.config.get(section, {}).items() if key != "name"}
+        return maker(**options.check(options.of_callable(maker), values, section))
+
+
+def load_recipe(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    *,
+    stack: str | Path | None = None,
+    task: type | None = None,
+    data: Maker | None = None,
+) -> Recipe:
+    """Load an installed recipe by name, or a .yaml file by path, and check every option against what takes it.
+
+    `overrides` are "key=value" as on the command line; `add` and `remove` name plugins; `stack` is a second recipe,
+    one without a task, laid over the first. A `task` class or `data` function given here stands in for what the recipe
+    names.
+    """
+    recipe = read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
+    recipe.resolved = {"description": recipe.description} if recipe.description else {}
+    for section in SECTIONS:
+        if section in recipe.config or section in recipe.local or section == "trainer":
+            recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)
+    recipe.origin |= {key: DEFAULT for key, _ in leaves(recipe.resolved) if key not in recipe.origin}
+    return recipe
+
+
+def read_recipe(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    *,
+    stack: str | Path | None = None,
+    task: type | None = None,
+    data: Maker | None = None,
+) -> Recipe:
+    """Like `load_recipe`, but unchecked and without defaults: nothing that the recipe names is imported."""
+    path = locate(name)
+    local: dict[str, Maker] = {key: given for key, given in (("task", task), ("data", data)) if given is not None}
+    layers = Layers()
+    files = list(with_bases(path))
+    if stack is not None:
+        files += _over(stack, files)
+    for file in files:
+        layers.add(file.values, file.where)
+    for section in local:
+        if "name" in layers.values.get(section, {}):  # the options of another task or data set mean nothing here
+            layers.drop(section)
+    layers.change_stack(add, remove)
+    layers.override(overrides, local)
+    config = layers.resolved()
+    kept = {key for key, _ in leaves(config)} | {f"plugins.{name}" for name in config.get("plugins", {})}
+    return Recipe(path.stem, config, {key: at for key, at in layers.origin.items() if key in kept}, local=local)
+
+
+def _over(stack: str | Path, files: list[SourceFile]) -> list[SourceFile]:
+    """The files of a stack that is laid over others; a base that both have counts once, as the others' base."""
+    there = {file.path for file in files}
+    over = [file for file in with_bases(locate(stack)) if file.path not in there]
+    for file in over:
+        for section in ("task", "data"):
+            if section in file.values:
+                raise RecipeError(
+                    f"{file.where(section)}: {file.path.stem!r} names its own {section}, so it is no stack to be laid "
+                    "over another recipe. Stacks are recipes with plugins alone, such as fast, frugal or debug."
+                )
+    return over
+
+
+def _escaped(value: Any) -> Any:
+    """Plain data in which a `${` that is meant literally stays literal when it is read again."""
+    if isinstance(value, dict):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escaped(inner) for inner in value]
+    # OmegaConf reads \${ as a plain ${, and halves the backslashes before it
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -1,0 +1,107 @@
+"""The schema of a recipe is what takes its options: the Trainer, a plugin's Config, a task class, a data function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forge import options, registry
+from forge.contract.stack import make_plugin
+from forge.errors import ForgeError, RecipeError, did_you_mean
+from forge.options import Option
+
+Maker = Callable[..., Any]
+"""What a recipe names: a task class or a data function."""
+Config = Mapping[str, Any]
+Origin = Mapping[str, str]
+
+
+def maker_of(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> Maker | None:
+    """The task class or data function: the one given in code, else the one named, else None."""
+    if section in local:
+        return local[section]
+    name = config.get(section, {}).get("name")
+    return None if name is None else _load(section, str(name), f"{section}.name", origin)
+
+
+def options_of(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> list[Option] | None:
+    """What a section may hold; None when nothing says (options for a task that is given later)."""
+    if section == "trainer":
+        from forge.engine.trainer import Trainer
+
+        return [option for option in options.of_callable(Trainer) if option.name not in ("recipe", "plugins")]
+    maker = maker_of(section, config, local, origin)
+    return options.of_callable(maker) if maker else None
+
+
+def check_section(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> dict[str, Any]:
+    """A section as plain data with its defaults, every value checked."""
+    given = config.get(section, {})
+    if section == "plugins":
+        return {name: _check_plugin(name, values, origin) for name, values in given.items()}
+    known = options_of(section, config, local, origin)
+    if known is None:
+        return given
+    name = {"name": given["name"]} if "name" in given and section in ("task", "data") else {}
+    values = {key: value for key, value in given.items() if key not in name}
+    return name | _filled(known, _converted(known, values, section, origin))
+
+
+def label(key: str, origin: Origin) -> str:
+    """A full key and the place it comes from; what is nested in a list has the list's place."""
+    at = key
+    while at and at not in origin:
+        at = at.rpartition(".")[0]
+    return f"{key} ({origin[at]})" if at else key or "The recipe"
+
+
+def _check_plugin(name: str, values: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
+    key = f"plugins.{name}"
+    kind = _load("plugin", name.partition("@")[0], key, origin)
+    known = options.of_config(kind.Config) if hasattr(kind, "Config") else []
+    converted = _converted(known, values, key, origin)
+    try:
+        make_plugin(name, converted)  # a plugin checks the rules across its options when it is made
+    except ValueError as error:
+        raise RecipeError(f"{label(key, origin)}: {error}") from error
+    return _filled(known, converted)
+
+
+def _load(kind: str, name: str, key: str, origin: Origin) -> Any:
+    try:
+        return registry.load(kind, name)
+    except ForgeError as error:
+        raise RecipeError(f"{label(key, origin)}: {error}") from error
+
+
+def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, origin: Origin) -> dict[str, Any]:
+    """`values` converted to their types; an error names the full key, its place and the fix."""
+    by_name = {option.name: option for option in known}
+    for name in values:
+        if name not in by_name:
+            place = label(f"{key}.{name}", origin)
+            raise RecipeError(f"{place} is no option of {key.rpartition('.')[2]}.{did_you_mean(str(name), by_name)}")
+    for option in known:
+        if option.required and option.name not in values:
+            kind = options.type_name(option.type)
+            raise RecipeError(f"{label(key, origin)} needs a value: set {key}.{option.name} ({kind}).")
+    return {
+        name: options.convert(value, by_name[name].type, label(f"{key}.{name}", origin))
+        for name, value in values.items()
+    }
+
+
+def _filled(known: Sequence[Option], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {option.name: _plain(values.get(option.name, option.default)) for option in known}
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML can hold it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)

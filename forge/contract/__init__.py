@@ -1,0 +1,1 @@
+"""The contract: hooks, plugins, the stack, the task, the step and the run, as every other room knows them."""

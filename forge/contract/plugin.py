@@ -1,0 +1,182 @@
+"""Plugin: what every plugin, built in or third-party, derives from.
+
+::
+
+    class Clip(forge.Plugin):
+        '''Clip the gradient norm before the optimizer step.'''
+
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            max_norm: float = 1.0
+            "Largest allowed global gradient norm."
+
+        config: Config
+        provides = ("clip",)
+
+        @forge.hookimpl
+        def forge_edit_grads(self, step): ...
+
+    Clip(0.5)            # the first option also by position
+    Clip(max_norm=0.5)   # every option by name
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from forge import options
+from forge.contract.hooks import hookimpl
+from forge.errors import RecipeError, StackError, did_you_mean
+from forge.progress import Interval
+
+if TYPE_CHECKING:
+    from forge.contract.step import Step
+
+
+@dataclass(kw_only=True, slots=True)
+class NoOptions:
+    """The Config of a plugin without options."""
+
+
+class Plugin:
+    """A set of hook implementations with typed options.
+
+    Subclasses may define a nested dataclass `Config`, the declarations below, and methods named after hooks (see
+    :mod:`forge.contract.hooks`) marked with `@forge.hookimpl`. One instance drops a hook of its class by
+    `self.<hook> = None` in `__init__`; ownership and `provides` are per instance.
+
+    Where "remove one of them" is not the best there is to say about a conflict, `conflicts` is a mapping of each thing
+    to a sentence that names the fix, which the refusal then ends with::
+
+        conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
+    """
+
+    Config: ClassVar[type[Any]] = NoOptions
+    """The options, a keyword-only dataclass; a string under a field describes it."""
+
+    provides: tuple[str, ...] = ()
+    """What this plugin does to a run; two plugins that provide the same thing are refused."""
+    requires: tuple[str, ...] = ()
+    """Names, or things provided, that must be in the stack too."""
+    conflicts: tuple[str, ...] | Mapping[str, str] = ()
+    """Names, or things provided, that cannot be in the same stack; a mapping says of each what to do instead."""
+    before: tuple[str, ...] = ()
+    """Stand before (outside of) these in the stack, when they are there."""
+    after: tuple[str, ...] = ()
+    """Stand after (inside of) these in the stack, when they are there."""
+    observer: bool = False
+    """Promises never to change the run: weights stay bit-identical with and without it."""
+    init_device: str | None = None
+    "Where the command line makes the task: `meta` for a strategy that gives weights their memory itself."
+    capturable: bool = False
+    """Promises that its step hooks may run inside a CUDA graph."""
+    replays: bool = False
+    """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
+    charts: Mapping[str, str] = {}
+    """What to draw of the metrics that it logs: `section/title` of a chart to a regular expression of their names."""
+
+    name: str
+    """The recipe key, or the class name in snake case."""
+    config: Any
+    """The checked options, an instance of the nested Config."""
+
+    def __init__(self, *first: Any, **values: Any):
+        kind = type(self)
+        self.name = snake_case(kind.__name__)
+        known = options.of_config(kind.Config)
+        if len(first) > 1 or (first and not known):
+            takes = "only its first option by position" if known else "no options"
+            raise RecipeError(f"{kind.__name__} takes {takes}; write the others by name.")
+        if first and known[0].name in values:
+            raise RecipeError(f"{kind.__name__} got {known[0].name!r} twice, by position and by name.")
+        if first:
+            values[known[0].name] = first[0]
+        self.config = kind.Config(**options.check(known, values, kind.__name__))
+
+    def due(self, step: Step) -> bool:
+        """Whether the plugin's step hooks do anything at this step; whole-step capture runs between due steps."""
+        return True
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{o.name}={getattr(self.config, o.name)!r}" for o in options.of_config(type(self).Config))
+        return f"{type(self).__name__}({shown})"
+
+
+class Callback(Plugin):
+    """One function on one event, made by `@forge.on`."""
+
+    def __init__(self, function: Callable[..., Any], event: str, every: Interval | None, mutates: bool):
+        super().__init__()
+        self.name = getattr(function, "__name__", "callback")
+        self.function, self.event, self.every = function, event, every
+        self.observer = not mutates
+        self.__doc__ = function.__doc__
+        setattr(self, event, _as_hook(function, every))
+
+    def due(self, step: Step) -> bool:
+        return self.every is None or self.every.due(step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<callback {self.name} on {self.event}{f' every {self.every}' if self.every else ''}>"
+
+
+def on(
+    event: str, *, every: str | Interval | None = None, mutates: bool = False
+) -> Callable[[Callable[..., Any]], Callback]:
+    """Make the smallest plugin: one function, one event, an interval if wanted.
+
+    ::
+
+        @forge.on("step_end", every="100 updates")
+        def watch(step):
+            step.record("weight_norm", step.trainer.task.head.weight.norm())
+
+    `event` is a hook of the step or around it, with or without `forge_`. A callback is an observer unless
+    `mutates=True` says that it changes the run.
+    """
+    from forge.contract.stack import EVENTS, SPECS
+
+    name = event if event.startswith("forge_") else f"forge_{event}"
+    if name not in EVENTS:
+        kind = "is an action, not an event; write a Plugin to wrap or own it" if name in SPECS else "is no event"
+        raise StackError(f"@forge.on({event!r}): {name} {kind}.{did_you_mean(name, EVENTS)}")
+    interval = Interval(every) if every is not None else None
+    if interval is not None and name not in ("forge_step_end", "forge_boundary"):
+        raise StackError(
+            f"@forge.on({event!r}, every=...): an interval counts finished updates. Use step_end or boundary with it."
+        )
+
+    def make(function: Callable[..., Any]) -> Callback:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise StackError(
+                f"@forge.on({event!r}): {function.__name__} is a generator or coroutine; write a function."
+            )
+        return Callback(function, name, interval, mutates)
+
+    return make
+
+
+def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[..., Any]:
+    """The function as a hook implementation that runs when its interval is due."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters]
+    asked = names if every is None or "step" in names else ["step", *names]
+    given = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
+    body = f"return function({', '.join(given)})"
+    # pluggy reads what a hook wants from its code, so the gate is written out with the function's own arguments
+    source = f"def hook({', '.join(asked)}):\n    {body if every is None else f'if due(step): {body}'}"
+    scope: dict[str, Any] = {"function": function, "due": every.due if every is not None else None}
+    exec(source, scope)
+    return hookimpl(scope["hook"])
+
+
+def snake_case(name: str) -> str:
+    """`EarlyStop` -> `early_stop`, `AMP` -> `amp`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -1,0 +1,373 @@
+"""The stack: which plugins run, in which order, checked before any work.
+
+Printed order = call order = outermost to innermost. The order is the one given, moved only as far as `before` and
+`after` ask. Everything that can be wrong with a stack is found here and reported in one message that names the fix.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from forge import registry
+from forge.contract import hooks as contract
+from forge.contract.dispatch import Hooks, Instrument, freeze, through_pluggy
+from forge.contract.plugin import Callback, Plugin
+from forge.errors import StackError, did_you_mean
+
+SPECS: dict[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(spec).parameters)
+    for name, spec in vars(contract).items()
+    if name.startswith("forge_") and hasattr(spec, "forge_spec")
+}
+"""Every hook with the names of its arguments."""
+ACTIONS = frozenset(name for name in SPECS if getattr(contract, name).forge_spec["firstresult"])
+EVENTS = frozenset(SPECS) - ACTIONS
+INSIDE = (
+    "forge_prepare_batch",
+    "forge_micro_step",
+    "forge_forward",
+    "forge_backward",
+    "forge_finalize_grads",
+    "forge_inspect_grads",
+    "forge_edit_grads",
+    "forge_optimizer_step",
+)
+"""The hooks that run inside an update, and so inside the capture of one."""
+CORE, TASK = "core", "task"
+ONE_BY_ONE = frozenset({"forge_configure", "forge_state_dict", "forge_load_state_dict", "forge_exception", "forge_end"})
+"""Events that the Trainer calls plugin by plugin, so that one cannot keep another from its turn: no wrappers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One implementation of a hook: who, and in which role ("own", "wrap", "default" or "event")."""
+
+    plugin: str
+    role: str
+
+
+class Stack:
+    """An ordered set of plugins with unique names."""
+
+    def __init__(self, plugins: Iterable[Plugin] = ()):
+        self.plugins: list[Plugin] = []
+        self._frozen = False
+        self._manager = _empty_manager()
+        for plugin in plugins:
+            self.add(plugin)
+
+    def add(self, plugin: Plugin) -> None:
+        """Append a plugin; possible until `forge_configure` has returned."""
+        self._refuse_if_frozen("add", plugin.name)
+        if plugin.name in (CORE, TASK):
+            raise StackError(f"No plugin can be called {plugin.name!r}: the kernel uses that name.")
+        if plugin.name in self:
+            raise StackError(
+                f"Two plugins are called {plugin.name!r}. Remove one, or give them names of their own in a mapping: "
+                f"plugins={{'{plugin.name}': ..., '{plugin.name}@second': ...}}."
+            )
+        self.plugins.append(plugin)
+
+    def remove(self, name: str) -> None:
+        """Take a plugin out; possible until `forge_configure` has returned."""
+        self._refuse_if_frozen("remove", name)
+        self.plugins.remove(self[name])
+
+    def resolve(self) -> None:
+        """Check every declaration and hook, and bring the plugins into their order."""
+        for plugin in self.plugins:
+            check_hooks(plugin, f"plugin {plugin.name!r}")
+        self._check_declarations()
+        self.plugins = _sorted(self.plugins)
+
+    def register(self, core: Plugin, task: Any | None) -> pluggy.PluginManager:
+        """Return a pluggy manager that holds core, the task (where it implements hooks) and the stack."""
+        if task is not None:
+            check_hooks(task, f"the task {type(task).__name__}")
+        manager = _empty_manager()
+        manager.register(core, CORE)
+        if task is not None:
+            manager.register(task, TASK)
+        for plugin in reversed(self.plugins):  # pluggy calls the last registered first
+            manager.register(plugin, plugin.name)
+        _refuse_two_owners(manager)
+        self._manager = manager
+        return manager
+
+    def freeze(self, trace: Callable[[str], Any] | None = None, instrument: Instrument | None = None) -> Hooks:
+        """Freeze every hook of the registered stack; with `trace`, go through pluggy and print each call to it."""
+        if trace is not None:
+            self._manager.trace.root.setwriter(trace)
+            self._manager.enable_tracing()
+        hooks = Hooks()
+        for name in SPECS:
+            caller = getattr(self._manager.hook, name)
+            setattr(hooks, name, through_pluggy(caller) if trace is not None else freeze(caller, instrument))
+        return hooks
+
+    def lock(self) -> None:
+        """From here on the stack cannot change."""
+        self._frozen = True
+
+    def reset(self, plugins: Sequence[Plugin]) -> None:
+        """Go back to these plugins, as they were before a run configured itself."""
+        self.plugins, self._frozen = list(plugins), False
+
+    def calls(self) -> dict[str, list[Call]]:
+        """Per hook, who is called, outermost first: what `forge plan` prints."""
+        table: dict[str, list[Call]] = {}
+        for hook in SPECS:
+            impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())
+            table[hook] = [Call(impl.plugin_name, _role(hook, impl)) for impl in impls]
+        return table
+
+    def implementations(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
+        """Per plugin, in call order, the function that takes the hook's arguments by position; for ONE_BY_ONE hooks."""
+        impls = reversed(getattr(self._manager.hook, hook).get_hookimpls())
+        return [(impl.plugin_name, _by_position(impl, SPECS[hook])) for impl in impls]
+
+    def blame(self, error: BaseException) -> tuple[str, str] | None:
+        """The (plugin, hook) whose code was running innermost when `error` was raised, read from its traceback."""
+        owners = {}
+        for hook in SPECS:
+            for impl in getattr(self._manager.hook, hook).get_hookimpls():
+                function = impl.plugin.function if isinstance(impl.plugin, Callback) else impl.function
+                code = getattr(inspect.unwrap(function), "__code__", None)
+                owners.setdefault(code, []).append((impl, hook))
+        found, trace = None, error.__traceback__
+        while trace is not None:
+            for impl, hook in owners.get(trace.tb_frame.f_code, ()):
+                me = trace.tb_frame.f_locals.get("self", impl.plugin)
+                if me is impl.plugin or isinstance(impl.plugin, Callback):
+                    found = (impl.plugin_name, hook)
+            trace = trace.tb_next
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return any(plugin.name == name for plugin in self.plugins)
+
+    def __getitem__(self, name: str) -> Plugin:
+        for plugin in self.plugins:
+            if plugin.name == name:
+                return plugin
+        raise StackError(f"No plugin of this stack is called {name!r}.{did_you_mean(name, self.names)}")
+
+    def __iter__(self) -> Iterator[Plugin]:
+        return iter(self.plugins)
+
+    def __len__(self) -> int:
+        return len(self.plugins)
+
+    @property
+    def names(self) -> list[str]:
+        return [plugin.name for plugin in self.plugins]
+
+    def _refuse_if_frozen(self, verb: str, name: str) -> None:
+        if self._frozen:
+            raise StackError(f"Cannot {verb} {name!r}: the stack is fixed once forge_configure has returned.")
+
+    def _check_declarations(self) -> None:
+        providers: dict[str, str] = {}
+        for plugin in self.plugins:
+            for thing in plugin.provides:
+                if thing in providers:
+                    raise StackError(
+                        f"{providers[thing]!r} and {plugin.name!r} both provide {thing!r}: only one can. Remove one."
+                    )
+                providers[thing] = plugin.name
+        there = {**{name: name for name in self.names}, **providers}
+        for plugin in self.plugins:
+            for need in plugin.requires:
+                if need not in there:
+                    raise StackError(
+                        f"{plugin.name!r} requires {need!r}, which nothing in this stack is or provides. "
+                        f"Add a plugin that does (for instance -p {need}), or remove {plugin.name!r}."
+                    )
+            for other in plugin.conflicts:
+                if other in there and there[other] != plugin.name:
+                    brings = "" if there[other] == other else f", which brings {other!r}"
+                    instead = f"Remove one of them{', or set it so that it does without' if brings else ''}."
+                    if isinstance(plugin.conflicts, Mapping):
+                        instead = plugin.conflicts[other]
+                    raise StackError(f"{plugin.name!r} cannot run together with {there[other]!r}{brings}. {instead}")
+            for title, pattern in plugin.charts.items():
+                _check_chart(plugin.name, title, pattern)
+
+
+def _check_chart(plugin: str, title: str, pattern: str) -> None:
+    section, _, name = title.partition("/")
+    if not section or not name:
+        raise StackError(f"{plugin!r} declares a chart {title!r}; write its section and its title: 'section/title'.")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise StackError(
+            f"{plugin!r}: the chart {title!r} has the pattern {pattern!r}, which is none: {error}."
+        ) from None
+
+
+def make_plugins(given: Any) -> list[Plugin]:
+    """Plugins from what a person writes: a list of plugins, classes or names, or a mapping of name to options.
+
+    In a mapping `None` leaves the plugin out, and `ema@slow` is a second `ema` with a name of its own.
+    """
+    if isinstance(given, Mapping):
+        return [make_plugin(key, values) for key, values in given.items() if values is not None]
+    if isinstance(given, (str, Plugin)) or not isinstance(given, Iterable):
+        raise StackError(f"plugins= takes a list or a mapping, not {type(given).__name__}: write plugins=[{given!r}].")
+    return [_as_plugin(item) for item in given]
+
+
+def make_plugin(key: str, values: Mapping[str, Any]) -> Plugin:
+    """The installed plugin that `key` names (what stands after an @ is only its label), with these options."""
+    if not isinstance(values, Mapping):
+        raise StackError(f"The options of {key!r} are {values!r}: write a mapping, as in {key}: {{option: value}}.")
+    kind = registry.load("plugin", key.partition("@")[0])
+    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
+        raise StackError(f"The plugin {key!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
+    plugin = kind(**values)
+    plugin.name = key
+    return plugin
+
+
+def _as_plugin(item: Any) -> Plugin:
+    if isinstance(item, Plugin):
+        return item
+    if isinstance(item, str):
+        return make_plugin(item, {})
+    if isinstance(item, type) and issubclass(item, Plugin):
+        return item()
+    if callable(item):
+        name = getattr(item, "__name__", item)
+        raise StackError(f"{name!r} is a plain function; decorate it with @forge.on(event) to make it a callback.")
+    raise StackError(f"{item!r} is no plugin: pass a forge.Plugin, a plugin's name or an @forge.on callback.")
+
+
+def check_hooks(plugin: Any, who: str) -> None:
+    """Refuse misspelt, unmarked and ill-formed hooks by name."""
+    for name in dir(type(plugin)) if not isinstance(plugin, Plugin) else dir(plugin):
+        if not name.startswith("forge_"):
+            continue
+        if name not in SPECS:
+            raise StackError(f"{who} defines {name}, which is no hook of forge.{did_you_mean(name, SPECS)}")
+        method = getattr(plugin, name)
+        if method is not None:
+            _check_hook(name, method, who)
+
+
+def _check_hook(name: str, method: Any, who: str) -> None:
+    marks = getattr(method, "forge_impl", None)
+    if marks is None:
+        raise StackError(f"{who}: {name} is not marked. Put @forge.hookimpl above it.")
+    if marks.get("hookwrapper"):
+        raise StackError(f"{who}: {name} uses hookwrapper=True, pluggy's old form. Write @hookimpl(wrapper=True).")
+    if marks.get("tryfirst") or marks.get("trylast"):
+        raise StackError(
+            f"{who}: {name} asks for tryfirst or trylast. The stack's order decides; declare `before` or `after`."
+        )
+    function = inspect.unwrap(method)
+    if marks.get("wrapper") and not inspect.isgeneratorfunction(function):
+        raise StackError(f"{who}: {name} is marked as a wrapper, but has no yield. Yield once, where the rest runs.")
+    if marks.get("wrapper") and name in ONE_BY_ONE:
+        raise StackError(f"{who}: {name} cannot be wrapped: it is called plugin by plugin. Implement it plainly.")
+    if not marks.get("wrapper") and inspect.isgeneratorfunction(function):
+        raise StackError(f"{who}: {name} yields, but is not marked as a wrapper. Write @forge.hookimpl(wrapper=True).")
+    for argument in inspect.signature(method).parameters.values():
+        if argument.name not in SPECS[name]:
+            raise StackError(
+                f"{who}: {name} asks for {argument.name!r}, which it does not get. It can take: "
+                f"{', '.join(SPECS[name])}."
+            )
+        if argument.default is not argument.empty:
+            raise StackError(f"{who}: {name} gives {argument.name!r} a default; hook arguments have none.")
+
+
+class _Manager(pluggy.PluginManager):
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
+        # only hooks are looked at: a task's properties must not run because it was registered
+        return super().parse_hookimpl_opts(plugin, name) if name in SPECS else None
+
+
+def _empty_manager() -> pluggy.PluginManager:
+    manager = _Manager(contract.PROJECT)
+    manager.add_hookspecs(contract)
+    return manager
+
+
+def _role(hook: str, impl: pluggy.HookImpl) -> str:
+    if impl.wrapper:
+        return "wrap"
+    if hook in EVENTS:
+        return "event"
+    return "default" if impl.plugin_name == CORE else "own"
+
+
+def _by_position(impl: pluggy.HookImpl, spec: Sequence[str]) -> Callable[..., Any]:
+    places = [spec.index(name) for name in impl.argnames]
+    return lambda *args: impl.function(*(args[place] for place in places))
+
+
+def _refuse_two_owners(manager: pluggy.PluginManager) -> None:
+    for hook in ACTIONS:
+        impls = getattr(manager.hook, hook).get_hookimpls()
+        owners = [impl.plugin_name for impl in impls if not impl.wrapper and impl.plugin_name != CORE]
+        if len(owners) > 1:
+            first, second = sorted(owners)[:2]
+            raise StackError(
+                f"{first!r} and {second!r} both own {hook}, and an action is done once. Remove one of them, or make "
+                "one a wrapper (@forge.hookimpl(wrapper=True))."
+            )
+
+
+def _sorted(plugins: list[Plugin]) -> list[Plugin]:
+    """The given order, changed only where `before` and `after` ask for it."""
+    behind: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}  # name -> those that must come first
+    for plugin in plugins:
+        for other in plugins:
+            if other is not plugin:
+                labels = {other.name, other.name.partition("@")[0], *other.provides}
+                if labels & set(plugin.after):
+                    behind[plugin.name].add(other.name)
+                if labels & set(plugin.before):
+                    behind[other.name].add(plugin.name)
+    ordered: list[Plugin] = []
+    waiting = list(plugins)
+    while waiting:
+        free = next((p for p in waiting if not behind[p.name] - {o.name for o in ordered}), None)
+        if free is None:
+            cycle = _find_cycle(behind, waiting[0].name)
+            raise StackError(
+                "These plugins each want to stand behind the next: "
+                + " -> ".join(repr(name) for name in cycle)
+                + ". Remove one, or drop a `before` or `after`."
+            )
+        waiting.remove(free)
+        ordered.append(free)
+    return ordered
+
+
+def _find_cycle(behind: Mapping[str, set[str]], start: str) -> list[str]:
+    path = [start]
+    while path.count(path[-1]) < 2:
+        open_names = {name for name in behind[path[-1]] if _reaches_itself(behind, name)} or behind[path[-1]]
+        path.append(min(open_names))
+    return path[path.index(path[-1]) :]
+
+
+def _reaches_itself(behind: Mapping[str, set[str]], name: str) -> bool:
+    seen: set[str] = set()
+    todo = list(behind[name])
+    while todo:
+        current = todo.pop()
+        if current == name:
+            return True
+        if current not in seen:
+            seen.add(current)
+            todo += behind[current]
+    return False

@@ -1,0 +1,300 @@
+"""TaskModule: what a user subclasses. A torch module that knows its loss, its metrics and its optimizers.
+
+::
+
+    class Classifier(forge.TaskModule):
+        def __init__(self, hidden: int = 256, lr: float = 1e-3):
+            super().__init__()
+            self.lr = lr
+            self.net = nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch):
+            x, y = batch
+            logits = self(x)
+            return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+        validation_step = training_step
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+A step is pure: it returns its loss and metrics, and forge does the rest (zero, backward, step, logging, modes).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from forge.data.windows import batch_size
+from forge.errors import DataError, RecipeError, TaskError, did_you_mean
+from forge.options import convert, of_callable
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+STAGE_METHODS = {
+    "train": "training_step",
+    "val": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+Made = TypeVar("Made")
+
+
+class _TaskMeta(ABCMeta):
+    """Sees a task being made: refuses a forgotten `super().__init__()` and keeps the arguments."""
+
+    def __call__(cls: type[Made], *args: Any, **kwargs: Any) -> Made:
+        try:
+            task = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        except AttributeError as error:
+            if "Module.__init__() call" in str(error):  # torch: "cannot assign module before Module.__init__() call"
+                raise _forgotten_init(cls) from error
+            from forge.util.lightning_hints import instead
+
+            if told := instead(error):
+                error.add_note(f"forge: {told}")
+            raise
+        if "_parameters" not in task.__dict__:
+            raise _forgotten_init(cls)
+        task.init_args = _bound(cls, args, kwargs)
+        return task
+
+
+class TaskModule(nn.Module, metaclass=_TaskMeta):
+    """Subclass this: write `training_step` and `configure_optimizers`, and whatever else the run needs."""
+
+    evaluation: ClassVar[Literal["inference", "no_grad", "grad"]] = "inference"
+    """How evaluation treats gradients: `inference_mode()`, `no_grad()`, or with gradients on ("grad")."""
+    check_first_batch: ClassVar[bool] = True
+    """Look at the first batch's loss and labels for the classic mistakes, and refuse them by name."""
+
+    init_args: dict[str, Any]
+    """The arguments this task was made with."""
+    trainer: Trainer | None = None
+    """The Trainer that runs this task, while one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle of a task takes no running Trainer with it."""
+        return {**super().__getstate__(), "trainer": None}
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, /, *, weights: str | None = None, strict: bool = True, **overrides: Any
+    ) -> Self:
+        """Make a task again as it was saved, with its weights, on the CPU and in training mode.
+
+        `path` is a run folder, a checkpoint, a weights file, or a file of torch.save's, as for `forge.load_weights`.
+        `weights="ema"` takes the average that the plugin `ema` kept, `weights="raw"` what was trained; without it a
+        finished run gives what it exported (an average, where one was evaluated) and a checkpoint what was trained.
+        The arguments of `__init__` that are plain data were saved with the weights; others must be given again, by
+        name, and `overrides` win over what was saved. `strict=False` loads what fits and logs the rest. The random
+        numbers of the caller are left as they were.
+        """
+        from forge.checkpoint.weights import fill, read_weights
+        from forge.rng import RNGState
+
+        if cls is TaskModule:
+            raise TaskError("TaskModule.from_checkpoint makes no task: call it on the class that was saved.")
+        found = read_weights(path, weights)
+        saved = found.task or {"class": cls.__name__, "options": {}}
+        args, kwargs = _arguments(cls, saved, overrides, found.path)
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        rng = RNGState.capture(device)
+        try:
+            with torch.device("cpu"):
+                task = cls(*args, **kwargs)
+        finally:
+            rng.restore(device)
+        try:
+            fill(task, found, strict=strict)
+        except TaskError as error:
+            if saved["class"] != cls.__name__:
+                raise TaskError(f"{error} It was saved by the task {saved['class']}.") from error
+            raise
+        return task
+
+    def training_step(self, batch: Any) -> Any:
+        """Return the loss, or `{"loss": loss, **metrics}`; metrics are scalars, detached for you.
+
+        With a dict of optimizers the signature is `training_step(self, batch, name)`.
+        """
+        raise TaskError(f"{type(self).__name__} defines no training_step(self, batch); fit needs one.")
+
+    def validation_step(self, batch: Any) -> Any:
+        """Return a loss, or a dict of scalar metrics; they are averaged over the loader, weighted by `num_items`."""
+        raise TaskError(
+            f"{type(self).__name__} defines no validation_step(self, batch); validation needs one. "
+            "`validation_step = training_step` is often enough."
+        )
+
+    def test_step(self, batch: Any) -> Any:
+        """As validation_step, for the test stage; that is its default."""
+        return self.validation_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the outputs for a batch. Default: `self(batch)`, without the labels of an (inputs, labels) pair."""
+        return self(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, `(optimizer, schedule)`, `(optimizer, schedule, "1 epoch")`, or a dict of those by name.
+
+        A schedule steps once per update, or per the interval given. A ReduceLROnPlateau steps after each validation;
+        its third element is the metric to watch ("val/loss" if left out).
+        """
+        raise TaskError(f"{type(self).__name__} defines no configure_optimizers(self); fit needs one.")
+
+    def takes_turn(self, name: str, update: int) -> bool:
+        """With several optimizers: whether `name` trains in this update (for 5 : 1 schedules and the like)."""
+        return True
+
+    def num_items(self, batch: Any) -> int | Tensor:
+        """What a micro-batch weighs in its window and in metric means; asked on the raw batch.
+
+        Default: the number of samples. A language model returns its number of target tokens.
+        """
+        size = batch_size(batch)
+        if size is None:
+            raise DataError(
+                f"Cannot tell how many samples a {type(batch).__name__} batch holds: it has no tensor with a first "
+                f"dimension. Define num_items(self, batch) on {type(self).__name__}."
+            )
+        return size
+
+    @property
+    def borrowed(self) -> bool:
+        """In an evaluation step: whether the batch is another rank's, and runs here only because all ranks must run.
+
+        forge counts it for nothing. A task that keeps something of every batch itself leaves this one out:
+        `if not self.borrowed: self.seen.append(...)`.
+        """
+        return self.trainer is not None and self.trainer.borrowing
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        """Called after the last batch of an evaluation: return more scalars to log, or something to look at
+        (`forge.Image`, `forge.Text`, `forge.Histogram`, `forge.Embedding`).
+
+        On several ranks it is called on each; what a rank kept is its share. Rank 0's numbers count.
+        """
+        return {}
+
+
+def defines(task: TaskModule, method: str) -> bool:
+    """Whether the task, rather than the base class, defines a method."""
+    return getattr(type(task), method) is not getattr(TaskModule, method) or method in vars(task)
+
+
+def _forgotten_init(cls: type) -> TaskError:
+    return TaskError(
+        f"{cls.__name__}.__init__ does not call super().__init__(). Make it the first line of __init__: without it "
+        "no layer is registered."
+    )
+
+
+def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(list(bound.arguments.items())[1:])  # without self
+    for parameter in inspect.signature(cls.__init__).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
+
+
+def _arguments(
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
+) -> tuple[list[Any], dict[str, Any]]:
+    """What to call a task's class with: what was saved, and `overrides` over it."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
+    values = {**_as_made(cls, saved["options"]), **overrides}
+    if len(named) == len(parameters):
+        for name in [name for name in values if name not in named]:
+            if name in overrides:
+                raise TaskError(f"{cls.__name__} takes no argument {name!r}.{did_you_mean(name, named)}")
+            raise TaskError(
+                f"{source} was saved by a {saved['class']} made with {name}={values[name]!r}, which {cls.__name__} "
+                "does not take. Make the task yourself, and use forge.load_weights(task, path)."
+            )
+    lost = [name for name in saved.get("not_saved", ()) if name not in values]
+    required = [p.name for p in named.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    lost += [name for name in required if name not in {*values, *lost}]
+    if lost:
+        given = ", ".join(f"{name}=..." for name in lost)
+        raise TaskError(
+            f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
+            f"Say {cls.__name__}.from_checkpoint(path, {given})."
+        )
+    return _split(parameters, values)
+
+
+def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Values by position and by name: before a `*rest` that is not empty, all go by position."""
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    items = list(values.pop(rest, ())) if rest is not None else []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if items else ()))
+    args = [values.pop(p.name) for p in parameters if p.kind in by_position and p.name in values]
+    return [*args, *items], values
+
+
+def _as_made(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved arguments as the types that `__init__` declares: JSON makes a list of every tuple."""
+    declared = {option.name: option.type for option in of_callable(cls)}
+
+    def made(name: str, value: Any) -> Any:
+        try:
+            return convert(value, declared.get(name, Any), name)
+        except RecipeError:  # it was made with this value, whatever is declared
+            return value
+
+    return {name: made(name, value) for name, value in options.items()}
+
+
+PHASES = ("surgery", "shard", "remat", "compile", "parallel")
+"""The phases of `forge_build_model`, in order."""
+
+
+class TaskCall(nn.Module):
+    """`model(batch, stage, name=None)` calls the task's method for that stage."""
+
+    def __init__(self, task: TaskModule):
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
+        if stage == "train" and name is not None:
+            return self.task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
+        return getattr(self.task, STAGE_METHODS[stage])(batch)
+
+
+def direct_call(model: nn.Module) -> Callable[[Any], Any]:
+    """One optimizer's training call on a batch: the task's own training_step, where the shell around it has nothing to
+    add."""
+    bare = type(model) is TaskCall and not (model._forward_hooks or model._forward_pre_hooks)
+    if bare and model._compiled_call_impl is None:
+        return cast(TaskCall, model).task.training_step
+    return lambda batch: model(batch, "train", None)
+
+
+@dataclass(slots=True)
+class Build:
+    """What `forge_build_model` works on: change `task` in place, or replace `model`."""
+
+    task: TaskModule
+    model: nn.Module

@@ -1,0 +1,186 @@
+"""Seeding per sample: what a dataset draws at random depends on (seed, epoch, index) and on nothing else.
+
+Every generator that an augmentation may use (python's, numpy's legacy global one, torch's CPU one) is seeded before
+each sample, so workers, prefetch, batch size and the place in a batch change nothing. In the main process the
+generators are put back after each batch. `torch.manual_seed` is never called: it would reseed CUDA too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from forge.data.collate import pad_collate
+from forge.data.sample_rng import kept_generators, seed_generators
+from forge.errors import DataError
+from forge.rng import fold, mix
+
+_COLLATE = 0xC011A7E
+"""Sets a batch's seed apart from that of its first sample."""
+
+
+class Draw(NamedTuple):
+    """What a worker needs to make one batch; it travels with the indices, so persistent workers stay up to date."""
+
+    seed: int
+    epoch: int
+    indices: Sequence[int]
+    repeats: Sequence[int] | None = None
+    "How many times each index came earlier in the epoch, where that can happen."
+
+
+def number_of(index: Any) -> int:
+    """An index as an integer; a user's own sampler may give a dataset other keys."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return int.from_bytes(hashlib.sha256(repr(index).encode()).digest()[:8], "little")
+
+
+def is_pure(dataset: Any) -> bool:
+    """Whether a dataset is known to draw nothing at random: it says so (`pure = True`), or torch wrote it."""
+    said = getattr(dataset, "pure", None)
+    if isinstance(said, bool):
+        return said
+    kind = type(dataset)  # a subclass may do anything in its __getitem__
+    if kind is Subset:
+        return is_pure(dataset.dataset)
+    if kind is ConcatDataset:
+        return all(map(is_pure, dataset.datasets))
+    return kind in (list, tuple, TensorDataset)
+
+
+def is_pure_collate(collate: Callable[..., Any]) -> bool:
+    """Whether a collate function is known to draw nothing at random: torch's, forge's, or one with `pure = True`."""
+    known = collate.func if isinstance(collate, partial) else collate
+    return known in (default_collate, default_convert, pad_collate) or getattr(collate, "pure", False) is True
+
+
+class Failure:
+    """An error on its way from a worker to the main process: what to say, and the traceback as text."""
+
+    def __init__(self, message: str, trace: str):
+        self.message, self.trace = message, trace
+
+    def reraise(self) -> NoReturn:
+        error = DataError(self.message)
+        error.add_note(f"In the worker:\n{self.trace}")
+        raise error
+
+
+def failed(message: str, error: Exception) -> Failure:
+    """Raise in the main process, with the cause attached; in a worker, whose exceptions travel badly, hand it over."""
+    if get_worker_info() is None:
+        raise DataError(message) from error
+    return Failure(message, "".join(traceback.format_exception(error)).rstrip())
+
+
+def where() -> str:
+    """The process that this runs in, for an error message."""
+    worker = get_worker_info()
+    return "in the main process" if worker is None else f"in worker {worker.id}"
+
+
+def what(error: Exception) -> str:
+    """An exception's type and message, as one piece of a sentence."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+class Seeded(Dataset[Any]):
+    """Whole batches of a map-style dataset: fetched, seeded where that is needed, and collated, wherever this runs."""
+
+    def __init__(self, dataset: Any, collate: Callable[..., Any], pure: bool | None, batched: bool = True):
+        self.dataset, self.collate, self.batched = dataset, collate, batched
+        self.pure = is_pure(dataset) if pure is None else pure
+        self.pure_collate = pure is True or is_pure_collate(collate)
+        self._fetch_many = getattr(dataset, "__getitems__", None) if self.pure else None
+
+    def __getitems__(self, draw: Draw) -> Any:
+        """One batch, collated; a `Failure` in its place where a worker met an error."""
+        if (self.pure and self.pure_collate) or get_worker_info() is not None:
+            return self._batch(draw)
+        with kept_generators():
+            return self._batch(draw)
+
+    def _batch(self, draw: Draw) -> Any:
+        samples = self._pure_samples(draw.indices) if self.pure else self._seeded_samples(draw)
+        return samples if isinstance(samples, Failure) else self._collated(samples, draw)
+
+    def _pure_samples(self, indices: Sequence[int]) -> Any:
+        if self._fetch_many is not None:
+            try:
+                return self._fetch_many(indices)
+            except Exception as error:
+                return self._failed(error, self._guilty(indices))
+        dataset, samples, index = self.dataset, [], -1
+        try:
+            for index in indices:
+                samples.append(dataset[index])
+        except Exception as error:
+            return self._failed(error, [index])
+        return samples
+
+    def _guilty(self, indices: Sequence[int]) -> Sequence[int]:
+        """Which of these raises when it is asked for alone; all, where none does."""
+        for index in indices:
+            try:
+                self.dataset[index]
+            except Exception:
+                return [index]
+        return indices
+
+    def _seeded_samples(self, draw: Draw) -> Any:
+        dataset, samples, index = self.dataset, [], -1
+        epoch_word = mix(draw.seed, draw.epoch)
+        try:
+            for place, index in enumerate(draw.indices):
+                word = fold(epoch_word, index if type(index) is int else number_of(index))
+                if draw.repeats is not None and draw.repeats[place]:
+                    word = fold(word, draw.repeats[place])
+                seed_generators(word)
+                samples.append(dataset[index])
+        except Exception as error:
+            return self._failed(error, [index])
+        return samples
+
+    def _collated(self, samples: Any, draw: Draw) -> Any:
+        try:
+            if not self.pure_collate:
+                word = mix(draw.seed, draw.epoch, number_of(draw.indices[0]))
+                seed_generators(fold(word, _COLLATE))
+            return self.collate(samples if self.batched else samples[0])
+        except Exception as error:
+            name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
+            return failed(
+                f"{name} could not make a batch {where()} of the samples {_short(draw.indices)} of "
+                f"{type(self.dataset).__name__}: {what(error)}. Do these samples have the same keys, types and shapes? "
+                "For sequences of different length pass collate_fn=forge.data.pad_collate.",
+                error,
+            )
+
+    def _failed(self, error: Exception, indices: Sequence[int]) -> Failure:
+        one = len(indices) == 1
+        return failed(
+            f"{type(self.dataset).__name__} raised {what(error)} at {'sample' if one else 'one of the samples'} "
+            f"{indices[0] if one else _short(indices)}, {where()}. Try dataset[{indices[0]}] by itself.",
+            error,
+        )
+
+
+def _short(indices: Sequence[int]) -> str:
+    shown = ", ".join(map(str, indices[:8]))
+    return f"[{shown}, ... {len(indices)} in all]" if len(indices) > 8 else f"[{shown}]"

@@ -1,0 +1,253 @@
+"""Feed: windows of batches out of any loader, epoch after epoch.
+
+A loader is anything that can be iterated: a DataLoader, a forge loader, a list of batches, an object with `__iter__`.
+The feed knows before a window's first backward how long the window is and whether it ends the epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Dataset
+
+from forge.data.sample_rng import kept_generators, seed_generators
+from forge.errors import DataError
+from forge.rng import mix
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches a loader says it gives, or None if it does not know."""
+    try:
+        return len(loader)
+    except TypeError:  # no __len__, or a DataLoader over an IterableDataset without one
+        return None
+
+
+def batch_size(batch: Any) -> int | None:
+    """The number of samples in a batch: the first dimension of the first tensor found in it, or None."""
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])  # these are always on the host
+    if isinstance(batch, (tuple, list)):
+        parts = batch
+    elif isinstance(batch, torch.Tensor):
+        parts = (batch,)
+    elif isinstance(batch, Mapping):
+        parts = batch.values()
+    elif is_dataclass(batch):
+        parts = [getattr(batch, field.name) for field in fields(batch)]
+    else:
+        return None
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            if part.ndim:
+                return part.size(0)
+        elif (size := batch_size(part)) is not None:
+            return size
+    return None
+
+
+def count_samples(window: list[Any], items: list[Any]) -> int:
+    """Samples in a window whose task weighs batches by something else; a batch of unknown size counts its items."""
+    counted = 0
+    for batch, n in zip(window, items, strict=True):
+        size = batch_size(batch)
+        if size is None and isinstance(n, int):  # a tensor is not read for this
+            size = n
+        counted += size or 0
+    return counted
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether a loader can say where it is and be put back there."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def check_loader(loader: Any, stage: str) -> None:
+    """Refuse what cannot feed a stage, by name."""
+    if isinstance(loader, Dataset):
+        raise DataError(
+            f"{stage} got the dataset {type(loader).__name__} itself. Wrap it in a loader: "
+            f"forge.data.Loader({type(loader).__name__.lower()}, batch_size=..., shuffle={stage == 'train'})."
+        )
+    if not hasattr(loader, "__iter__"):
+        raise DataError(f"{stage} got a {type(loader).__name__}, which cannot be iterated. Pass a loader.")
+    if length_of(loader) == 0:
+        raise DataError(f"The {stage} loader is empty: it has no batch to give.")
+
+
+class Feed:
+    """Windows of batches from a training loader, and where in the epoch the run is."""
+
+    def __init__(self, loader: Any):
+        check_loader(loader, "train")
+        self.loader = loader
+        self.length = length_of(loader)
+        self.batches = 0
+        "Batches of the current epoch that have been handed out in windows."
+        self.samples = 0
+        "Samples of the current epoch that have been handed out; the Trainer counts them."
+        self._stateful = not hasattr(loader, "seek") and is_stateful(loader)
+        self._state: Any = None
+        self._used_up = False
+        self._resuming = False
+
+    def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
+        """The windows of one epoch: (batches, whether this is the last). `plan` says how many batches come next.
+
+        A window is shorter than planned only at the end, and never empty. A loader without a length is read one batch
+        ahead; one with a length is not, so no sample is drawn before its turn.
+        """
+        batches, length = self._start(number), self.length
+        ahead: list[Any] = []
+        last = False
+        while not last:
+            window, ahead = ahead, []
+            count = plan() if length is None else min(plan(), length - self.batches)
+            if count < 1:
+                raise DataError(f"forge_plan_step asked for a window of {count} micro-batches; it must be at least 1.")
+            try:
+                while len(window) < count:
+                    window.append(next(batches))
+            except StopIteration as stop:
+                self._refuse_short_epoch(len(window), stop)
+            self.batches += len(window)
+            if length is None or self.batches == length:
+                if self._stateful:
+                    self._state = self._loader_state()  # before the look ahead moves it on
+                last = not self._look_ahead(batches, ahead)
+            if last:
+                self.batches = self.samples = 0
+                if self._stateful:
+                    self._state = self._loader_state()
+            yield window, last
+
+    # -- where the run is, in a checkpoint ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last window handed out, and the loader's own state where it has one."""
+        state = self._state
+        if self._stateful and self.length is not None and self.batches and not self._resuming:
+            state = self._loader_state()  # nothing was read ahead
+        return {"batches": self.batches, "samples": self.samples, "loader": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next epoch to be started begins at this position."""
+        self.batches, self.samples, self._state = state["batches"], state["samples"], state["loader"]
+        self._resuming = True
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change when a run is continued: the loader's own words, else its number of batches."""
+        tell = getattr(self.loader, "fingerprint", None)
+        return tell() if tell is not None else {"batches": self.length}
+
+    def _start(self, number: int) -> Iterator[Any]:
+        """Tell the loader, or its sampler, which epoch begins, and where; then begin it."""
+        resuming, self._resuming = self._resuming, False
+        if not resuming:
+            self.batches = self.samples = 0
+        set_epoch(self.loader, number)
+        if hasattr(self.loader, "seek"):
+            self.loader.seek(number, self._position(number))
+        elif resuming and self._stateful and self._state is not None:
+            return self._continue(number)
+        elif resuming and self.batches:
+            raise DataError(f"{type(self.loader).__name__} cannot be continued in the middle of an epoch.")
+        batches = self._begin(number)
+        if batches is self.loader and self._used_up:
+            raise DataError(
+                f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is used up. Pass a "
+                "loader or a list that can be iterated again, or set max_epochs=1."
+            )
+        self._used_up = True
+        return batches
+
+    def _position(self, number: int) -> int:
+        """Samples consumed in this epoch. A loader that can tell knows better than the shapes of its batches."""
+        tell = getattr(self.loader, "position", None)
+        return self.samples if tell is None else tell(number, self.batches)
+
+    def _loader_state(self) -> Any:
+        """What a stateful loader says, in a copy: it may be the very object that the loader goes on changing."""
+        return copy.deepcopy(self.loader.state_dict())
+
+    def _begin(self, number: int) -> Iterator[Any]:
+        """A new pass over the loader.
+
+        A loader with a state may draw as its pass begins (torch's workers need a seed), and one that was resumed begins
+        more often than one that ran straight. So what it draws is a function of the run's seed and the epoch, and the
+        run's own random numbers stay where they are.
+        """
+        if not self._stateful:
+            return iter(self.loader)
+        with kept_generators():
+            seed_generators(mix(torch.initial_seed(), number))
+            return iter(self.loader)
+
+    def _continue(self, number: int) -> Iterator[Any]:
+        """A stateful loader from where it was; one that was at the end of an epoch begins the next."""
+        self.loader.load_state_dict(copy.deepcopy(self._state))
+        if self.batches:
+            return self._begin(number)
+        set_epoch(self.loader, number)  # the state may have brought back the epoch that is over
+        batches = self._begin(number)
+        try:
+            return itertools.chain([next(batches)], batches)
+        except StopIteration:
+            set_epoch(self.loader, number)
+            return self._begin(number)
+
+    def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
+        """Whether there is another batch; it is kept in `ahead`."""
+        try:
+            ahead.append(next(batches))
+        except StopIteration:
+            return False
+        if self.length is not None:
+            raise DataError(
+                f"The train loader gave more than the {self.length} batches that its length says. "
+                "Mend its __len__, or remove it for an endless stream."
+            )
+        return True
+
+    def _refuse_short_epoch(self, given: int, stop: StopIteration) -> None:
+        """An epoch may end before a window is full; not before its length says, and not before a window has begun."""
+        if self.length is not None:
+            raise DataError(
+                f"The train loader gave {self.batches + given} batches in this epoch, but its length says "
+                f"{self.length}. Mend its __len__{_raised_by(stop)}."
+            ) from stop
+        if given == 0 and self.batches:
+            raise DataError(
+                f"The train loader {type(self.loader).__name__} gave no more batches in this epoch after it was "
+                f"resumed at batch {self.batches}, but there were more when the run was saved. Check its "
+                "load_state_dict or seek, and whether the data are those that the run began with."
+            )
+        if given == 0:
+            raise DataError("The train loader gave no batch in this epoch. Check its dataset, sampler and drop_last.")
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, or the sampler inside a DataLoader, which epoch begins."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for candidate in (loader, sampler, inner):
+        if hasattr(candidate, "set_epoch"):
+            candidate.set_epoch(epoch)  # pyright: ignore[reportOptionalMemberAccess]
+            return
+
+
+def _raised_by(stop: StopIteration) -> str:
+    """Where a StopIteration came from, when it was raised inside user code rather than by the iterator's end."""
+    trace = stop.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code is Feed.epoch.__code__:
+        return ""
+    code = trace.tb_frame.f_code
+    return f", or mend {code.co_qualname} ({code.co_filename}:{trace.tb_lineno}), which raised StopIteration"

@@ -1,0 +1,1 @@
+"""Diagnosis: checks of every fit, and errors explained."""

@@ -1,0 +1,29 @@
+"""Checks at the start and on the first batch: the classic mistakes of PyTorch training, named.
+
+What cannot work, or cannot be meant, is refused; what is nearly always a mistake is warned of. Everything here runs
+once per fit, before it can cost an hour; nothing here is in the hot path.
+"""
+
+from __future__ import annotations
+
+from forge.diagnose.checks.first import check_metrics, check_training_output, first_forward
+from forge.diagnose.checks.losses import LossWatch
+from forge.diagnose.checks.optimizing import check_optimizers, configured
+from forge.diagnose.checks.start import check_task, is_lightning
+
+OWNER_RETURNED_NONE = (
+    "forge_train_step reached core although the step was finished already: its owner returned None. "
+    "Return True from an owner of an action."
+)
+
+__all__ = [
+    "OWNER_RETURNED_NONE",
+    "LossWatch",
+    "check_metrics",
+    "check_optimizers",
+    "check_task",
+    "check_training_output",
+    "configured",
+    "first_forward",
+    "is_lightning",
+]

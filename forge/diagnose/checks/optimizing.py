@@ -1,0 +1,142 @@
+"""Optimizers: over this task's parameters, each of them once, and with schedules that fit the run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from forge.contract.task import TaskModule, defines
+from forge.diagnose.checks.place import warn_of
+from forge.diagnose.checks.signatures import check_signature
+from forge.errors import TaskError
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+    from forge.optim.optimizers import Entry, Optimizers, Schedule
+
+logger = logging.getLogger("forge")
+
+
+def configured(task: TaskModule) -> Any:
+    """What `configure_optimizers` returns; a task without anything to train is refused first."""
+    if not any(parameter.requires_grad for parameter in task.parameters()):
+        count = sum(1 for _ in task.parameters())
+        why = f"all {count} of its parameters have requires_grad=False" if count else "it has no registered parameters"
+        raise TaskError(
+            f"{type(task).__name__} has nothing to train: {why}. Assign layers to attributes in __init__ "
+            "(self.net = nn.Linear(...)), or unfreeze some."
+        )
+    return task.configure_optimizers()
+
+
+def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
+    """Refuse optimizers over somebody else's parameters, or over one twice, and schedules that end before the run; warn
+    of trainable parameters in no optimizer, and of schedules that nobody steps."""
+    check_signature(task, "train", optimizers.named)
+    named = {id(parameter): name for name, parameter in task.named_parameters()}
+    covered: dict[int, str | None] = {}
+    for name, entry in optimizers.entries.items():
+        label = f"{type(entry.optimizer).__name__}{f' {name!r}' if name else ''}"
+        _refuse_foreign(entry, label, task, named)
+        _refuse_twice(entry, label, named)
+        if not any(p.requires_grad for p in entry.parameters):
+            if name is None or not any(p.requires_grad for p in optimizers.parameters(None)):
+                raise TaskError(f"{label} has no parameter that requires a gradient. Leave it out, or unfreeze some.")
+            _warn(task, f"{label} has no parameter that requires a gradient: it rests until one does.")
+        shared = [p for p in entry.parameters if id(p) in covered]
+        if shared:
+            also = covered[id(shared[0])]
+            logger.info("%s also has %s, which %r has: each steps them.", label, _names(shared, named), also)
+        covered |= {id(p): name for p in entry.parameters}
+        _warn_of_dropped_schedule(entry, label, task)
+        for schedule in entry.schedules:
+            _refuse_short_schedule(schedule, name, label, task)
+    orphans = {name: p for name, p in task.named_parameters() if id(p) not in covered and p.requires_grad}
+    optimizers.orphans = list(orphans.values())
+    if orphans:
+        _warn(
+            task,
+            f"{len(orphans)} trainable parameters of {type(task).__name__} are in no optimizer and will not be "
+            f"trained: {_names(orphans.values(), named)}. Add them, or set requires_grad_(False).",
+        )
+
+
+def _refuse_foreign(entry: Entry, label: str, task: TaskModule, named: dict[int, str]) -> None:
+    foreign = [p for p in entry.parameters if id(p) not in named]
+    if foreign:
+        own = len(entry.parameters) - len(foreign)
+        raise TaskError(
+            f"{label} has {len(entry.parameters)} parameters, but {own or 'none'} of them belong to "
+            f"{type(task).__name__}. "
+            "Build it from self.parameters() inside configure_optimizers, after all layers were made."
+        )
+
+
+def _refuse_twice(entry: Entry, label: str, named: dict[int, str]) -> None:
+    """torch refuses one parameter in two groups itself, and will refuse it twice in one."""
+    seen: set[int] = set()
+    twice = [p for p in entry.parameters if id(p) in seen or seen.add(id(p))]
+    if twice:
+        raise TaskError(
+            f"{label} has {_names(twice, named)} more than once, so every update would step it as often. Pass each "
+            "parameter once: self.parameters() does, also where layers share one."
+        )
+
+
+def _warn_of_dropped_schedule(entry: Entry, label: str, task: TaskModule) -> None:
+    """A schedule of torch's leaves its mark on the optimizer's step. One that is alive may be stepped by the task."""
+    optimizer = entry.optimizer
+    marked = hasattr(optimizer.step, "_wrapped_by_lr_sched") and not getattr(optimizer, "_opt_called", False)
+    if entry.schedules or not marked:
+        return
+    schedules = (item for item in gc.get_objects() if issubclass(type(item), LRScheduler))
+    if not any(getattr(item, "optimizer", None) is optimizer for item in schedules):
+        _warn(
+            task,
+            f"{type(task).__name__}.configure_optimizers made a schedule for {label} and did not return it: nobody "
+            "steps it. Return (optimizer, schedule), or (optimizer, schedule, '1 epoch') to step it once per epoch.",
+        )
+
+
+def _refuse_short_schedule(schedule: Schedule, name: str | None, label: str, task: TaskModule) -> None:
+    """torch's OneCycleLR raises at its last step plus one: in the middle of the run."""
+    given = schedule.schedule
+    if not isinstance(given, OneCycleLR) or task.trainer is None or given.last_epoch != 0:
+        return
+    steps = _planned_steps(schedule, task.trainer)
+    if steps is None or steps <= given.total_steps or (name is not None and defines(task, "takes_turn")):
+        return
+    beat = "per update" if schedule.every is None else f"every {schedule.every}"
+    fix = "total_steps=self.trainer.planned_updates" if schedule.every is None else f"total_steps={steps}"
+    raise TaskError(
+        f"The OneCycleLR of {label} has total_steps={given.total_steps}, but this run steps it {steps} times (once "
+        f"{beat}), and one step too many is an error. Write {fix}."
+    )
+
+
+def _planned_steps(schedule: Schedule, trainer: Trainer) -> int | None:
+    """How often a schedule will step, where that is known: whoever plans windows may plan longer ones later."""
+    planned, every = trainer.planned_updates, schedule.every
+    if planned != trainer.max_updates and trainer.hooks.forge_plan_step != trainer.core.forge_plan_step:
+        return None
+    if planned is None or every is None:
+        return planned
+    if every.unit == "update":
+        return planned // int(every.count)
+    if every.unit == "epoch" and trainer.updates_per_epoch:
+        return planned // trainer.updates_per_epoch // int(every.count)
+    return None
+
+
+def _names(parameters: Iterable[nn.Parameter], named: dict[int, str]) -> str:
+    names = list(dict.fromkeys(named[id(p)] for p in parameters))
+    return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+
+
+def _warn(task: TaskModule, message: str) -> None:
+    warn_of(task.configure_optimizers, message)

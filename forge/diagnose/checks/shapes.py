@@ -1,0 +1,48 @@
+"""Shapes: predictions and targets that broadcasting would pair in a way that nobody means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forge.diagnose.checks.place import refuse, warn
+
+
+def look_at_equal_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
+    """Refuse any difference: torch does so too, for this loss, and says less."""
+    if scores.shape != target.shape:
+        fix = "y.expand_as(prediction)" if target.numel() == 1 else _one_shape(scores, target)
+        refuse(f"{_got(loss, scores, target)}; they must have one shape. Use {fix}.")
+
+
+def look_at_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
+    """Refuse predictions and targets that would be compared each with each; warn where one is repeated to fit the
+    other, which may be meant. A target of one element is meant for all."""
+    if scores.shape == target.shape or target.numel() == 1:
+        return
+    fix = _one_shape(scores, target)
+    try:
+        together = torch.broadcast_shapes(scores.shape, target.shape)
+    except RuntimeError:
+        refuse(f"{_got(loss, scores, target)}; they must have one shape. Use {fix}.")
+        return
+    if together != scores.shape and together != target.shape:
+        refuse(
+            f"{_got(loss, scores, target)}: broadcasting would compare everything with everything. Give them one "
+            f"shape, for instance with {fix}."
+        )
+    repeated, other = ("target", "prediction") if together == scores.shape else ("prediction", "target")
+    warn(
+        f"{_got(loss, scores, target)}: the {repeated}s are repeated to fit. If that is meant, say it: "
+        f"{repeated}.expand_as({other}). If not, each prediction needs a target of its own."
+    )
+
+
+def _got(loss: str, scores: Tensor, target: Tensor) -> str:
+    return f"{loss} got predictions of shape {tuple(scores.shape)} and targets of shape {tuple(target.shape)}"
+
+
+def _one_shape(scores: Tensor, target: Tensor) -> str:
+    if scores.shape == (*target.shape, 1):
+        return "y.unsqueeze(1)" if target.ndim == 1 else "y.unsqueeze(-1)"
+    return "y.view_as(prediction)" if scores.numel() == target.numel() else "targets of the predictions' shape"

@@ -1,0 +1,45 @@
+"""Before anything is built: is it a task, and has it what the run will call?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge.contract.task import STAGE_METHODS, TaskModule, defines
+from forge.diagnose.checks.hidden import refuse_hidden_layers, warn_of_plain_tensors
+from forge.diagnose.checks.signatures import check_signature
+from forge.errors import TaskError
+
+
+def check_task(task: Any, stages: Mapping[str, Any]) -> None:
+    """Refuse what is no task, layers that nobody registered, and stages the task has no method for."""
+    if isinstance(task, type):
+        made = f"{task.__name__}()"
+        raise TaskError(
+            f"Got the class {task.__name__}; pass an instance: "
+            f"{f'forge.LightningAdapter({made})' if is_lightning(task) else made}."
+        )
+    if is_lightning(type(task)) and not isinstance(task, TaskModule):
+        raise TaskError(
+            f"{type(task).__name__} is a LightningModule. Wrap it: fit(forge.LightningAdapter(module), ...) runs it as "
+            "it is (docs/from-lightning.md)."
+        )
+    if not isinstance(task, TaskModule):
+        raise TaskError(
+            f"{type(task).__name__} is no forge.TaskModule. Subclass it and write training_step and "
+            "configure_optimizers; a plain nn.Module can be an attribute of yours."
+        )
+    for stage, loader in stages.items():
+        method = STAGE_METHODS[stage]
+        if loader is not None and stage in ("train", "val") and not defines(task, method):
+            getattr(task, method)(None)  # the base method raises with what to write
+        if loader is not None and stage != "train":  # what training passes is known with the optimizers
+            check_signature(task, stage)
+    refuse_hidden_layers(task)
+    if "train" in stages:
+        warn_of_plain_tensors(task)
+
+
+def is_lightning(kind: type) -> bool:
+    """Whether a class is a LightningModule, of whichever package; Lightning is not imported to see."""
+    return any(cls.__name__ == "LightningModule" for cls in kind.__mro__)

@@ -1,0 +1,148 @@
+"""Failure: say where an error came from, in forge's own terms."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from forge.contract.stack import CORE, TASK
+from forge.contract.task import STAGE_METHODS, TaskModule
+from forge.diagnose import nondeterminism
+from forge.engine import evaluation
+from forge.errors import DeterminismError, ForgeError, TaskError
+from forge.util import lightning_hints
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+NAMED_METHODS = {*STAGE_METHODS.values(), "configure_optimizers", "num_items", "evaluation_end", "takes_turn"}
+EVALUATIONS = {"val": "validation", "test": "the test", "predict": "prediction"}
+HINTS = {
+    "inference tensor": (
+        "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
+    ),
+    "expected more than 1 value per channel": (
+        "BatchNorm needs two samples or more, and this batch, or this rank's share of it, has one: often the last one "
+        "of an epoch. Use drop_last=True, or another batch size."
+    ),
+    "expected to have finished reduction in the prior iteration": (
+        "Some parameters took no part in the last step, so their gradients never came. Set ddp.find_unused=true, or "
+        "freeze them."
+    ),
+    "device-side assert": (
+        "A kernel failed on the GPU, often a label or index out of range. Run with device='cpu' to see which."
+    ),
+}
+
+
+def explain(trainer: Trainer, error: BaseException) -> BaseException:
+    """Add a note that names plugin, hook and update; turn what says too little, a StopIteration out of user code or an
+    operation that is not deterministic, into an error of its own."""
+    if getattr(error, "__forge_explained__", False):
+        return error
+    # one that leaves a generator is a RuntimeError by then
+    out_of_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
+    stopped = error.__cause__ if out_of_generator and error.__cause__ is not None else error
+    where = _where(trainer, stopped)
+    if isinstance(stopped, StopIteration):
+        # left alone it would end somebody's for loop in silence
+        error = TaskError(f"{where or 'The run'} raised StopIteration, which is an error here and no end of an epoch.")
+    elif not isinstance(error, ForgeError):
+        told = nondeterminism.explanation(trainer, error)
+        error = DeterminismError(told) if told else error
+        if where:
+            error.add_note(f"forge: raised in {where}.")
+    for symptom, hint in HINTS.items():
+        if symptom in str(error).lower():
+            error.add_note(f"forge: {hint}")
+    if instead := lightning_hints.instead(error):
+        error.add_note(f"forge: {instead}")
+    error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
+    error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def first_cause(trainer: Trainer, error: BaseException) -> BaseException:
+    """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
+    watch = getattr(getattr(trainer, "env", None), "watch", None)
+    return error if watch is None else watch.judge(error)
+
+
+def stop_watching(trainer: Trainer) -> None:
+    """A run that has failed is over on this rank; one that went well has stopped its watch already."""
+    env: Any = getattr(trainer, "env", None)
+    if getattr(env, "watch", None) is not None:
+        env.watch.stop()
+        env.watch = None
+
+
+def _where(trainer: Trainer, error: BaseException) -> str:
+    culprit = trainer.stack.blame(error)
+    moment = f"at update {trainer.progress.update}{_rank(trainer)}"
+    if culprit is not None and culprit[0] not in (CORE, TASK):
+        return f"plugin {culprit[0]!r}, hook {culprit[1]}, {moment}"
+    found = _task_method(trainer.task, error)
+    if found:
+        return _in_task(trainer, error, *found)
+    if culprit is not None and culprit[0] == TASK:
+        return f"the task's {culprit[1]}, {moment}"
+    return ""
+
+
+def _rank(trainer: Trainer) -> str:
+    """Which of several processes, and where it ran."""
+    env = getattr(trainer, "env", None)
+    return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
+
+
+def _in_task(trainer: Trainer, error: BaseException, method: str, code: CodeType) -> str:
+    """The step of the task by the stage that ran it, and when that was."""
+    task, update = type(trainer.task).__name__, trainer.progress.update
+    for frame in _frames(error):
+        if frame.f_code is evaluation.forward_batches.__code__ and "step" in frame.f_locals:
+            step, loader = frame.f_locals["step"], frame.f_locals["name"]
+            after = f" after update {update}" if trainer.verb == "fit" else ""
+            batch = f"batch {step.micro + 1}{'' if loader is None else f' of {loader!r}'}"
+            called = _called(trainer.task, STAGE_METHODS[step.stage], method, code)
+            return f"{task}.{called}, in {EVALUATIONS[step.stage]}{after}{_rank(trainer)}, {batch}"
+    return f"{task}.{method}, at update {update}{_rank(trainer)}{_micro(trainer, method)}"
+
+
+def _called(task: Any, wanted: str, method: str, code: CodeType) -> str:
+    """The stage's method, where that is the code that ran: `validation_step = training_step` has another's name."""
+    if method == wanted or _code(task, wanted) is not code:
+        return method
+    return wanted if code.co_name not in NAMED_METHODS else f"{wanted} (which is {code.co_name})"
+
+
+def _micro(trainer: Trainer, method: str) -> str:
+    step = trainer.step
+    if method != "training_step" or step is None:
+        return ""
+    return f", epoch {step.epoch}, micro-batch {step.micro + 1} of {len(step.window)}"
+
+
+def _task_method(task: Any, error: BaseException) -> tuple[str, CodeType] | None:
+    """The step of the task that was running, by name, and its code, which may have no name (a lambda)."""
+    for frame in _frames(error):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, TaskModule):
+            names = [code.co_name] if code.co_name in NAMED_METHODS else []
+            names += [name for name in sorted(NAMED_METHODS) if _code(task, name) is code]
+            if names:
+                return names[0], code
+    return None
+
+
+def _code(task: Any, method: str) -> CodeType | None:
+    return getattr(getattr(type(task), method, None), "__code__", None)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next

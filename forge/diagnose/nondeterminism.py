@@ -1,0 +1,126 @@
+"""Operations without a deterministic implementation: which one it was, where it was called, what to write instead.
+
+torch raises when it meets one in a run with `deterministic=True`, and names a kernel. Here that becomes something that
+a person can act on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forge.snapshot.sandbox import untouched
+from forge.util.text import near
+
+if TYPE_CHECKING:
+    from forge.contract.step import Step
+    from forge.engine.trainer import Trainer
+
+FORGE = str(Path(__file__).parent) + os.sep
+LIBRARIES = (FORGE, str(Path(torch.__file__).parent) + os.sep, "<")
+RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
+
+INSTEAD = {
+    "upsample_": "F.interpolate(mode='nearest') has a deterministic backward, and so has a ConvTranspose2d.",
+    "grid_sampler_": "Sample by indexing (gather the neighbours and weigh them), or run F.grid_sample on the CPU.",
+    "ctc_loss": "Compute the loss on the CPU: F.ctc_loss(log_probs.cpu(), targets.cpu(), ...).",
+    "nll_loss2d": "Flatten first: F.cross_entropy(logits.movedim(1, -1).flatten(0, -2), labels.flatten()).",
+    "adaptive_avg_pool": "For one output per channel write x.mean((-2, -1)); else an AvgPool2d of fixed size.",
+    "adaptive_max_pool": "For one output per channel write x.amax((-2, -1)); else a MaxPool2d of fixed size.",
+    "avg_pool3d": "Pool over two dimensions with F.avg_pool2d, then over the third with F.avg_pool1d.",
+    "max_pool3d": "Pool over two dimensions with F.max_pool2d, then over the third with F.max_pool1d.",
+    "fractional_max_pool": "Use a MaxPool2d of fixed size.",
+    "max_unpool": "Use F.interpolate(mode='nearest') or a ConvTranspose2d.",
+    "reflection_pad": "Pad with zeros (padding_mode='zeros'), or concatenate flipped slices: x.flip(-1).",
+    "replication_pad": "Pad with zeros (padding_mode='zeros'), or concatenate expanded edges.",
+    "embedding_bag": "Take F.embedding(...).amax(1), or an EmbeddingBag with mode 'sum' or 'mean'.",
+    "put_": "Write x.view(-1)[index] = values, or x.index_put_((index,), values).",
+    "histc": "Use torch.histogram on the CPU, or torch.bincount of bucket numbers without weights.",
+    "bincount": "Use torch.zeros(n).index_add_(0, indices, weights), which has a deterministic form.",
+    "median": "Use torch.quantile(x, 0.5, dim), or x.sort(dim).values.",
+    "kthvalue": "Use x.sort(dim).values.select(dim, k - 1).",
+    "cumsum": "Multiply with a triangular matrix of ones, or run it on the CPU.",
+    "scatter_reduce": "Sums and means can be written with index_add_, which has a deterministic form.",
+    "scatter_add": "Use index_add_ along one dimension, which has a deterministic form.",
+}
+"""By a part of the kernel's name: what does the same, or nearly, and can repeat itself."""
+OTHERWISE = "Write it with other operations, or run it on the CPU."
+
+
+def explanation(trainer: Trainer, error: BaseException) -> str:
+    """What to tell of an error that torch raised for such an operation; nothing for any other error."""
+    found = RAISED.match(str(error)) if isinstance(error, RuntimeError) else None
+    if found is None:
+        return ""
+    operation = found.group(1)
+    asked = "deterministic=True" if trainer.deterministic else "torch.use_deterministic_algorithms is on"
+    told = [
+        f"{asked}, but {operation} has no deterministic implementation.",
+        _called_at(trainer, error) or _called_before_backward(trainer, error),
+        next((advice for part, advice in INSTEAD.items() if part in operation), OTHERWISE),
+        "Or train with trainer.deterministic=false: two runs may then differ in their last bits.",
+    ]
+    return " ".join(filter(None, told))
+
+
+def _called_at(trainer: Trainer, error: BaseException) -> str:
+    """The innermost line of the user's own code below forge's, and the module that it belongs to."""
+    line, module = "", ""
+    names = {id(part): name for name, part in trainer.task.named_modules() if name}
+    for frame, number in _frames(error):
+        file, me = frame.f_code.co_filename, frame.f_locals.get("self")
+        if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+            continue  # it stands between the caller and the operation, whoever wrote it
+        if not file.startswith(LIBRARIES):
+            line = f"{near(file)}:{number}"
+        elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
+            line = ""  # what came before it only called the Trainer, or began the backward pass
+        if id(me) in names:
+            module = f", in the module {names[id(me)]} ({type(me).__name__})"
+    return f"It was called at {line}{module}." if line else ""
+
+
+def _called_before_backward(trainer: Trainer, error: BaseException) -> str:
+    """For an error in backward, the line of the forward pass whose gradient it was.
+
+    Nobody has written it down, so the failed micro-batch is run once more with torch's anomaly mode, which does.
+    """
+    in_backward = any(frame.f_code.co_name == "backward" for frame, _ in _frames(error))
+    if trainer.step is None or not trainer.step.window or not in_backward:
+        return ""
+    frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
+    own = [f"{near(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
+
+
+def _run_again(trainer: Trainer, step: Step) -> str:
+    """What anomaly mode says while a micro-batch fails again; buffers and random numbers are put back."""
+    hooks = trainer.hooks
+    with (
+        untouched(trainer),
+        warnings.catch_warnings(record=True) as caught,
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        suppress(Exception),  # it is expected to fail, and whatever else goes wrong must not hide the first error
+    ):
+        warnings.simplefilter("always")
+        output = hooks.forge_forward(step, hooks.forge_prepare_batch(step, step.window[step.micro]))
+        loss = output if isinstance(output, Tensor) else output["loss"]
+        loss.backward()
+    return "\n".join(str(warning.message) for warning in caught)
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Frame and line number, from the outermost call to where the error was raised."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next

@@ -1,0 +1,143 @@
+"""DistributedEnv: many processes, by torch.distributed. A strategy makes one in `forge_setup_env`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forge.distributed.heartbeat import Watch
+from forge.distributed.join import abandon, join
+from forge.distributed.rank_info import Setting
+from forge.engine.signals import signals_act_at_once
+from forge.env import Env, T, pick_device
+from forge.errors import ForgeError
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+
+class DistributedEnv(Env):
+    """One of many processes. `axes` are the mesh's inner dimensions (`{"tensor": 2}`); what remains is `data`.
+
+    Gradients travel over the default process group: NCCL between GPUs, gloo between CPUs, or `backend`. What forge
+    itself has to say travels over a second group between hosts, `control`, so that nothing waits for a device.
+    """
+
+    def __init__(
+        self,
+        device: str = "auto",
+        *,
+        trainer: Trainer | None = None,
+        watchdog: float = 120.0,
+        backend: str | None = None,
+        axes: Mapping[str, int] | None = None,
+        setting: Setting | None = None,
+    ):
+        self.setting = setting or Setting.read()
+        super().__init__(_own_device(device, self.setting))
+        self.rank, self.world, self.local_rank = self.setting.rank, self.setting.world, self.setting.local_rank
+        with signals_act_at_once():
+            self.membership = join(self.setting, self.device, backend)
+            if self.world == 1:  # where the user's own script has joined the others
+                self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.store, self.control = self.membership.store, self.membership.control
+            self.mesh = self._mesh(dict(axes or {}))
+        self.shares = math.prod(self.mesh[name].size() for name in self.data_axes)
+        self.share = self.rank // (self.world // self.shares)
+        alone = self.world == 1
+        self.watch = None if alone else Watch(self.store, self.rank, self.world, trainer, watchdog).start()
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The dimensions of the mesh along which batches are divided."""
+        assert self.mesh is not None
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(name for name in names if name in ("replicate", "data"))
+
+    def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        """replicate x data x (inner axes); `replicate` only where it is asked for."""
+        replicate, inner = axes.pop("replicate", 1), math.prod(axes.values())
+        data, rest = divmod(self.world, replicate * inner)
+        if rest:
+            wanted = " x ".join(f"{name} {size}" for name, size in {"replicate": replicate, **axes}.items() if size > 1)
+            raise ForgeError(
+                f"{self.world} processes cannot be arranged as {wanted}: {self.world} is no multiple of "
+                f"{replicate * inner}. Start another number of processes, or take other sizes."
+            )
+        shape = {**({"replicate": replicate} if replicate > 1 else {}), "data": data, **axes}
+        return self.membership.mesh(self.device.type, shape)
+
+    # -- what is said between processes -------------------------------------------------------------------------------
+
+    def sum(self, value: Tensor) -> Tensor:
+        total = value.detach().clone()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        if self.world == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0, group=self.control)
+        return held[0]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        return self.broadcast(make() if self.is_main else None)
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        if self.world == 1:
+            return list(numbers)
+        together = torch.tensor(list(numbers), dtype=torch.int64)
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=self.control)
+        return together.tolist()
+
+    def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
+        named = dict(module.named_parameters()) if parameters else {}
+        named |= dict(module.named_buffers())
+        plain = [tensor.detach() for tensor in named.values() if type(tensor) in (Tensor, nn.Parameter)]
+        if self.world > 1 and plain:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, plain, 250 * 2**20, 0)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    def patience(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.patience()
+
+    def close(self, failed: bool) -> None:
+        """A run is over. The others are still there for the next one, unless something failed: then nothing is said to
+        them any more, because they may not answer."""
+        watch = self.watch
+        if failed and not (watch is not None and watch.agreed):
+            abandon()  # the watch goes on until the session is over: a plugin may wait for a rank that is gone
+        elif watch is not None:
+            with watch.patience():
+                self.agree([0])  # nobody leaves, and is missed, while another still saves
+            watch.stop(left=True)
+            self.watch = None
+
+    def __repr__(self) -> str:
+        return f"DistributedEnv({self.device}, rank {self.rank} of {self.world})"
+
+
+def _own_device(device: str, setting: Setting) -> torch.device:
+    """The device of this process: the GPU with its local rank, or whatever was asked for."""
+    picked = pick_device(device)
+    if picked.type == "cuda" and setting.world > 1 and device in ("auto", "cuda"):
+        return pick_device(f"cuda:{setting.local_rank}")
+    return picked

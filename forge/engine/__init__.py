@@ -1,0 +1,1 @@
+"""The engine: the Trainer, its sessions and the defaults of its actions."""

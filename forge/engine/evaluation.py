@@ -1,0 +1,140 @@
+"""Evaluation: one pass over a stage's loaders with the right modes, and everything put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge.contract.step import Step
+from forge.contract.task import STAGE_METHODS
+from forge.data.sharding import Portion
+from forge.data.windows import length_of, set_epoch
+from forge.diagnose import checks
+from forge.errors import DataError, TaskError
+from forge.metrics import torchmetrics
+from forge.metrics.means import Means, check_scalars
+from forge.metrics.media import DRAWN
+from forge.rng import RNGState
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
+
+
+def run(trainer: Trainer, stage: str) -> Any:
+    """Evaluate a stage: its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
+    means, outputs = Means(trainer.env.device, trainer.env), []
+    trainer.env.copy_from_first(trainer.task, parameters=False)
+    loaders = trainer.loaders[stage]
+    with torchmetrics.apart(trainer.task, f"{stage}/") as means.held, evaluation_mode(trainer):
+        for name, loader in loaders.items():
+            prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
+            for step, raw, output in forward_batches(trainer, stage, name, loader):
+                if stage == "predict":
+                    outputs.append(None if step.borrowed else _to_host(output))
+                else:
+                    count(means, prefix, output, 0 if step.borrowed else trainer.task.num_items(raw), step)
+            if len(loaders) > 1:
+                means.compute_held(only_returned=True)  # a metric counts each loader for itself
+        if stage == "predict":
+            return _from_all_ranks(trainer, outputs)
+        ending = trainer.task.evaluation_end(stage)
+        counted = means.read()
+    return {**counted.result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
+
+
+def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
+    """(step, raw batch, output) for every batch; a loader that gives less than its length is refused."""
+    hooks, given = trainer.hooks, 0
+    set_epoch(loader, 0)  # every pass is the same, however many came before
+    for raw in loader:
+        step = Step(trainer, stage)
+        step.micro = given
+        trainer.evaluated += 1
+        if isinstance(raw, Portion):
+            raw, step.borrowed = raw.batch, raw.samples == 0
+        trainer.borrowing = step.borrowed
+        batch = hooks.forge_prepare_batch(step, raw)
+        with torchmetrics.kept(trainer.task) if step.borrowed else nullcontext():
+            output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
+        trainer.borrowing = False
+        given += 1
+        yield step, raw, output
+    expected = length_of(loader)
+    label = stage if name is None else f"{stage}/{name}"
+    if given == 0 or (expected is not None and given < expected):
+        said = "" if expected is None else f", but its length says {expected}"
+        raise DataError(f"The {label} loader gave {given} batches{said}. Check its dataset, sampler and __len__.")
+
+
+def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: Step) -> None:
+    """Count one batch's metrics."""
+    if isinstance(output, Tensor):
+        means.add(f"{prefix}loss", output, weight)
+        return
+    if not isinstance(output, Mapping):
+        checks.check_metrics(output, f"{type(step.trainer.task).__name__}.{STAGE_METHODS[step.stage]}")
+    for name, value in output.items():
+        means.add(prefix + name, value, weight)
+
+
+@contextmanager
+def evaluation_mode(trainer: Trainer) -> Iterator[None]:
+    """`eval()` and the task's gradient mode; then modes and RNG are put back, and fit has no stray `.grad`."""
+    task, device = trainer.task, trainer.env.device
+    modes = [(module, module.training) for module in task.modules()]
+    rng = RNGState.capture(device)
+    task.eval()
+    try:
+        inference = task.evaluation == "inference" and trainer.env.inference_mode
+        with gradient_mode(task.evaluation if inference or task.evaluation != "inference" else "no_grad"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        rng.restore(device)
+        if task.evaluation == "grad" and trainer.verb == "fit":
+            task.zero_grad(set_to_none=True)  # a backward inside evaluation must not leak into the next window
+
+
+def gradient_mode(name: str) -> AbstractContextManager[Any]:
+    """The context for `TaskModule.evaluation`."""
+    if name not in GRADIENT_MODES:
+        raise TaskError(f"TaskModule.evaluation is {name!r}; it can be 'inference', 'no_grad' or 'grad'.")
+    return GRADIENT_MODES[name]()
+
+
+def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
+    if ending is None:
+        return {}
+    where = f"{type(trainer.task).__name__}.evaluation_end"
+    scalars = {key: value for key, value in ending.items() if not isinstance(value, DRAWN)}
+    check_scalars(scalars, where)
+    return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
+
+
+def _from_all_ranks(trainer: Trainer, outputs: list[Any]) -> list[Any]:
+    """The outputs in the order of the data, on every rank: on several, a batch gives one output for each share."""
+    env = trainer.env
+    if env.shares == 1:
+        return outputs
+    by_rank = env.gather(outputs)[:: env.world // env.shares]
+    return [output for batch in zip(*by_rank, strict=True) for output in batch if output is not None]
+
+
+def _from_first_rank(trainer: Trainer, ending: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's numbers count on all ranks, because schedules and plugins may go by them."""
+    numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
+    others = {name: value for name, value in ending.items() if name not in numbers}
+    return {**others, **trainer.env.broadcast(numbers)}
+
+
+def _to_host(output: Any) -> Any:
+    from forge.env import move
+
+    return move(output, torch.device("cpu"))

@@ -1,0 +1,345 @@
+"""Session: one run of one verb, from a checked task to a closed stack.
+
+Entering configures, builds and starts; leaving ends, whatever happened between. Nothing here is in the hot path, and a
+`with` adds no frame between `fit` and the user's step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge.checkpoint import Checkpoint, check_savable, load_weights
+from forge.contract.stack import TASK
+from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
+from forge.data.adapt import resumable_reason, shares_badly
+from forge.data.windows import Feed, check_loader
+from forge.diagnose import checks
+from forge.diagnose.deterministic import deterministic_flags
+from forge.diagnose.explain import explain, first_cause, stop_watching
+from forge.engine.defaults import Core
+from forge.errors import DataError, ForgeError, Interrupted, TaskError
+from forge.metrics import torchmetrics
+from forge.metrics.means import Means
+from forge.rng import seed_all, seed_of
+from forge.runs import attempts, choose
+from forge.runs.card import config_text, make_card, write_card, write_end
+from forge.runs.lock import RunLock
+from forge.snapshot.capture import capture
+from forge.snapshot.restore import resume
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+logger = logging.getLogger("forge")
+
+
+class Session:
+    """`with Session(trainer, verb, task, loaders, weights): ...`"""
+
+    def __init__(self, trainer: Trainer, verb: str, task: TaskModule, loaders: dict[str, Any], weights: Any = None):
+        if trainer.verb is not None:
+            raise ForgeError(f"This Trainer is running {trainer.verb} already; use another one for {verb}.")
+        checks.check_task(task, loaders)
+        self.trainer, self.weights = trainer, weights
+        self.plugins = list(trainer.stack)
+        self.outer_trainer = task.trainer
+        self.checkpoint: Checkpoint | None = None
+        self.continues = False
+        "Whether the checkpoint is this run's own, rather than another's that it branches off."
+        self.card: dict[str, Any] | None = None
+        "Of a fit that has begun in a run folder, on the rank that writes there."
+        self.started = 0.0
+        self.cleanup = ExitStack()
+        trainer.reset()
+        trainer.verb, trainer.task, trainer.given_loaders = verb, task, loaders
+
+    def __enter__(self) -> None:
+        self.trainer.task.trainer = self.trainer
+        try:
+            self._configure()
+        except BaseException as error:
+            self._close()
+            told = explain(self.trainer, error)
+            if told is error:
+                raise
+            raise told from error
+        try:
+            self.cleanup.enter_context(deterministic_flags(self.trainer.deterministic))
+            self._build()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell everybody of an error, end everybody, and let the first cause through."""
+        trainer = self.trainer
+        told = first_cause(trainer, explain(trainer, error)) if error is not None else None
+        if told is not None:
+            for name, observe in trainer.stack.implementations("forge_exception"):
+                _shielded(told, name, "forge_exception", lambda observe=observe: observe(trainer, told))
+        # a save that fails at the end outranks the signal that asked for it
+        failed = None if isinstance(told, Interrupted) else told
+        for name, end in reversed(trainer.stack.implementations("forge_end")):
+            failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
+        failed = failed or told
+        try:
+            self._write_end(failed)
+        finally:
+            self._close()
+            stop_watching(trainer)
+        if failed is not error and failed is not None:
+            raise failed from error
+
+    def _close(self) -> None:
+        self.cleanup.close()
+        self.trainer.stack.reset(self.plugins)
+        self.trainer.task.trainer = self.outer_trainer
+        self.trainer.verb = None
+
+    # -- configure ----------------------------------------------------------------------------------------------------
+
+    def _configure(self) -> None:
+        """Resolve the stack, let plugins validate and change it, then freeze it."""
+        trainer, stack = self.trainer, self.trainer.stack
+        trainer.core = Core()
+        config = trainer.recipe.config if trainer.recipe is not None else None
+        asked: set[str] = set()
+        while True:
+            stack.resolve()
+            stack.register(trainer.core, trainer.task)
+            fresh = [(name, ask) for name, ask in stack.implementations("forge_configure") if name not in asked]
+            if not fresh:
+                break
+            for name, ask in fresh:
+                asked.add(name)
+                ask(trainer, config)
+        stack.lock()
+        trainer.hooks = stack.freeze(trainer.trace, trainer.instrument)
+
+    # -- build --------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        trainer = self.trainer
+        trainer.env = trainer.hooks.forge_setup_env(trainer)
+        if trainer.verb == "fit" and {"WORLD_SIZE", "SLURM_NTASKS"} & os.environ.keys():
+            from forge.distributed.rank_info import refuse_alone
+
+            refuse_alone(trainer.env.world)
+        trainer.means = Means(trainer.env.device, trainer.env)
+        if trainer.env.world > 1:
+            self._meet()
+        if self.weights is not None:
+            self._load_weights()
+        self._build_model()
+        self._build_loaders()
+        if trainer.env.world > 1:
+            self._compare_data()
+        if trainer.verb == "fit":
+            self._prepare_training()
+        if trainer.verb == "fit":
+            with trainer.env.patience():
+                self._open_run_dir()
+        elif trainer.wanted_run_dir:
+            trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
+        self.started = time.monotonic()
+        if trainer.hooks.forge_start is not None:
+            trainer.hooks.forge_start(trainer)
+        if trainer.verb == "fit":
+            self._begin()
+
+    def _load_weights(self) -> None:
+        empty = [name for name, parameter in self.trainer.task.named_parameters() if parameter.is_meta]
+        if empty:
+            raise TaskError(
+                f"The task was made on the meta device, so {empty[0]} has no memory yet to load weights into. Make the "
+                "task on the CPU (fsdp.meta=false) to start from weights."
+            )
+        load_weights(self.trainer.task, self.weights)
+
+    def _meet(self) -> None:
+        """Several ranks: the same model on all, and one clock."""
+        from forge.distributed.consistency import refuse_different_models
+
+        refuse_different_models(self.trainer)
+        self.trainer.agreed_time = self.trainer.env.broadcast(time.monotonic())
+
+    def _build_model(self) -> None:
+        trainer = self.trainer
+        build = Build(trainer.task, TaskCall(trainer.task))
+        if trainer.env.shares > 1:
+            torchmetrics.mind_company(trainer, build.model)
+        if trainer.verb == "fit":
+            trainer.task.train()
+            build.model.train()
+        for phase in PHASES:
+            if trainer.hooks.forge_build_model is not None:
+                trainer.hooks.forge_build_model(trainer, build, phase)
+            if phase == "surgery":
+                trainer.env.place(trainer.task)
+        trainer.model = build.model
+
+    def _build_loaders(self) -> None:
+        trainer = self.trainer
+        for stage in trainer.given_loaders:
+            built = trainer.hooks.forge_build_loader(trainer, stage)
+            if built is None and stage == "val" and trainer.verb == "fit":
+                continue
+            named: dict[str | None, Any] = built if isinstance(built, dict) else {None: built}
+            for name, loader in named.items():
+                check_loader(loader, stage if name is None else f"{stage}/{name}")
+            trainer.loaders[stage] = named
+
+    def _compare_data(self) -> None:
+        from forge.distributed import consistency
+
+        consistency.refuse_different_data(self.trainer)
+        if self.trainer.verb == "fit":
+            consistency.tell_shares(self.trainer)
+
+    def _prepare_training(self) -> None:
+        """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
+        trainer, task = self.trainer, self.trainer.task
+        self._refuse_unusable_loaders()
+        trainer.feed = Feed(trainer.loaders["train"][None])
+        self._refuse_inexact_data()
+        self._count_updates()
+        trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
+        checks.check_optimizers(trainer.optimizers, task)
+        if "val" not in trainer.loaders and any(
+            i.monitor for e in trainer.optimizers.entries.values() for i in e.schedules
+        ):
+            raise TaskError(
+                "A ReduceLROnPlateau steps after each validation, but this fit has no val loader. Pass one."
+            )
+        task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
+        trainer.means.hold(task)
+        trainer.weighs_by_itself = defines(task, "num_items")
+        needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
+        trainer.keep_rng = needs_replay or self._owner_replays()
+        trainer.keep_batches = trainer.keep_rng or len(trainer.optimizers) > 1
+
+    def _refuse_unusable_loaders(self) -> None:
+        train = self.trainer.loaders["train"]
+        if None not in train:
+            raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
+        inner = _innermost(train[None])
+        shared = any(_innermost(loader) is inner for loader in self.trainer.loaders.get("val", {}).values())
+        if shared and getattr(inner, "persistent_workers", False):
+            raise DataError(
+                "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
+                "is being trained on. Make a loader for each."
+            )
+        given = self.trainer.given_loaders
+        both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
+        if any(loader is given["train"] for loader in both) and shares_badly(train[None]):
+            raise DataError(
+                f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
+                "training on. Make a loader for each."
+            )
+
+    def _refuse_inexact_data(self) -> None:
+        """A run that is saved must be one that can be continued; better said now than after the first crash."""
+        trainer = self.trainer
+        saves = trainer.hooks.forge_save is not None or trainer.resume
+        reason = resumable_reason(trainer.feed.loader) if saves else None
+        if reason is not None and not trainer.allow_inexact:
+            raise DataError(
+                f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True "
+                "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
+            )
+
+    def _count_updates(self) -> None:
+        """How many updates an epoch and the whole run have, where that is known."""
+        trainer = self.trainer
+        planned = [] if trainer.max_updates is None else [trainer.max_updates]
+        trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
+        if trainer.feed.length is not None:
+            trainer.updates_per_epoch = -(-trainer.feed.length // trainer.window)
+            if trainer.max_epochs is not None:
+                planned.append(trainer.max_epochs * trainer.updates_per_epoch)
+        trainer.planned_updates = min(planned, default=None)
+
+    def _owner_replays(self) -> bool:
+        """Whether the owner of the train step, a plugin or the task, runs its window more than once."""
+        stack, task = self.trainer.stack, self.trainer.task
+        owners = [call.plugin for call in stack.calls()["forge_train_step"] if call.role == "own"]
+        return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
+
+    def _open_run_dir(self) -> None:
+        """Choose the folder, take it, and find what is continued there."""
+        trainer = self.trainer
+        env = trainer.env
+        choice = env.from_first(lambda: choose.choose(trainer))
+        trainer.run_dir = choice.run_dir
+        if trainer.run_dir is not None and env.is_main:
+            self.cleanup.enter_context(RunLock(trainer.run_dir))
+        self.checkpoint = env.from_first(lambda: choose.find(choice))
+        self.continues = choice.continues and self.checkpoint is not None
+
+    def _begin(self) -> None:
+        """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
+        trainer = self.trainer
+        env = trainer.env
+        if trainer.seed is not None:
+            seed_all(seed_of(trainer.seed, env.share))
+        elif env.share:
+            seed_all(seed_of(torch.initial_seed(), env.share))  # dropout must not be the same on all ranks
+        trainer.at_boundary = True
+        if self.checkpoint is not None:
+            with env.patience():
+                resume(trainer, self.checkpoint)
+        elif trainer.resume is not None:
+            trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
+        if trainer.hooks.forge_save is not None:
+            check_savable(capture(trainer))
+        self._write_card()
+
+    def _write_card(self) -> None:
+        """What runs, into the run folder; only once nothing refuses to run it."""
+        trainer = self.trainer
+        if trainer.run_dir is None or not trainer.env.is_main:
+            return
+        card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
+        known = attempts.begin(card, trainer.run_dir, self.continues)
+        self.card = card
+        write_card(card, trainer.run_dir, attempts.as_markdown(known))
+        if trainer.recipe is not None:
+            (trainer.run_dir / "config.yaml").write_text(config_text(trainer, card))
+
+    def _write_end(self, error: BaseException | None) -> None:
+        """How the fit ended, whatever plugins it had; a run is not lost because this cannot be written."""
+        if self.card is None:
+            return
+        try:
+            write_end(self.trainer, self.card["started"], error, time.monotonic() - self.started)
+        except Exception as problem:
+            logger.error("end.json cannot be written: %s.", problem)
+
+
+def _innermost(loader: Any) -> Any:
+    """What is read in the end, behind all that stands around it."""
+    while hasattr(loader, "loader"):
+        loader = loader.loader
+    return loader
+
+
+def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:
+    """Call a plugin at a time when others must still get their turn; the first error stays the one that counts."""
+    try:
+        call()
+    except BaseException as error:
+        error.add_note(f"forge: raised by plugin {name!r} in {hook}.")
+        if first is None:
+            return error
+        logger.error("plugin %r failed in %s as well: %s: %s", name, hook, type(error).__name__, error)
+    return first

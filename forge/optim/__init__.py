@@ -1,0 +1,1 @@
+"""Optimizers and their schedules, by name, and their state."""

@@ -1,0 +1,221 @@
+"""Optimizers: what `configure_optimizers` returned, by name, with its schedules.
+
+One optimizer has the name None. A dict, even of one, gives names: the Trainer then fires `forge_train_step` once per
+name, and passes it to `training_step`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from forge.errors import TaskError
+from forge.optim import state as optimizer_state
+from forge.progress import Interval
+
+if TYPE_CHECKING:
+    from forge.contract.step import Step
+
+HOW_TO_RETURN = (
+    "Return an optimizer, (optimizer, schedule), (optimizer, schedule, '1 epoch'), or a dict of those by name: "
+    '{"generator": ..., "discriminator": ...}.'
+)
+
+
+@dataclass(slots=True)
+class Schedule:
+    """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation."""
+
+    schedule: Any
+    every: Interval | None = None
+    monitor: str | None = None
+    moved: bool = False
+    "Whether its optimizer has stepped since this schedule last did."
+
+
+@dataclass(slots=True)
+class Entry:
+    """One optimizer, the schedules that drive it, and the parameters it owns."""
+
+    optimizer: Optimizer
+    schedules: list[Schedule] = field(default_factory=list)
+    needs_closure: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is closure.empty
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """As the optimizer has them now: groups may be added on the way."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+class Optimizers(Mapping[str | None, Optimizer]):
+    """The optimizers of a run by name; `named` says whether the task returned a dict."""
+
+    def __init__(self, entries: Mapping[str | None, Entry]):
+        self.entries = dict(entries)
+        self.named = None not in self.entries
+        self.has_schedules = any(entry.schedules for entry in self.entries.values())
+        self._used: list[list[Any]] | dict[str, float] | None = None
+        self.kept: list[optimizer_state.KeptOption] = []
+        "What a checkpoint's options were where they are others now: the run goes on with those."
+        self.orphans: list[nn.Parameter] = []
+        "Trainable parameters in no optimizer: their gradients are dropped after every window."
+
+    @classmethod
+    def from_task(cls, returned: Any, task: nn.Module) -> Optimizers:
+        """Read what `configure_optimizers` returned; refuse anything else, and say what to return."""
+        where = f"{type(task).__name__}.configure_optimizers"
+        if isinstance(returned, Mapping):
+            if "optimizer" in returned and "lr_scheduler" in returned:
+                raise TaskError(f"{where} returned Lightning's dict. Return (optimizer, schedule) instead.")
+            if not returned or not all(isinstance(name, str) and name for name in returned):
+                raise TaskError(f"{where} returned a dict without names. {HOW_TO_RETURN}")
+            return cls({name: _entry(value, f"{where}[{name!r}]") for name, value in returned.items()})
+        return cls({None: _entry(returned, where)})
+
+    def add_schedule(self, name: str | None, schedule: Schedule) -> None:
+        """Let a schedule drive an optimizer, beside what the task returned."""
+        self.entries[name].schedules.append(schedule)
+        self.has_schedules = True
+
+    def advance(self, step: Step) -> None:
+        """Step every schedule that is due, if its optimizer has stepped since the last time."""
+        self._used = self._rates()
+        for name, entry in self.entries.items():
+            updated = step.updated and (name is None or name in step.updated_names)
+            for item in entry.schedules:
+                item.moved |= updated
+                due = item.every is None or item.every.due(step)
+                if item.monitor is None and item.moved and due:
+                    item.schedule.step()
+                    item.moved = False
+
+    def after_validation(self, metrics: Mapping[str, Any]) -> None:
+        """Step the schedules that watch a metric."""
+        for entry in self.entries.values():
+            for item in entry.schedules:
+                if item.monitor is not None:
+                    if item.monitor not in metrics:
+                        raise TaskError(
+                            f"A ReduceLROnPlateau watches {item.monitor!r}, but validation gave "
+                            f"{', '.join(sorted(metrics)) or 'nothing'}. Return (optimizer, schedule, metric)."
+                        )
+                    item.schedule.step(metrics[item.monitor])
+
+    def learning_rates(self) -> dict[str, float]:
+        """`lr`, or `lr/<name>`; where parameter groups differ, with their "name" behind it, or `/0`, `/1`, ..."""
+        return self._by_name(self._rates())
+
+    @property
+    def rates_used(self) -> dict[str, float] | None:
+        """The learning rates of the last update, once schedules have moved on from them."""
+        return self._by_name(self._used) if isinstance(self._used, list) else self._used
+
+    @rates_used.setter
+    def rates_used(self, rates: dict[str, float] | None) -> None:
+        self._used = rates
+
+    def _rates(self) -> list[list[Any]]:
+        """The rate of every parameter group, as it is: on every update, so nothing is read from a device."""
+        groups = [entry.optimizer.param_groups for entry in self.entries.values()]
+        return [[rate.clone() if isinstance(rate := g.get("lr"), Tensor) else rate for g in each] for each in groups]
+
+    def _by_name(self, rates: list[list[Any]]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for (name, entry), values in zip(self.entries.items(), rates, strict=True):
+            key = "lr" if name is None else f"lr/{name}"
+            labels = _labels(entry.optimizer)
+            numbers = {labels[i]: float(value) for i, value in enumerate(values) if value is not None}
+            if len(set(numbers.values())) > 1:
+                named |= {f"{key}/{label}": value for label, value in numbers.items()}
+            elif numbers:
+                named[key] = next(iter(numbers.values()))
+        return named
+
+    @contextmanager
+    def only(self, name: str | None) -> Iterator[None]:
+        """Train one optimizer's parameters: all others have `requires_grad` off meanwhile."""
+        own = {id(p) for p in self.entries[name].parameters}
+        others = {id(p): p for entry in self.entries.values() for p in entry.parameters if id(p) not in own}
+        resting = [p for p in others.values() if p.requires_grad]
+        for parameter in resting:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in resting:
+                parameter.requires_grad_(True)
+
+    def parameters(self, name: str | None) -> list[nn.Parameter]:
+        """The parameters of one optimizer, or of all for the name None."""
+        if name in self.entries:
+            return self.entries[name].parameters
+        seen = {id(p): p for entry in self.entries.values() for p in entry.parameters}
+        return list(seen.values())
+
+    def state_dict(self, task: nn.Module) -> dict[str, Any]:
+        """Optimizer and schedule states by name; parameters go by the task's names."""
+        return optimizer_state.save(self, task)
+
+    def refuse_others(self, state: Mapping[str, Any], task: nn.Module, where: str) -> None:
+        """Raise by name where a state is not of these optimizers and schedules."""
+        optimizer_state.refuse_others(self, state, task, where)
+
+    def load_state_dict(self, state: Mapping[str, Any], task: nn.Module) -> None:
+        """Take back what `state_dict` gave."""
+        optimizer_state.load(self, state, task)
+
+    def __getitem__(self, name: str | None) -> Optimizer:
+        return self.entries[name].optimizer
+
+    def __iter__(self) -> Iterator[str | None]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def drop_gradients(optimizer: Optimizer) -> None:
+    """`optimizer.zero_grad(set_to_none=True)`, without the profiler range that makes torch's own cost 30 µs."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _labels(optimizer: Optimizer) -> list[str]:
+    """What parameter groups are called: by their names, where each has one of its own, else by number."""
+    names = [group.get("name") for group in optimizer.param_groups]
+    is_named = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
+    return [str(name) if is_named else str(i) for i, name in enumerate(names)]
+
+
+def _entry(value: Any, where: str) -> Entry:
+    if isinstance(value, Optimizer):
+        return Entry(value)
+    if isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], Optimizer):
+        return Entry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
+    shown = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+    raise TaskError(f"{where} returned {shown}. {HOW_TO_RETURN}")
+
+
+def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> Schedule:
+    if not isinstance(schedule, (LRScheduler, ReduceLROnPlateau)) and not callable(getattr(schedule, "step", None)):
+        raise TaskError(f"{where} returned {type(schedule).__name__} where a schedule belongs. {HOW_TO_RETURN}")
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise TaskError(f"{where}: the {type(schedule).__name__} drives another optimizer than the one beside it.")
+    if isinstance(schedule, ReduceLROnPlateau):
+        return Schedule(schedule, monitor=str(when or "val/loss"))
+    return Schedule(schedule, every=None if when is None else Interval(when))

@@ -1,0 +1,100 @@
+"""Random numbers: seed every generator, combine seeds, and capture and restore the state of the generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Seed python, numpy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_of(seed: int, share: int, update: int = 0) -> int:
+    """The seed of one rank's random numbers: rank 0 begins with the run's own, the others differ from it and from each
+    other, and one that joins a run on its way does not begin with numbers that were drawn before."""
+    return seed if share == 0 and update == 0 else mix(seed, share, update) % 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class RNGState:
+    """The state of every generator that user code may draw from."""
+
+    python: Any
+    numpy: Any
+    torch: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RNGState:
+        on_device = None
+        if device.type == "cuda":
+            on_device = torch.cuda.get_rng_state(device)
+        elif device.type == "mps":
+            on_device = torch.mps.get_rng_state()
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
+
+    def as_tree(self) -> dict[str, Any]:
+        """The state as plain data and tensors, as a checkpoint holds it."""
+        version, words, gauss = self.python
+        kind, key, position, has_gauss, cached = self.numpy
+        return {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "numpy": {
+                "kind": kind,
+                "key": torch.from_numpy(key.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            },
+            "torch": self.torch,
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> RNGState:
+        """What `as_tree` gave away."""
+        python, numpy = tree["python"], tree["numpy"]
+        key = numpy["key"].numpy().astype(np.uint32)
+        return cls(
+            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            (numpy["kind"], key, numpy["position"], numpy["has_gauss"], numpy["gauss"]),
+            tree["torch"],
+            tree["device"],
+        )
+
+    def restore(self, device: torch.device) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+        elif self.device is not None and device.type == "mps":
+            torch.mps.set_rng_state(self.device)
+
+
+_MASK = 2**64 - 1
+
+
+def fold(word: int, value: int) -> int:
+    """Fold a value into a 64-bit word so that every bit of both matters (splitmix64)."""
+    word = (word + value + 0x9E3779B97F4A7C15) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def mix(*parts: int) -> int:
+    """One 64-bit number out of several integers, each bit of which depends on all of them."""
+    word = 0
+    for part in parts:
+        word = fold(word, part)
+    return word

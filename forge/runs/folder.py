@@ -1,0 +1,406 @@
+"""A run folder, read back: what ran, how it went, what it came to.
+
+Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. What cannot be read is left
+out, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from forge.runs.lock import is_held
+
+STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
+LIVES = "lives.json"
+"""There once a run has been continued: see forge/runs/attempts.py."""
+COUNTERS = ("update", "epoch", "sample", "time")
+MOST_BYTES = 64 * 2**20
+"""A file that should be small and is larger is not read."""
+DEEPEST = 50
+"""Nothing that forge writes has parts in parts in parts further down."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint by its name; nothing of it has been verified."""
+
+    name: str
+    update: int
+    bytes: int
+    marks: tuple[str, ...]
+    "Links that point to it: latest, best."
+
+
+@dataclass(frozen=True)
+class Best:
+    """What the checkpoint `best` was kept for."""
+
+    monitor: str
+    mode: str
+    update: int
+    value: float
+
+
+class Run:
+    """One run. Everything is read when it is first asked for."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @property
+    def name(self) -> str:
+        """The folder with its group: quickstart/20260101-120000-abcd."""
+        return "/".join(self.path.absolute().parts[-2:])
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        return _read_object(self.path / "card.json")
+
+    @cached_property
+    def end(self) -> dict[str, Any]:
+        """What was written at the end; empty while the run goes on, and after a kill. The end of an earlier life is
+        none: it says of which life it is."""
+        found = _read_object(self.path / "end.json")
+        of_another = self.card and found.get("started") not in (None, self.card.get("started"))
+        return {} if of_another else found
+
+    @cached_property
+    def lives(self) -> list[dict[str, Any]]:
+        """What was written of each of its lives; nothing where there was one."""
+        found = _list(_read_object(self.path / LIVES).get("lives"))
+        return [record for record in found if isinstance(record, dict)]
+
+    @cached_property
+    def ledger(self) -> dict[str, Any]:
+        return _read_object(self.path / "ledger.json")
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one that a kill has cut short is none."""
+        return [line for line in _read_lines(self.path / "metrics.jsonl") if _whole(line, "update")]
+
+    @cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        found = _read_lines(self.path / "texts.jsonl")
+        return [line for line in found if isinstance(line.get("name"), str) and isinstance(line.get("text"), str)]
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """config.yaml as it is."""
+        return _read_text(self.path / "config.yaml")
+
+    # -- what ran -----------------------------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> str:
+        return _word(self.card.get("recipe"))
+
+    @property
+    def task(self) -> str:
+        return _word(_object(self.card.get("task")).get("class"))
+
+    @property
+    def subject(self) -> str:
+        """What it is about: the recipe, or the task where the recipe is a stack, which names none."""
+        names_task = self.card.get("group") in (None, self.recipe)
+        return (self.recipe if names_task else "") or self.task or self.recipe
+
+    @property
+    def stack(self) -> list[dict[str, Any]]:
+        """Its plugins, outermost first."""
+        return [plugin for plugin in _list(self.card.get("stack")) if isinstance(plugin, dict)]
+
+    @property
+    def costs(self) -> list[dict[str, Any]]:
+        """What the plugin ledger has written of each hook."""
+        return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
+
+    @property
+    def planned(self) -> int | None:
+        return self.card["planned_updates"] if _whole(self.card, "planned_updates") else None
+
+    @cached_property
+    def started(self) -> float:
+        """When its last life began, in seconds since 1970."""
+        try:
+            return datetime.strptime(str(self.card.get("started")), "%Y-%m-%d %H:%M:%S %z").timestamp()
+        except (ValueError, OverflowError):
+            return _changed(self.path / "card.json") or _changed(self.path / "metrics.jsonl") or 0.0
+
+    # -- how it went --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def status(self) -> str:
+        """One of STATUSES. "killed" is a run that nobody holds and that left no word of its end."""
+        held = is_held(self.path)
+        if held:
+            return "running"
+        said = self.end.get("status")
+        if said in STATUSES:
+            return str(said)
+        if held is None:
+            return "unknown"
+        weights, card = _changed(self.path / "weights.safetensors"), _changed(self.path / "card.json")
+        return "finished" if weights and weights >= card else "killed"
+
+    @property
+    def reason(self) -> str:
+        return _word(self.end.get("reason"))
+
+    @property
+    def updates(self) -> int:
+        return self._count("updates", "update")
+
+    @property
+    def epochs(self) -> int:
+        return self._count("epochs", "epoch")
+
+    @property
+    def samples(self) -> int:
+        return self._count("samples", "sample")
+
+    def _count(self, at_end: str, in_line: str) -> int:
+        if _whole(self.end, at_end):
+            return self.end[at_end]
+        return max((line[in_line] for line in self.records if _whole(line, in_line)), default=0)
+
+    @cached_property
+    def seconds(self) -> float:
+        """How long it trained, over all its lives; each one's clock began at zero."""
+        at_end = _seconds(self.end.get("seconds")) or 0.0
+        if at_end and self.resumed_from is None:
+            return at_end  # one life: no line needs to be read
+        total = last = 0.0
+        for line in self.records:
+            now = _seconds(line.get("time"))
+            if now is not None:
+                if now < last:
+                    total += last
+                last = now
+        return total + (max(last, at_end) if self._own_lines else last + at_end)
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The update after which its last life began; None where that was its first."""
+        return self.card["resumed_from"] if _whole(self.card, "resumed_from") else None
+
+    @property
+    def _own_lines(self) -> list[dict[str, Any]]:
+        """The lines of its last life, as far as there are any yet."""
+        return [line for line in self.records if line["update"] > (self.resumed_from or 0)]
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second, over all; None where there is no time to tell of."""
+        return self.samples / self.seconds if self.seconds else None
+
+    @cached_property
+    def series(self) -> dict[str, list[tuple[int, float]]]:
+        """(update, value) of every metric; NaN where the value was not finite."""
+        return _series(self.records)
+
+    @cached_property
+    def final(self) -> dict[str, float]:
+        """The latest value of every metric that its last life still logged. An end that has been written spares
+        reading every line."""
+        said = self.end.get("metrics")
+        if not isinstance(said, dict):
+            latest = {name: points[-1][1] for name, points in self.series.items()}
+            return still_logged(latest, _series(self._own_lines)) if self.resumed_from else latest
+        found = {
+            name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
+        }
+        if _changed(self.path / "metrics.jsonl") >= _changed(self.path / "end.json"):  # perhaps a test was added since
+            found = {name: points[-1][1] for name, points in _series(self._later_lines).items()} | found
+        return found
+
+    @property
+    def _later_lines(self) -> list[dict[str, Any]]:
+        """The lines that came after the fit: a test counts no updates."""
+        later = takewhile(lambda line: line["update"] == 0, reversed(self.records))
+        return list(later)[::-1]
+
+    # -- what it left -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Oldest first."""
+        folder, found, marks = self.path / "checkpoints", [], {}
+        for entry in _entries(folder):
+            if entry.is_symlink():
+                marks.setdefault(os.path.basename(os.readlink(entry)), []).append(entry.name)
+            elif entry.name.startswith("update-") and entry.name[7:].isdigit() and entry.is_dir():
+                found.append(entry.name)
+        return [
+            Checkpoint(name, int(name[7:]), _size(folder / name), tuple(sorted(marks.get(name, ()))))
+            for name in sorted(found, key=lambda name: int(name[7:]))
+        ]
+
+    @cached_property
+    def best(self) -> Best | None:
+        """What the checkpoint `best` says of itself."""
+        plugins = _object(_read_object(self.path / "checkpoints" / "best" / "state.json").get("plugins"))
+        for state in plugins.values():
+            match state:
+                case {
+                    "monitor": str(monitor),
+                    "mode": str(mode),
+                    "best": [{"update": int(update), "value": float(value)}, *_],
+                }:
+                    return Best(monitor, mode, update, value)
+        return None
+
+
+def is_run(path: Path) -> bool:
+    """A run folder is one with a card, or with metrics."""
+    return any((path / name).is_file() for name in ("card.json", "metrics.jsonl"))
+
+
+def find_runs(folder: Path, depth: int = 4) -> Iterator[Path]:
+    """Every run folder in a folder, itself included; there are no runs inside of runs."""
+    if is_run(folder):
+        yield folder
+    elif depth:
+        for entry in sorted(_entries(folder), key=lambda entry: entry.name):
+            if entry.is_dir() and not entry.name.startswith("."):
+                yield from find_runs(Path(entry.path), depth - 1)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = _object(json.loads(_read_text(path)))
+    except (ValueError, RecursionError):
+        return {}
+    return found if is_modest(found) else {}
+
+
+def is_modest(tree: Any, most: int = MOST_BYTES) -> bool:
+    """Whether what was read has at most so many parts, none of them deep inside; YAML can hold itself, or a part over
+    and over."""
+    level, count = [tree], 0
+    for _ in range(DEEPEST):
+        count += len(level)
+        if count > most:
+            return False
+        inside = (part for parent in level if isinstance(parent, (dict, list)) for part in _parts(parent))
+        level = list(islice(inside, most))
+        if not level:
+            return True
+    return False
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    found.append(_object(json.loads(line)))
+                except (ValueError, RecursionError):
+                    continue
+    except OSError:
+        pass
+    return found
+
+
+def _series(lines: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name in COUNTERS or not (value is None or isinstance(value, (int, float))):
+                continue
+            found.setdefault(name, []).append((line["update"], _number(value)))
+    return found
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(folder: Path) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in _entries(folder))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parts(parent: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(parent.values()) if isinstance(parent, dict) else parent
+
+
+def _seconds(value: Any) -> float | None:
+    """A time that a clock can have shown: from a millisecond to a few thousand years."""
+    seconds = _number(value) if isinstance(value, (int, float)) else math.nan
+    return (seconds if seconds >= 1e-3 else 0.0) if 0 <= seconds < 1e11 else None
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _whole(line: dict[str, Any], name: str) -> bool:
+    return type(line.get(name)) is int and 0 <= line[name] < 2**53
+
+
+def _number(value: Any) -> float:
+    """As a float; null stands for what is not finite."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+
+
+EVALUATIONS = ("val", "test")
+
+
+def still_logged(latest: Mapping[str, Any], logged: Collection[str]) -> dict[str, Any]:
+    """The metrics without those that nobody logs any more.
+
+    A run must go on with all of them, to end as one that was never cut off; what is written down of it need not. A name
+    that this life has not logged is gone if others of its kind have been: a plugin that logged it was taken out, say.
+    Where no validation came yet, the last one of an earlier life is still the latest there is.
+    """
+    seen = {kind_of(name) for name in logged}
+    return {name: value for name, value in latest.items() if name in logged or kind_of(name) not in seen}
+
+
+def kind_of(name: str) -> str:
+    """By which log a metric comes: val, test, or train for all that comes along with the updates."""
+    head = name.partition("/")[0]
+    return head if head in EVALUATIONS else "train"

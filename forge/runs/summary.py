@@ -1,0 +1,60 @@
+"""What a fit came to, as a table for the end of a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from shlex import quote
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from forge.util.text import command, near
+from forge.runs import wording
+from forge.runs.folder import Run
+
+ORDER = ("val", "test", "train")
+
+
+def summary(
+    metrics: Mapping[str, float],
+    best: Mapping[str, tuple[int, float]],
+    lines: Mapping[str, str],
+    best_since: int | None = None,
+) -> Group:
+    """Last and best value of every metric, then lines by label. Bests before the update `best_since` are not known."""
+    heading = "best" if best_since is None else f"best since {best_since}"
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    grid.add_column("metric", overflow="fold")
+    for column in ("last", *([heading, "update"] if best else [])):
+        grid.add_column(column, justify="right", no_wrap=True)
+    for name in sorted(metrics, key=_rank):
+        update, value = best.get(name, (None, None))
+        style = "bold" if name.startswith(("val/", "test/")) else ""
+        cells = [Text(wording.number(metrics[name]), style)]
+        if best:
+            cells += [
+                Text("" if value is None else wording.number(value), style),
+                Text("" if update is None else str(update)),
+            ]
+        grid.add_row(Text(name, style), *cells)
+    return Group(grid, Text(), *(Text.assemble((f"{label:<12}", "dim"), text) for label, text in lines.items()))
+
+
+def folder_lines(run_dir: Path) -> dict[str, str]:
+    """Where the run is, what it saved, and how to look at it."""
+    lines, folder, forge = {"run folder": near(run_dir)}, quote(near(run_dir)), quote(command("forge"))
+    saved = [f"{c.name} ({', '.join(c.marks)})" if c.marks else c.name for c in Run(run_dir).checkpoints]
+    if saved:
+        more = [f"{len(saved) - 3} more", *saved[-3:]] if len(saved) > 3 else saved
+        lines["checkpoints"] = ", ".join(more)
+    if (run_dir / "tensorboard").is_dir():
+        lines["look"] = f"{forge} board {folder}"
+    lines["send"] = f"{forge} report {folder}"
+    return lines
+
+
+def _rank(name: str) -> tuple[int, str]:
+    head = name.partition("/")[0]
+    return (ORDER.index(head) if head in ORDER else len(ORDER)), name

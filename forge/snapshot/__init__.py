@@ -1,0 +1,1 @@
+"""Snapshots: a run's state captured, compared and restored."""

@@ -1,0 +1,94 @@
+"""Capture: the whole state of a run as plain data and tensors, taken once, at the boundary of an update."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forge.contract.plugin import Plugin
+from forge.env import move
+from forge.rng import RNGState
+from forge.runs.card import plugin_options
+from forge.snapshot.fingerprint import fingerprint, surroundings
+
+LONG = 10_000
+"""An argument with more entries than this, such as a vocabulary, is not kept with the task's arguments."""
+
+if TYPE_CHECKING:
+    from forge.contract.task import TaskModule
+    from forge.engine.trainer import Trainer
+
+
+def capture(trainer: Trainer) -> dict[str, Any]:
+    """Model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
+
+    Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own. On
+    several ranks all of them capture, at the same update; what is each rank's own is gathered.
+    """
+    if not trainer.at_boundary:
+        raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
+    env = trainer.env
+    env.copy_from_first(trainer.task, parameters=False)
+    own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
+    by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
+    return {
+        "model": trainer.task.state_dict(),
+        "optimizers": trainer.optimizers.state_dict(trainer.task),
+        "rates_used": trainer.optimizers.rates_used,
+        "flags": flags(trainer.task),
+        "progress": dataclasses.asdict(trainer.progress),
+        "planned_updates": trainer.planned_updates,
+        "data": trainer.feed.state_dict(),
+        "means": own["means"] if env.world == 1 else {"by_rank": [rank["means"] for rank in by_rank]},
+        "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
+        "left_out": sorted(trainer.left_out),
+        "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
+        "plugins": plugin_states(trainer),
+        "stack": [describe_plugin(plugin) for plugin in trainer.stack],
+        "fingerprint": fingerprint(trainer),
+        "task": describe_task(trainer.task),
+        "recipe": trainer.recipe.config if trainer.recipe is not None else None,
+        "versions": surroundings(trainer),
+        "rng": [rank["rng"] for rank in by_rank],
+    }
+
+
+def flags(task: nn.Module) -> dict[str, list[str]]:
+    """What a run may have switched on its way: frozen parameters, modules in evaluation mode."""
+    return {
+        "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
+        "evaluating": [name for name, module in task.named_modules() if not module.training],
+    }
+
+
+def plugin_states(trainer: Trainer) -> dict[str, Any]:
+    """`forge_state_dict` of every plugin that has one, by plugin name."""
+    states = {name: ask(trainer) for name, ask in trainer.stack.implementations("forge_state_dict")}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def describe_plugin(plugin: Plugin) -> dict[str, Any]:
+    """A plugin of the stack by name, with its options."""
+    return {"name": plugin.name, "observer": plugin.observer, "options": plugin_options(plugin)}
+
+
+def describe_task(task: TaskModule) -> dict[str, Any]:
+    """The task's class and the arguments it was made with, as far as they are plain data."""
+    plain = {name: value for name, value in task.init_args.items() if is_plain(value)}
+    return {
+        "class": type(task).__name__,
+        "options": plain,
+        "not_saved": [name for name in task.init_args if name not in plain],
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value, and give it back as what it was."""
+    if type(value) in (list, tuple):
+        return len(value) < LONG and all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return len(value) < LONG and all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

@@ -1,0 +1,89 @@
+"""Fingerprint: what must be the same for a run to be continued, and what is worth a warning if it is not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from forge.errors import CheckpointError
+from forge.version import __version__
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the state of a module that is no parameter or buffer: its shape is its own business."""
+WORDS = {
+    "seed": "the seed",
+    "window": "the number of micro-batches in a window",
+    "data.samples": "the length of the data",
+    "data.batches": "the number of batches in an epoch",
+    "data.batch_size": "the global batch size",
+    "data.seed": "the seed of the data's order",
+    "data.order": "the order of the data",
+}
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """What decides the course of a run beside its state. The model's shapes are compared tensor by tensor."""
+    return {"seed": trainer.seed, "window": trainer.window, "data": trainer.feed.fingerprint()}
+
+
+def surroundings(trainer: Trainer) -> dict[str, Any]:
+    """What may change between two lives of a run, and with it the last bits."""
+    return {
+        "forge": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": trainer.env.device.type,
+        "threads": torch.get_num_threads(),
+        "ranks": trainer.env.world,
+        "deterministic": trainer.deterministic,
+    }
+
+
+def refuse_another_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Raise, naming every field, when a checkpoint belongs to a run of another course."""
+    odd = [f"{WORDS.get(path, path)} was {then!r} and is {this!r}" for path, then, this in differences(saved, now)]
+    if odd:
+        raise CheckpointError(
+            f"{where} cannot be continued: {'; '.join(odd)}. Put it back as it was, or start a new run "
+            "(from these weights: --weights, or fit(..., weights=...))."
+        )
+
+
+def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    """Raise, naming tensors, when the checkpoint's model is not shaped like this one."""
+
+    odd = [f"{name} is not in the checkpoint" for name in now if name not in saved]
+    odd += [f"{name} is only in the checkpoint" for name in saved if name not in now]
+    odd += [
+        f"{name} was {_shape(saved[name])} and is {_shape(now[name])}"
+        for name in now
+        if name in saved and not name.endswith(EXTRA_STATE) and _shape(saved[name]) != _shape(now[name])
+    ]
+    if odd:
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise CheckpointError(
+            f"{where} holds another model: {'; '.join(odd[:3])}{more}. Give the task the options that it had, or "
+            "start a new run."
+        )
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return ""
+    return f"{' × '.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
+
+
+def differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, then, now) of every value that differs in two nested mappings."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for key in [*then, *(key for key in now if key not in then)]:
+            yield from differences(then.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+    elif then != now:
+        yield path, then, now

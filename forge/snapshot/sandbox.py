@@ -1,0 +1,82 @@
+"""Keeping: running something of a step beforehand, or once more, without a trace in the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.checkpoint import sharding
+from forge.metrics.torchmetrics import kept as kept_metrics
+from forge.rng import RNGState
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+Owned = tuple[dict[str, Tensor | None], str]
+"""A buffer by the dictionary that holds it and its name there: a forward may put another tensor in its place."""
+
+
+@contextmanager
+def untouched(trainer: Trainer) -> Iterator[None]:
+    """Whatever runs meanwhile leaves the random numbers, the task's buffers and its metrics as they were."""
+    device = trainer.env.device
+    rng = RNGState.capture(device)
+    try:
+        with kept_buffers(trainer.task), kept_metrics(trainer.task):
+            yield
+    finally:
+        rng.restore(device)
+
+
+def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:
+    """Every buffer is put back, also one that a forward replaced by another tensor."""
+    return kept((), [(m._buffers, n) for m in module.modules() for n, b in m._buffers.items() if b is not None])
+
+
+@contextmanager
+def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[None]:
+    """Whatever happens meanwhile, these have the same bits afterwards; one kernel for all of a dtype."""
+    own: list[Any] = [owner[name] for owner, name in buffers]
+    groups = _alike([*map(_part, tensors), *own])
+    copies = [_copied(group) for group in groups]
+    try:
+        yield
+    finally:
+        for (owner, name), buffer in zip(buffers, own, strict=True):
+            owner[name] = buffer
+        for group, copy in zip(groups, copies, strict=True):
+            # only so can a buffer be written that a forward replaced in an evaluation
+            with torch.inference_mode() if any(tensor.is_inference() for tensor in group) else torch.no_grad():
+                torch._foreach_copy_(group, copy)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Without torch.compile, where it is in use: what runs once is not worth compiling, nor compiling again after."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that is divided among several, in the same memory."""
+    with torch.no_grad():
+        return sharding.on_one_rank(tensor)
+
+
+def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.layout], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.layout), []).append(tensor)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _copied(group: list[Tensor]) -> list[Tensor]:
+    if group[0].layout is not torch.strided:
+        return [tensor.clone() for tensor in group]
+    copies = [torch.empty_like(tensor) for tensor in group]
+    torch._foreach_copy_(copies, group)
+    return copies

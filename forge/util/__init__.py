@@ -1,0 +1,1 @@
+"""Utilities that know nothing of training: text, files, memory errors."""

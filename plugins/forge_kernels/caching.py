@@ -1,0 +1,97 @@
+"""Caching: what was chosen, on disk, so that the next run decides at once and in the same way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forge_kernels import registry
+from forge_kernels.call_pattern import Call
+from forge_kernels.selection import Candidate, Choice
+
+FILE = "kernels.json"
+FORM = 1
+"""The form of the file; another one's is not read."""
+
+
+def default_folder() -> Path:
+    """The user's cache: $XDG_CACHE_HOME/forge, or ~/.cache/forge."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "forge"
+
+
+class Cache:
+    """Choices by everything that they depend on; without a folder it is always empty."""
+
+    def __init__(self, folder: Path | None):
+        self.path = None if folder is None else folder / FILE
+        self._known = self._read()
+        self._new: dict[str, Any] = {}
+
+    def get(self, key: str, call: Call) -> Choice | None:
+        """What was chosen for a call."""
+        entry = self._known.get(key)
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            if entry is not None:
+                return Choice(call, entry["kernel"], dict(entry["ms"]), str(entry["why"]))
+        return None
+
+    def put(self, key: str, choice: Choice) -> None:
+        self._new[key] = choice.as_data()
+
+    def write(self) -> None:
+        """Add what is new to the file, which another run may have changed meanwhile; a full disk costs no run."""
+        if self.path is None or not self._new:
+            return
+        self._known = {**self._read(), **self._new}
+        self._new = {}
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, beside = tempfile.mkstemp(dir=self.path.parent, prefix=f".{FILE}.")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"form": FORM, "choices": self._known}, file, indent=1)
+                os.replace(beside, self.path)
+            except BaseException:
+                os.unlink(beside)
+                raise
+
+    def _read(self) -> dict[str, Any]:
+        """The file; one that is missing, damaged or of another form counts as empty."""
+        if self.path is None:
+            return {}
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        choices = data.get("choices") if isinstance(data, dict) and data.get("form") == FORM else None
+        return choices if isinstance(choices, dict) else {}
+
+
+def key_of(call: Call, candidates: list[Candidate], device: torch.device, compiled: bool) -> str:
+    """Everything that a choice depends on, as one hash."""
+    told: Mapping[str, Any] = {
+        "call": call.kind.as_data(),
+        "candidates": {c.kernel.name: registry.version(c.kernel) for c in candidates},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "compiled": compiled,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

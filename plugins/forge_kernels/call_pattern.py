@@ -1,0 +1,226 @@
+"""Call: one call of a function as it looked in a run: shapes, strides and dtypes of tensors, other arguments by value.
+
+It can be compared with another call, inside of torch.compile too, written down as plain data, and made anew with random
+numbers to be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_kernels.contract import dtype_name
+
+Plain = None | bool | int | float | str | torch.dtype
+TENSOR, VALUE, DTYPE = "tensor", "value", "dtype"
+
+
+class Unknown(Exception):
+    """An argument that cannot be written down: such a call is left alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What is known of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    "Whether it requires a gradient."
+    low: int = 0
+    high: int = 0
+    "The range of whole numbers, to draw others from."
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise Unknown(type(tensor).__name__)
+        low = high = 0
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel():
+            low, high = (int(bound) for bound in tensor.detach().aminmax())
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(shape, stride, tensor.dtype, tensor.requires_grad, low, high)
+
+    def make(self, device: torch.device) -> Tensor:
+        """A new tensor like it, with random numbers."""
+        sizes = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
+        tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=device)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            tensor.normal_()
+        elif self.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.random_(self.low, self.high + 1)
+        return tensor.expand(self.shape).requires_grad_(self.grad)
+
+    def __str__(self) -> str:
+        return f"{'×'.join(map(str, self.shape)) or 'scalar'} {dtype_name(self.dtype)}"
+
+
+Argument = Like | Plain | tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `target`."""
+
+    target: str
+    args: tuple[Argument, ...]
+    options: tuple[tuple[str, Argument], ...] = ()
+    autocast: torch.dtype | None = None
+    "The dtype of the autocast that it was made under."
+    module: str = ""
+    "Where a module is called: what it is, as torch prints it."
+
+    @classmethod
+    def of(cls, target: str, args: Sequence[Any], options: Mapping[str, Any], module: str = "") -> Call:
+        """How a call looks now; Unknown where it cannot be written down."""
+        tensors = [value for value in [*args, *options.values()] if isinstance(value, Tensor)]
+        kind = tensors[0].device.type if tensors else "cpu"
+        if any(tensor.device.type != kind for tensor in tensors):
+            raise Unknown("tensors on several devices")
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        named = tuple((name, _noted(value)) for name, value in options.items())
+        return cls(target, tuple(_noted(value) for value in args), named, autocast, module)
+
+    @property
+    def kind(self) -> Call:
+        """The call without the values of its whole numbers: equal for calls that are measured alike."""
+        return replace(
+            self,
+            args=tuple(map(_without_range, self.args)),
+            options=tuple((name, _without_range(value)) for name, value in self.options),
+        )
+
+    def make(self, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments like these, with random numbers."""
+        args = [_made(value, device) for value in self.args]
+        return args, {name: _made(value, device) for name, value in self.options}
+
+    @property
+    def likes(self) -> list[Like]:
+        """The tensors among the arguments."""
+        values = [*self.args, *(value for _, value in self.options)]
+        return [value for value in values if isinstance(value, Like)]
+
+    def as_data(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "target": self.target,
+            "args": [_as_data(value) for value in self.args],
+            "options": {name: _as_data(value) for name, value in self.options},
+            "autocast": None if self.autocast is None else dtype_name(self.autocast),
+            "module": self.module,
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Call:
+        return cls(
+            data["target"],
+            tuple(map(_from_data, data["args"])),
+            tuple((name, _from_data(value)) for name, value in data["options"].items()),
+            None if data["autocast"] is None else getattr(torch, data["autocast"]),
+            data["module"],
+        )
+
+    def __str__(self) -> str:
+        name = self.target.rpartition(".")[2]
+        return f"{name} {', '.join(map(str, self.likes))}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Is a call like a known one? Traced by torch.compile, so it is made of plain tuples and functions.
+
+Pattern = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""Positional arguments and named ones: (shape, dtype, stride, or None where it is contiguous) for a tensor."""
+
+
+def pattern_of(call: Call) -> Pattern:
+    """What `fits` compares with."""
+    named = tuple((name, _pattern(value)) for name, value in call.options)
+    return tuple(_pattern(value) for value in call.args), named
+
+
+def fits(known: Pattern, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a call looks like a known one. Gradients are not looked at: evaluation runs what training runs."""
+    positional, named = known
+    if len(args) != len(positional) or len(options) != len(named):
+        return False
+    for place in range(len(args)):
+        if not _is_like(positional[place], args[place]):
+            return False
+    return all(name in options and _is_like(value, options[name]) for name, value in named)
+
+
+def _pattern(value: Argument) -> tuple[Any, ...]:
+    if isinstance(value, Like):
+        stride = None if _is_contiguous(value) else value.stride
+        return TENSOR, value.shape, value.dtype, stride
+    return VALUE, value
+
+
+def _is_like(known: tuple[Any, ...], given: Any) -> bool:
+    if isinstance(given, Tensor):
+        if known[0] != TENSOR or given.dtype != known[2] or tuple(given.shape) != known[1]:
+            return False
+        return given.is_contiguous() if known[3] is None else tuple(given.stride()) == known[3]
+    if known[0] != VALUE:
+        return False
+    return (tuple(given) if isinstance(given, (list, tuple)) else given) == known[1]
+
+
+def _is_contiguous(like: Like) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(like.shape), reversed(like.stride), strict=True):
+        if size != 1 and stride != expected:
+            return 0 in like.shape
+        expected *= size
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One argument
+
+
+def _noted(value: Any) -> Argument:
+    if isinstance(value, Tensor):
+        return Like.of(value)
+    if isinstance(value, (list, tuple)):
+        items = tuple(value)
+        if all(type(item) in (int, float, bool, str) for item in items):
+            return items
+    elif value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
+        return value
+    raise Unknown(type(value).__name__)
+
+
+def _without_range(value: Argument) -> Argument:
+    return replace(value, low=0, high=0) if isinstance(value, Like) else value
+
+
+def _made(value: Argument, device: torch.device) -> Any:
+    return value.make(device) if isinstance(value, Like) else value
+
+
+def _as_data(value: Argument) -> Any:
+    if isinstance(value, Like):
+        shape, stride, bounds = list(value.shape), list(value.stride), [value.low, value.high]
+        return {"kind": TENSOR, "is": [shape, stride, dtype_name(value.dtype), value.grad, bounds]}
+    if isinstance(value, torch.dtype):
+        return {"kind": DTYPE, "is": dtype_name(value)}
+    return {"kind": VALUE, "is": list(value) if isinstance(value, tuple) else value}
+
+
+def _from_data(data: Mapping[str, Any]) -> Argument:
+    value = data["is"]
+    if data["kind"] == TENSOR:
+        shape, stride, dtype, grad, (low, high) = value
+        return Like(tuple(shape), tuple(stride), getattr(torch, dtype), grad, low, high)
+    if data["kind"] == DTYPE:
+        return getattr(torch, value)
+    return tuple(value) if isinstance(value, list) else value

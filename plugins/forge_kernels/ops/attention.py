@@ -1,0 +1,139 @@
+"""attention: softmax(q·kᵀ)·v without ever holding the scores."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.contract import (
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    as_autocast,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
+
+ops = triton_module("attention")
+_torch = F.scaled_dot_product_attention  # kept here, because the plugin `kernels` may put attention in its place
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale · q·kᵀ)·v for q of (batch, heads, S, size) and k, v of (batch, key heads, T, size).
+
+    `heads` is a multiple of `key heads`, and each key head serves that many heads in a row (grouped-query attention).
+    `scale` is 1/√size unless given. With `causal` query i sees keys 0 to i, also where S and T differ: the mask starts
+    in the upper left corner, as in torch's `is_causal=True`. Without keys (T = 0) the result is 0.
+
+    Heads may lie inside the sequence, as in `x.view(batch, S, heads, size).transpose(1, 2)`: nothing is copied, and the
+    result lies as q does, so `.transpose(1, 2).reshape(batch, S, -1)` is free. Under autocast all three are cast to its
+    dtype, as torch does.
+    """
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
+    _check(q, k, v)
+    if falls_back("attention", supports(q, k, v, causal, scale)):
+        return attention_reference(q, k, v, causal, scale)
+    size = q.shape[3]
+    factor = 1 / math.sqrt(size) if scale is None else scale
+    missing = -size % (16 // q.itemsize)  # rows must start at multiples of 16 bytes
+    if missing:
+        q, k, v = F.pad(q, (0, missing)), F.pad(k, (0, missing)), F.pad(v, (0, missing))
+        return ops.attention(q, k, v, causal, factor)[0][..., :size]
+    return ops.attention(q, k, v, causal, factor)[0]
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+    return _torch(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> str | None:
+    if scale is not None and not 0 < scale < math.inf:
+        return "its scale is above 0"
+    if not 16 <= q.shape[3] <= 256:
+        return "its heads have a size of 16 to 256"
+    return unusable(q, k, v)
+
+
+def cost(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Cost:
+    (b, h, s, d), t = q.shape, k.shape[2]
+    flops = 4 * b * h * s * t * d // (2 if causal else 1)
+    # forward reads q, k, v and writes out; backward reads those and the gradient, and writes three gradients
+    moved = (2 + 4) * q.numel() + (1 + 2) * (k.numel() + v.numel())
+    return Cost(flops=flops * 7 // 2, bytes=moved * q.itemsize)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_floating("attention", q=q, k=k, v=v)
+    got = f"it got q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise KernelError(
+            f"forge.kernels.attention needs q (batch, heads, S, size) and k, v (batch, key heads, T, size); {got}."
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise KernelError(f"forge.kernels.attention needs as many heads as key heads, or a multiple of them; {got}.")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise KernelError(
+            "forge.kernels.attention needs q, k and v of the same dtype and device; it got "
+            f"{q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on {v.device}."
+        )
+
+
+def stand_in(
+    original: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    tensors = all(isinstance(x, Tensor) for x in (query, key, value))
+    if tensors and plain(query, key, value) and attn_mask is None and dropout_p == 0.0:
+        q, k, v = as_autocast(query), as_autocast(key), as_autocast(value)
+        if _fits(q, k, v, enable_gqa) and supports(q, k, v, is_causal, scale) is None:
+            return attention(q, k, v, is_causal, scale)
+    return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
+    """Whether torch would accept these, and see in them what attention sees."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return False
+    heads = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 if grouped else q.shape[1] == k.shape[1]
+    return heads and q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+
+
+def _make(b: int, h: int, s: int, d: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def heads() -> Tensor:
+        return torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+
+    return heads(), heads(), heads()
+
+
+ATTENTION = Kernel(
+    name="attention",
+    summary="softmax(q·kᵀ)·v, causal or full, grouped heads",
+    function=attention,
+    reference=attention_reference,
+    supports=supports,
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},
+    cost=cost,
+    cases=(
+        Case("B16 H12 S1024 D64", partial(_make, 16, 12, 1024, 64), {"causal": True}),
+        Case("B4 H32 S4096 D128", partial(_make, 4, 32, 4096, 128), {"causal": True}),
+        Case("B64 H12 S1024 D64", partial(_make, 64, 12, 1024, 64), {"causal": True}),
+    ),
+    replaces=(Functional("torch.nn.functional.scaled_dot_product_attention", stand_in),),
+)

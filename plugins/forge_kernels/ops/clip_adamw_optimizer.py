@@ -1,0 +1,167 @@
+"""ClipAdamW: AdamW that clips gradients by their global norm, all of it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+from forge.errors import KernelError
+from forge_kernels.contract import falls_back, plain, unusable
+from forge_kernels.ops.clip_adamw import ops, supports, unread
+from forge_kernels.ops.clip_adamw_tables import Lists, Plan, alike, capturing
+
+
+class ClipAdamW(AdamW):
+    """`torch.nn.utils.clip_grad_norm_` over all parameter groups, then `torch.optim.AdamW(fused=True)`.
+
+    On CUDA that is three launches for any number of tensors and groups. It can be captured into a CUDA graph, and
+    gradients stay as they are. Elsewhere torch's own functions run, and clip gradients in place. State, schedules and
+    loss scaling are AdamW's. `total_norm` is the norm of the last step's gradients before clipping, on their device;
+    max_norm=None clips nothing, and measures it all the same.
+
+    ::
+
+        optimizer = ClipAdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float | None = 1.0,
+    ):
+        if max_norm is not None and not max_norm >= 0:
+            raise KernelError(f"ClipAdamW: max_norm is {max_norm}; it must be 0 or more, or None to clip nothing.")
+        self.max_norm = max_norm
+        self.total_norm: Tensor | None = None
+        self._plan: Plan | None = None
+        super().__init__(params, lr, betas, eps, weight_decay, fused=True, capturable=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_norm": self.max_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what another AdamW has saved: from here on this one steps it."""
+        super().__setstate__(state)
+        self.total_norm = self._plan = None
+        self._step_supports_amp_scaling = True
+        for group in self.param_groups:
+            group.update(fused=True, capturable=True, foreach=None)
+            for param in group["params"]:
+                if "step" in self.state.get(param, ()):
+                    self.state[param]["step"] = self.state[param]["step"].to(param.device, torch.float32)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does; the same parameter twice in a group is an error, since programs would update it at once."""
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(set(params)) < len(params):
+            raise KernelError("ClipAdamW: a parameter group has the same parameter twice; each is updated once.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip and update; returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        lists, groups = self._lists()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        plan, lists = self._plan_for(lists, groups, found_inf, grad_scale)
+        if plan is None:
+            self._step_as_torch(lists.grads, found_inf, grad_scale)
+            return loss
+        settings = [(g["lr"], *g["betas"], g["eps"], g["weight_decay"]) for g in self.param_groups]
+        self.total_norm = ops.run(plan, settings, self.max_norm, found_inf, grad_scale)
+        increment_version(lists.params)  # autograd does not see what a kernel writes
+        return loss
+
+    def _lists(self) -> tuple[Lists, list[int]]:
+        """Parameters that have a gradient, gradients, moments and counters, and the group of each parameter."""
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        groups: list[int] = []
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None:
+                    params.append(param)
+                    grads.append(grad)
+                    groups.append(number)
+        states = [self.state[param] for param in params]
+        if not all(states):
+            if capturing(params[0].device):
+                raise KernelError(
+                    "ClipAdamW: a parameter's first step is being captured into a CUDA graph; each replay would begin "
+                    "with new moments. Step once before the capture."
+                )
+            for group in self.param_groups:
+                self._init_group(group, [], [], [], [], [], [])
+        moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        return Lists(params, grads, *moments), groups
+
+    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[Plan | None, Lists]:
+        """Where everything is, if the kernel can work on it: the plan of the last step, as long as it fits. With it
+        the tensors that it is of, to be held until the launches are made: a gradient may be a copy."""
+        refused, last = self._refuses(lists, *flags), self._plan
+        if refused is None and last is not None and last.fits(lists, groups):
+            return last, lists
+        self._plan = None
+        refused = refused or supports(*lists, lr=0.0)
+        if not falls_back("ClipAdamW", refused):
+            lists = alike(lists)
+            self._plan = last if last is not None and last.fits(lists, groups) else Plan(lists, groups)
+        return self._plan, lists
+
+    def _refuses(self, lists: Lists, *flags: Tensor | None) -> str | None:
+        """What can change from step to step, and what is cheap to see."""
+        if not lists.params:
+            return "no parameter has a gradient"
+        if not plain():
+            return "functorch or forward-mode differentiation is at work"
+        first = lists.params[0]
+        if type(first) is Parameter and (reason := unusable(first)):
+            return reason
+        for group in self.param_groups:
+            if group["amsgrad"] or group["maximize"]:
+                return "it has no amsgrad and no maximize"
+            if reason := unread(first.device, group["lr"], *flags):
+                return reason
+        return None
+
+    def _step_as_torch(self, grads: Sequence[Tensor], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        if grad_scale is not None:
+            for grad in grads:
+                grad.div_(grad_scale.to(grad.device))  # the norm is that of the true gradients
+        norm = get_total_norm(grads)
+        if self.max_norm is not None:
+            clip_grads_with_norm_([p for group in self.param_groups for p in group["params"]], self.max_norm, norm)
+        self.total_norm = getattr(norm, "full_tensor", lambda: norm)()  # of all ranks, where they hold a part each
+        for group in self.param_groups:
+            lists: Any = ([], [], [], [], [], [])
+            self._init_group(group, *lists)
+            beta1, beta2 = group["betas"]
+            adamw(
+                *lists,
+                fused=True,
+                found_inf=found_inf,
+                amsgrad=group["amsgrad"],
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )

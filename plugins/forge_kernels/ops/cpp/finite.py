@@ -1,0 +1,94 @@
+"""all_finite: whether every entry of a list of tensors is finite, in C++; the pattern for operators that need C++.
+
+The schema, the fake function and the reference are here, the kernel is in finite.cpp. Until that is loaded, and
+where it cannot be, the operator itself runs Python: it builds the C++ at the first call on CPU tensors, which from then
+on takes its place in torch's dispatcher. So nothing is built at import, and torch.compile sees one operator throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forge.errors import KernelError
+from forge_kernels.contract import Case, Cost, Kernel, dtype_name, falls_back, plain
+from forge_kernels.ops.cpp.build import missing
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+torch.library.define("forge::all_finite", "(Tensor[] tensors) -> Tensor")
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A bool tensor: whether no entry of these tensors is NaN or infinite. True of no tensors at all."""
+    if isinstance(tensors, Tensor):
+        raise KernelError("forge.kernels.all_finite takes a list of tensors; it got one tensor.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise KernelError(f"forge.kernels.all_finite takes a list of tensors; it has a {type(tensor).__name__}.")
+    if not tensors:
+        return _yes()
+    if falls_back("all_finite", supports(tensors)):
+        return all_finite_reference(tensors)
+    return torch.ops.forge.all_finite(list(tensors))
+
+
+def all_finite_reference(tensors: Sequence[Tensor]) -> Tensor:
+    if not tensors:
+        return _yes()
+    return torch.stack([tensor.isfinite().all().to(tensors[0].device) for tensor in tensors]).all()
+
+
+@torch.library.impl("forge::all_finite", "CompositeExplicitAutograd")
+def _(tensors: list[Tensor]) -> Tensor:
+    if falls_back("all_finite", missing(SOURCE)):
+        return all_finite_reference(tensors)
+    return torch.ops.forge.all_finite(tensors)  # the C++ has just taken this one's place
+
+
+@torch.library.register_fake("forge::all_finite")
+def _(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.bool)
+
+
+def supports(tensors: Sequence[Tensor]) -> str | None:
+    if not plain(*tensors):
+        return "functorch, forward-mode differentiation or a tensor subclass is at work"
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"it runs on the CPU, not on {tensor.device.type}"
+        if tensor.layout is not torch.strided:
+            return "it has no sparse tensors"
+        if tensor.dtype not in DTYPES:
+            return f"it has no {dtype_name(tensor.dtype)}"
+    return None
+
+
+def _yes() -> Tensor:
+    return torch.ones((), dtype=torch.bool, device="cpu")
+
+
+def cost(tensors: Sequence[Tensor]) -> Cost:
+    entries = sum(tensor.numel() for tensor in tensors)
+    return Cost(flops=entries, bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors))
+
+
+def _make(count: int, entries: int, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor]]:
+    return ([torch.randn(entries, dtype=torch.float32, device=device).to(dtype) for _ in range(count)],)
+
+
+ALL_FINITE = Kernel(
+    name="all_finite",
+    summary="whether every entry of a list of CPU tensors is finite (C++)",
+    function=all_finite,
+    reference=all_finite_reference,
+    supports=supports,
+    tolerance=dict.fromkeys(DTYPES, 0.0),
+    cost=cost,
+    cases=(Case("148 × 840000", partial(_make, 148, 840_000)),),
+)

@@ -1,0 +1,180 @@
+"""cross_entropy: the loss of classes by their logits, and its gradient in the same reading."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.contract import Case, Cost, Functional, Kernel, falls_back, plain, triton_module, unusable
+
+ops = triton_module("cross_entropy")
+
+REDUCTIONS = ("mean", "sum", "none")
+MOST_CLASSES = 2**18
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    in_place: bool = False,
+) -> Tensor:
+    """The cross-entropy of logits (..., classes) and integer targets (...), in float32.
+
+    `z_loss` adds z_loss · logsumexp(logits)² per target, which keeps logits small. `mean` divides by the number of
+    targets that are not `ignore_index`, counted on the device; with none it is NaN, as in torch. A target that is
+    neither a class nor `ignore_index` makes its loss and the gradient of its row NaN (torch stops the device instead).
+
+    Where a gradient is needed it is computed with the loss, reading the logits once. `in_place=True` **writes it over
+    the logits**: they are lost, and the peak of memory is half. Use it where nothing else reads the logits. Within
+    torch.compile, with `reduction="none"`, and for float16, whose gradient must meet the loss scale first, the gradient
+    comes in backward and `in_place` has no effect. It can be differentiated once: twice is an error. It is fastest
+    where rows start on 16 bytes: pad the classes to a multiple of 8.
+    """
+    _check(logits, target, label_smoothing, z_loss, reduction)
+    reason = supports(logits, target)
+    if falls_back("cross_entropy", reason):
+        return reference(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+        )
+    rows = logits.reshape(-1, logits.shape[-1])
+    labels = target.reshape(-1)
+    if (
+        torch.is_grad_enabled()
+        and logits.requires_grad
+        and reduction != "none"
+        and logits.dtype != torch.float16
+        and not torch.compiler.is_compiling()
+    ):
+        mean = reduction == "mean"
+        return ops.CrossEntropy.apply(rows, labels, ignore_index, label_smoothing, z_loss, mean, in_place)
+    loss = ops.cross_entropy(rows, labels, ignore_index, label_smoothing, z_loss, reduction)[0]
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    in_place: bool = False,
+) -> Tensor:
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+    labels = target.reshape(-1).long()
+    losses = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    counted = labels != ignore_index
+    if z_loss:
+        losses = losses + torch.where(counted, z_loss * rows.logsumexp(-1) ** 2, 0)
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+def supports(logits: Tensor, target: Tensor, **options: object) -> str | None:
+    if logits.shape[-1] > MOST_CLASSES:
+        return f"it has at most {MOST_CLASSES:,} classes"
+    return unusable(logits)
+
+
+def cost(logits: Tensor, target: Tensor, **options: object) -> Cost:
+    passes = 2 if logits.requires_grad else 1
+    return Cost(flops=5 * passes * logits.numel(), bytes=passes * logits.numel() * logits.itemsize)
+
+
+def _check(logits: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
+    name = "forge.kernels.cross_entropy"
+    if logits.dim() < 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise KernelError(
+            f"{name} needs floating-point logits (..., classes); it got {tuple(logits.shape)} {logits.dtype}."
+        )
+    check_loss(name, "logits", logits, target, label_smoothing, z_loss, reduction)
+
+
+def check_loss(
+    name: str, what: str, rows: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str
+) -> None:
+    """What every cross-entropy asks: targets that fit the rows of `what`, and options that make sense."""
+    if target.dtype not in (torch.int64, torch.int32):
+        raise KernelError(f"{name} needs targets of int64 or int32: class numbers; it got {target.dtype}.")
+    if target.shape != rows.shape[:-1] or target.device != rows.device:
+        raise KernelError(
+            f"{name} needs one target for every row of {what}, on the same device: {tuple(rows.shape[:-1])} on "
+            f"{rows.device}; it got {tuple(target.shape)} on {target.device}."
+        )
+    if reduction not in REDUCTIONS:
+        raise KernelError(f"{name} has the reductions {', '.join(REDUCTIONS)}; it got {reduction!r}.")
+    if not 0 <= label_smoothing <= 1:
+        raise KernelError(f"{name} needs label_smoothing between 0 and 1; it got {label_smoothing}.")
+    if z_loss < 0:
+        raise KernelError(f"{name} needs z_loss of at least 0; it got {z_loss}.")
+
+
+def _stand_in(
+    original,
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    if (
+        not plain(input, target)
+        or not isinstance(input, Tensor)
+        or not isinstance(target, Tensor)
+        or input.dim() != 2
+        or input.shape[1] == 0
+        or target.dtype != torch.int64
+        or target.shape != input.shape[:1]
+        or target.device != input.device
+        or weight is not None
+        or size_average is not None
+        or reduce is not None
+        or reduction not in REDUCTIONS
+        or not 0 <= label_smoothing <= 1
+        or supports(input, target) is not None
+    ):
+        return original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    loss = cross_entropy(input, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
+    # autocast runs the original in float32, whatever the logits
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
+
+def _make(rows: int, classes: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    logits = torch.randn(rows, classes, device=device, dtype=dtype, requires_grad=True)
+    return logits, torch.randint(classes, (rows,), device=device)
+
+
+CROSS_ENTROPY = Kernel(
+    name="cross_entropy",
+    summary="loss and gradient of logits in one reading; ignore index, label smoothing, z-loss",
+    function=cross_entropy,
+    reference=reference,
+    supports=supports,
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
+    cost=cost,
+    cases=(
+        Case("8192×50304", partial(_make, 8192, 50304)),
+        Case("8192×128256", partial(_make, 8192, 128256)),
+    ),
+    replaces=(Functional("torch.nn.functional.cross_entropy", _stand_in),),
+)

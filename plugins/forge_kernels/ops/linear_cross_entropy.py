@@ -1,0 +1,181 @@
+"""linear_cross_entropy: the head of a language model and its loss, without ever holding all logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
+from forge_kernels.ops.cross_entropy import MOST_CLASSES, check_loss
+from forge_kernels.ops.cross_entropy import reference as loss_of_logits
+
+ops = triton_module("linear_cross_entropy")
+
+LOGITS = 2**29
+"""Bytes of logits that exist at a time, unless told: half a GiB keeps the matrix products at full speed."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """cross_entropy(hidden @ weight.T + bias, target) in float32, holding the logits of `chunk` tokens at a time.
+
+    `hidden` is (..., width), `weight` (classes, width), `target` (...). Gradients are computed with the loss, chunk by
+    chunk, so that the peak of memory depends on `chunk` × classes and not on the number of tokens. Unless told, a chunk
+    has half a GiB of logits; smaller ones save memory, and below 1024 tokens cost speed.
+
+    A float32 weight may meet bfloat16 activations, as under autocast: it is cast once, and its gradient adds up in
+    float32. The gradient of a bfloat16 weight adds up in bfloat16, rounded once per chunk: over n chunks it is off by
+    up to about √n roundings. Under autocast the activations are cast first, as by `F.linear`. float16, whose gradient
+    must meet the loss scale first, and `reduction="none"` run as plain torch. It can be differentiated once: twice is
+    an error.
+    """
+    _check(hidden, weight, target, bias, label_smoothing, z_loss, reduction, chunk)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    if falls_back("linear_cross_entropy", supports(hidden, weight, target, bias, reduction=reduction)):
+        return reference(
+            hidden,
+            weight,
+            target,
+            bias,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+        )
+    learns = torch.is_grad_enabled()
+    wanted = [learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
+    return ops.linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        target.reshape(-1),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction == "mean",
+        _chunk(weight.shape[0] * hidden.itemsize) if chunk is None else chunk,
+        wanted,
+    )[0]
+
+
+def _chunk(bytes_per_token: int) -> int:
+    """The largest power of two of tokens whose logits fit; whole tiles, and the same for every batch."""
+    return max(256, 1 << (LOGITS // bytes_per_token).bit_length() - 1)
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+    return loss_of_logits(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+    )
+
+
+def supports(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    **options: object,
+) -> str | None:
+    if reduction == "none":
+        return "reduction='none' needs the gradient of every loss before the weight's"
+    if weight.shape[0] > MOST_CLASSES:
+        return f"it has at most {MOST_CLASSES:,} classes"
+    if weight.dtype not in (hidden.dtype, torch.float32):
+        return "it needs hidden and weight of one dtype, or a float32 weight"
+    return unusable(hidden, weight, bias, dtypes=(torch.bfloat16, torch.float32))
+
+
+def cost(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: object) -> Cost:
+    products = 1 + hidden.requires_grad + weight.requires_grad
+    tensors = hidden.numel() * hidden.itemsize + weight.numel() * weight.itemsize
+    return Cost(flops=2 * products * hidden.numel() * weight.shape[0], bytes=2 * tensors)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    chunk: int | None,
+) -> None:
+    name = "forge.kernels.linear_cross_entropy"
+    if (
+        hidden.dim() < 2
+        or weight.dim() != 2
+        or hidden.shape[-1] != weight.shape[1]
+        or weight.shape[0] == 0
+        or not (hidden.is_floating_point() and weight.is_floating_point())
+    ):
+        raise KernelError(
+            f"{name} needs floating-point hidden (..., width) and weight (classes, width); it got "
+            f"{tuple(hidden.shape)} {hidden.dtype} and {tuple(weight.shape)} {weight.dtype}."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise KernelError(
+            f"{name} needs a floating-point bias of {tuple(weight.shape[:1])}; it got {tuple(bias.shape)} {bias.dtype}."
+        )
+    if weight.device != hidden.device or (bias is not None and bias.device != hidden.device):
+        raise KernelError(f"{name} needs all its tensors on one device.")
+    if chunk is not None and chunk < 1:
+        raise KernelError(f"{name} needs a chunk of at least 1 token; it got {chunk}.")
+    check_loss(name, "hidden", hidden, target, label_smoothing, z_loss, reduction)
+
+
+def _make(
+    tokens: int, width: int, classes: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(classes, width, device=device) * width**-0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(classes, (tokens,), device=device)
+
+
+LINEAR_CROSS_ENTROPY = Kernel(
+    name="linear_cross_entropy",
+    summary="cross_entropy(hidden @ weight.T + bias) over chunks of tokens",
+    function=linear_cross_entropy,
+    reference=reference,
+    supports=supports,
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 1.2e-2},
+    cost=cost,
+    cases=(
+        Case("T8192 D4096 V128256", partial(_make, 8192, 4096, 128256)),
+        Case("T65536 D768 V50304", partial(_make, 65536, 768, 50304)),
+    ),
+)

@@ -1,0 +1,166 @@
+"""mlp: two linear layers with an activation between them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as modules
+
+from forge.errors import KernelError
+from forge_kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Kernel,
+    Module,
+    as_autocast,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
+from forge_kernels.ops.matmul import ACTIVATIONS, autocast_is_on, check_activation, check_dtypes, wants_grad
+
+ops = triton_module("mlp")
+products = triton_module("matmul")
+
+
+def mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
+) -> Tensor:
+    """activation(x @ w1ᵀ + b1) @ w2ᵀ + b2, with weights as nn.Linear has them.
+
+    x is of (..., D), w1 of (H, D), w2 of (D', H); biases may be None. The activation is gelu (the tanh form), gelu_erf,
+    relu, silu or None. Under autocast all arguments are cast as nn.Linear would, and gradients come in the dtype of the
+    parameters; without it, float32 runs as plain torch.
+    """
+    check_activation("mlp", activation)
+    _check(x, w1, b1, w2, b2)
+    if autocast_is_on(x):
+        x, w1, w2 = as_autocast(x), as_autocast(w1), as_autocast(w2)
+        b1, b2 = as_autocast(b1), as_autocast(b2)
+    check_dtypes("mlp", x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+    if falls_back("mlp", supports(x, w1, b1, w2, b2, activation)):
+        return mlp_reference(x, w1, b1, w2, b2, activation)
+    kind = activation or "none"
+    if not wants_grad(x, w1, b1, w2, b2):
+        hidden, _ = products.matmul(x, w1.t(), b1, kind, False)
+        return F.linear(hidden, w2, b2)
+    pre, hidden = ops.first(x, w1, b1, kind)
+    out = ops.Second.apply(pre, hidden, b1, w2, b2, kind)
+    return out.view(*x.shape[:-1], w2.shape[0])
+
+
+def mlp_reference(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
+) -> Tensor:
+    return F.linear(ACTIVATIONS[activation](F.linear(x, w1, b1)), w2, b2)
+
+
+def supports(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
+) -> str | None:
+    # float32 has no use of the matrix units, so there is little to gain beside torch's own products
+    dtypes = HALF_TO_FULL if autocast_is_on(x) else (torch.bfloat16, torch.float16)
+    return unusable(x, w1, b1, w2, b2, dtypes=dtypes)
+
+
+def cost(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
+) -> Cost:
+    rows = x.numel() // max(1, x.shape[-1])
+    ends, hidden = rows * (x.shape[-1] + w2.shape[0]), rows * w1.shape[0]
+    weights = w1.numel() + w2.numel()
+    # in and out once, forward and backward; of the hidden tensor only what the backward needs, before the activation
+    size = (2 * ends + x.numel() + 2 * hidden + 3 * weights) * x.itemsize
+    return Cost(flops=6 * rows * weights, bytes=size)
+
+
+LAYERS = (nn.Linear, nn.GELU, nn.Linear)
+
+
+class FusedMLP(nn.Sequential):
+    """Linear, GELU, Linear, run by `mlp`. Its parameters have the names that they have in nn.Sequential.
+
+    Where somebody has since put other layers there, or waits for calls of the layers, it runs as nn.Sequential does.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        layers: tuple[Any, ...] = tuple(self._modules.values())
+        if not _is_mlp(layers):
+            return super().forward(input)
+        first, between, second = layers
+        w1, b1, w2, b2 = first.weight, first.bias, second.weight, second.bias
+        if not plain(input, w1, b1, w2, b2):
+            return super().forward(input)
+        return mlp(input, w1, b1, w2, b2, "gelu" if between.approximate == "tanh" else "gelu_erf")
+
+
+def swap(module: nn.Module) -> nn.Module | None:
+    """A FusedMLP of the same layers, for a Sequential of Linear, GELU and Linear; None for any other, and where hooks
+    wait for calls of it or of its layers."""
+    if type(module) is not nn.Sequential or _hooked(module) or not _is_mlp(tuple(module._modules.values())):
+        return None
+    fused = FusedMLP(OrderedDict(module.named_children()))
+    fused.training = module.training
+    return fused
+
+
+def _is_mlp(layers: tuple[Any, ...]) -> bool:
+    """Whether these are the very layers that `mlp` computes, and nobody waits for their calls: they would be lost."""
+    if len(layers) != 3 or modules._has_any_global_hook():
+        return False
+    for layer, kind in zip(layers, LAYERS, strict=True):
+        if type(layer) is not kind or _hooked(layer) or "forward" in layer.__dict__:
+            return False
+    return True
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _check(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
+    fits = (
+        x.dim() >= 1 and w1.dim() == 2 and w2.dim() == 2 and x.shape[-1] == w1.shape[1] and w1.shape[0] == w2.shape[1]
+    )
+    for bias, weight in ((b1, w1), (b2, w2)):
+        fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    if not fits:
+        shapes = ", ".join("None" if t is None else str(tuple(t.shape)) for t in (x, w1, b1, w2, b2))
+        raise KernelError(
+            "forge.kernels.mlp needs x of (..., D), w1 of (H, D), b1 of (H,) or None, w2 of (D', H) and b2 of (D',) or "
+            f"None; it got {shapes}."
+        )
+
+
+def _make(rows: int, width: int, hidden: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def new(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
+
+    w1, w2 = new(hidden, width, scale=width**-0.5), new(width, hidden, scale=hidden**-0.5)
+    return new(rows, width), w1, new(hidden), w2, new(width)
+
+
+MLP = Kernel(
+    name="mlp",
+    summary="activation(x @ w1ᵀ + b1) @ w2ᵀ + b2",
+    function=mlp,
+    reference=mlp_reference,
+    supports=supports,
+    tolerance={torch.bfloat16: 1e-2, torch.float16: 2e-3},
+    cost=cost,
+    cases=(
+        Case("768→3072→768, T=16384", partial(_make, 16384, 768, 3072)),
+        Case("4096→16384→4096, T=8192", partial(_make, 8192, 4096, 16384)),
+        Case("768→3072→768, T=65536", partial(_make, 65536, 768, 3072)),
+    ),
+    replaces=(Module("torch.nn.Sequential", swap),),
+)

@@ -1,0 +1,276 @@
+"""rms_norm and layer_norm, with the addition that comes before them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
+
+ops = triton_module("norms")
+
+WIDEST = 65536
+"""The widest row that the kernels take."""
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight.
+
+    With `residual` it normalises h = x + residual and returns both: (rms_norm(h), h).
+
+    All is computed in float32. The result has x's dtype whatever the dtype of the weight, under autocast too: what is
+    bfloat16 stays bfloat16, where `torch.nn.functional` may give float32. `dtype` asks for another. h has the wider
+    dtype of x and residual, as in plain torch.
+    """
+    _check("rms_norm", x, residual, weight, None, dtype)
+    if falls_back("rms_norm", supports_rms(x, weight, eps, residual, dtype)):
+        return rms_norm_reference(x, weight, eps, residual, dtype)
+    y, h, _, _ = ops.norm(x, residual, weight, None, eps, False, dtype or x.dtype)
+    return y if residual is None else (y, h)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """LayerNorm over the last dimension: (x - mean(x)) / sqrt(var(x) + eps) · weight + bias.
+
+    With `residual` it normalises h = x + residual and returns both: (layer_norm(h), h). Dtypes are as for `rms_norm`.
+    """
+    _check("layer_norm", x, residual, weight, bias, dtype)
+    if falls_back("layer_norm", supports_layer(x, weight, bias, eps, residual, dtype)):
+        return layer_norm_reference(x, weight, bias, eps, residual, dtype)
+    y, h, _, _ = ops.norm(x, residual, weight, bias, eps, True, dtype or x.dtype)
+    return y if residual is None else (y, h)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    h = x if residual is None else x + residual
+    wide = _widen(h)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = (y if weight is None else y * _widen(weight)).to(dtype or x.dtype)
+    return y if residual is None else (y, h)
+
+
+def layer_norm_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    h = x if residual is None else x + residual
+    wide = _widen(h)
+    weight = None if weight is None else weight.to(wide.dtype)
+    bias = None if bias is None else bias.to(wide.dtype)
+    y = F.layer_norm(wide, wide.shape[-1:], weight, bias, eps).to(dtype or x.dtype)
+    return y if residual is None else (y, h)
+
+
+def supports_rms(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    return _supports(x, weight, None, residual, dtype)
+
+
+def supports_layer(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    return _supports(x, weight, bias, residual, dtype)
+
+
+def _supports(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
+) -> str | None:
+    if dtype is not None and dtype not in HALF_TO_FULL:
+        return "it gives bfloat16, float16 or float32"
+    if x.shape[-1] > WIDEST:
+        return f"its rows have at most {WIDEST} entries"
+    return unusable(x, residual, weight, bias)
+
+
+def cost_rms(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Cost:
+    return _cost(x, residual, dtype)
+
+
+def cost_layer(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Cost:
+    return _cost(x, residual, dtype)
+
+
+def _cost(x: Tensor, residual: Tensor | None, dtype: torch.dtype | None) -> Cost:
+    y = (dtype or x.dtype).itemsize
+    # forward reads x and writes y; backward reads x and dy and writes dx
+    size = 3 * x.itemsize + 2 * y
+    if residual is not None:
+        h = max(x.itemsize, residual.itemsize)
+        # forward reads x and residual and writes h and y; backward reads h, dh and dy and writes their gradient
+        size = x.itemsize + residual.itemsize + 4 * h + 2 * y
+    return Cost(flops=20 * x.numel(), bytes=size * x.numel())
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+) -> None:
+    check_floating(name, x=x, residual=residual, weight=weight, bias=bias)
+    if dtype is not None and not dtype.is_floating_point:
+        raise KernelError(f"forge.kernels.{name} gives floating-point numbers, not {dtype}.")
+    if x.dim() == 0:
+        raise KernelError(f"forge.kernels.{name} normalises the last dimension; x has none.")
+    if residual is not None and (residual.shape != x.shape or residual.device != x.device):
+        raise KernelError(
+            f"forge.kernels.{name} needs residual of x's shape and device; it got {tuple(residual.shape)} on "
+            f"{residual.device} for {tuple(x.shape)} on {x.device}."
+        )
+    for what, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and (vector.shape != x.shape[-1:] or vector.device != x.device):
+            raise KernelError(
+                f"forge.kernels.{name} needs {what} of shape {tuple(x.shape[-1:])} on {x.device}, the last dimension "
+                f"of x; it got {tuple(vector.shape)} on {vector.device}."
+            )
+
+
+# -- in place of torch's own ------------------------------------------------------------------------------------------
+
+
+_WIDENED = {
+    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    for name in ("layer_norm", "rms_norm")
+}
+"""Whether autocast has torch's own run in float32 on CUDA, as it has rms_norm in later versions only. On a CPU it has
+neither."""
+
+
+def stand_in_for_layer_norm(
+    original: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch's `layer_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32."""
+    if _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
+        return layer_norm(input, weight, bias, eps, dtype=_dtype("layer_norm", input))
+    return original(input, normalized_shape, weight, bias, eps)
+
+
+def stand_in_for_rms_norm(
+    original: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """torch's `rms_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32 in versions of torch
+    whose own does. Without eps it is float32's, in which all is computed, whatever the dtype of the input."""
+    if _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        return rms_norm(input, weight, eps, dtype=_dtype("rms_norm", input))
+    return original(input, normalized_shape, weight, eps)
+
+
+def _dtype(name: str, x: Tensor) -> torch.dtype:
+    """The dtype of the result of torch's own."""
+    return torch.float32 if _WIDENED[name] and x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
+
+
+def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
+    """Whether it is one dimension of plain tensors; what makes no sense is left to torch to complain about."""
+    if not isinstance(x, Tensor) or not plain(x, *vectors):
+        return False
+    if len(normalized_shape) != 1 or x.dim() == 0 or x.shape[-1] != normalized_shape[0]:
+        return False
+    return all(vector is None or (vector.shape == x.shape[-1:] and vector.device == x.device) for vector in vectors)
+
+
+def _make(vectors: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    x = torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True)
+    return x, *(torch.randn(columns, device=device, dtype=dtype, requires_grad=True) for _ in range(vectors))
+
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+_SHAPES = ((16384, 768), (16384, 2048), (16384, 4096), (8192, 8192))
+
+
+RMS_NORM = Kernel(
+    name="rms_norm",
+    summary="x / sqrt(mean(x²) + eps) · weight, with the residual added before",
+    function=rms_norm,
+    reference=rms_norm_reference,
+    supports=supports_rms,
+    tolerance=_TOLERANCE,
+    cost=cost_rms,
+    cases=tuple(Case(f"{rows}×{columns}", partial(_make, 1, rows, columns)) for rows, columns in _SHAPES),
+    replaces=(Functional("torch.nn.functional.rms_norm", stand_in_for_rms_norm),),
+)
+LAYER_NORM = Kernel(
+    name="layer_norm",
+    summary="(x - mean(x)) / sqrt(var(x) + eps) · weight + bias, with the residual added before",
+    function=layer_norm,
+    reference=layer_norm_reference,
+    supports=supports_layer,
+    tolerance=_TOLERANCE,
+    cost=cost_layer,
+    cases=tuple(Case(f"{rows}×{columns}", partial(_make, 2, rows, columns)) for rows, columns in _SHAPES),
+    replaces=(Functional("torch.nn.functional.layer_norm", stand_in_for_layer_norm),),
+)

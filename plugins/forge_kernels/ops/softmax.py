@@ -1,0 +1,91 @@
+"""softmax over the last dimension."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.errors import KernelError
+from forge_kernels.contract import (
+    HALF_TO_FULL,
+    Case,
+    Cost,
+    Functional,
+    Kernel,
+    check_floating,
+    falls_back,
+    plain,
+    triton_module,
+    unusable,
+)
+
+ops = triton_module("softmax")
+
+
+def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(x) / sum(exp(x)) over a dimension; the kernel runs where it is the last.
+
+    All is computed in float32. The result has x's dtype, or the `dtype` asked for.
+    """
+    check_floating("softmax", x=x)
+    if dtype is not None and not dtype.is_floating_point:
+        raise KernelError(f"forge.kernels.softmax gives floating-point numbers, not {dtype}.")
+    if not -x.dim() <= dim < x.dim():
+        raise KernelError(f"forge.kernels.softmax has no dimension {dim} in x of shape {tuple(x.shape)}.")
+    if falls_back("softmax", supports(x, dim, dtype)):
+        return softmax_reference(x, dim, dtype)
+    return ops.softmax(x, dtype or x.dtype)
+
+
+def softmax_reference(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.softmax(x, dim, torch.promote_types(x.dtype, torch.float32)).to(dtype or x.dtype)
+
+
+def supports(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> str | None:
+    if dim not in (-1, x.dim() - 1):
+        return "it goes over the last dimension"
+    if dtype is not None and dtype not in HALF_TO_FULL:
+        return "it gives bfloat16, float16 or float32"
+    return unusable(x)
+
+
+def cost(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Cost:
+    # forward reads x and writes y; backward reads y and dy and writes dx
+    size = (dtype or x.dtype).itemsize
+    return Cost(flops=10 * x.numel(), bytes=(2 * x.itemsize + 3 * size) * x.numel())
+
+
+def stand_in(
+    original: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    if (
+        isinstance(input, Tensor)
+        and plain(input)
+        and dim is not None
+        and input.dim() > 0
+        and supports(input, dim, dtype) is None
+    ):
+        if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
+            dtype = torch.float32  # as autocast has it there
+        return softmax(input, dim, dtype)
+    return original(input, dim, _stacklevel, dtype)
+
+
+def _make(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor]:
+    return (torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True),)
+
+
+SOFTMAX = Kernel(
+    name="softmax",
+    summary="exp(x) / sum(exp(x)) over the last dimension",
+    function=softmax,
+    reference=softmax_reference,
+    supports=supports,
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
+    cost=cost,
+    cases=(Case("16384×4096", partial(_make, 16384, 4096)), Case("8192×32768", partial(_make, 8192, 32768))),
+    replaces=(Functional("torch.nn.functional.softmax", stand_in),),
+)

@@ -1,0 +1,212 @@
+"""Choosing: which kernel, if any, is faster than what it replaces, for one call on one device."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from forge_kernels import patch
+from forge_kernels.call_pattern import Call
+from forge_kernels.contract import Functional, Kernel, Module
+from forge_kernels.timing import Pass, Timing, Work, distance
+
+GAIN = 0.03
+"""A kernel is used where it takes this share of the time less than what it replaces: less is noise."""
+APART = 4
+"""How many tolerances a kernel's results may be from those of what it replaces, which has errors of its own."""
+AS_WRITTEN = "as written"
+
+Times = Callable[..., Sequence[Timing]]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel, and one of the things that it can replace."""
+
+    kernel: Kernel
+    replaces: Functional | Module
+
+    @property
+    def target(self) -> str:
+        return self.replaces.target
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What came of measuring a call."""
+
+    call: Call
+    kernel: str | None
+    "The kernel to use; None: as written."
+    ms: Mapping[str, float] = field(default_factory=dict)
+    "Forward and backward in milliseconds, as written and by kernel."
+    why: str = ""
+    "Why there was nothing to measure, or why a kernel did not count."
+    paths: tuple[str, ...] = ()
+    "Where modules are called: their names."
+
+    def as_data(self) -> dict[str, Any]:
+        told = {"kernel": self.kernel, "ms": dict(self.ms), "why": self.why, "paths": list(self.paths)}
+        return {"call": self.call.as_data(), **told}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Choice:
+        return cls(Call.from_data(data["call"]), data["kernel"], dict(data["ms"]), data["why"], tuple(data["paths"]))
+
+
+def choose(
+    call: Call,
+    candidates: Sequence[Candidate],
+    device: torch.device,
+    times: Times,
+    compiled: bool = False,
+    module: nn.Module | None = None,
+) -> Choice:
+    """Measure one call as written and by every candidate, both compiled where the run is.
+
+    A candidate that hands the call back, fails, or computes something else than what it replaces does not count.
+    """
+    try:
+        trial = Trial(call, device, module)
+        works: dict[str, Work] = {AS_WRITTEN: trial.work(trial.written, compiled)}
+        reasons: dict[str, str] = {}
+        for candidate in candidates:
+            reason = trial.unfit(candidate)
+            if reason is not None:
+                reasons[candidate.kernel.name] = reason
+                continue
+            works[candidate.kernel.name] = trial.work(trial.stand_in(candidate, trial.written), compiled)
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        if len(works) == 1:
+            return Choice(call, None, why=why)
+        with unaccounted() if compiled else nullcontext():
+            timings = times(*works.values())
+    except torch.OutOfMemoryError:
+        return Choice(call, None, why="there was no memory left to measure it")
+    ms = {name: timing.median * 1e3 for name, timing in zip(works, timings, strict=True)}
+    best = min(ms, key=lambda name: ms[name])
+    return Choice(call, best if ms[best] <= (1 - GAIN) * ms[AS_WRITTEN] else None, ms, why)
+
+
+class Trial:
+    """A call with arguments made for it, which anybody can be given."""
+
+    def __init__(self, call: Call, device: torch.device, module: nn.Module | None):
+        self.call, self.device, self.module = call, device, module
+        self.written: Callable[..., Any] = patch.original(call.target) if module is None else module
+        self.args, self.options = call.make(device)
+        self.parameters = [] if module is None else list(module.parameters())
+
+    def work(self, function: Callable[..., Any], compiled: bool = False) -> Pass:
+        """A function on these arguments, under the autocast that the call was made under."""
+        run = _in_autocast(_compiled(function) if compiled else function, self.call, self.device)
+        return Pass(run, self.args, self.options, self.parameters)
+
+    def stand_in(self, candidate: Candidate, written: Callable[..., Any]) -> Callable[..., Any]:
+        """What a candidate calls in the place of what is written."""
+        replaces = candidate.replaces
+        if isinstance(replaces, Functional):
+            return functools.partial(replaces.call, written)
+        assert self.module is not None
+        new = patch.swapped(self.module, replaces.swap, candidate.kernel.name, type(self.module).__name__)
+        return written if new is None else new
+
+    def unfit(self, candidate: Candidate) -> str | None:
+        """Why a candidate cannot be used: it hands the call back, it fails, or its results are others."""
+        spy = _Spy(self.written)
+        try:
+            results = self.work(self.stand_in(candidate, spy)).results()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"it fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        if spy.called:
+            return "it does not take this call"
+        expected = self.work(self.written).results()
+        if len(results) != len(expected):
+            return "it returns other things"
+        bound = APART * _tolerance(candidate.kernel, self.call)
+        for place, (result, right) in enumerate(zip(results, expected, strict=True)):
+            if result is None or right is None:
+                if result is not right:
+                    return "it has other gradients"
+            elif not (off := distance(result, right)) <= bound:
+                return f"its {_ordinal(place)} result is off by {off:.1e}, outputs before gradients"
+        return None
+
+
+class _Spy:
+    """The original, which remembers whether a kernel handed a call back to it."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.called = function, False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.called = True
+        return self.function(*args, **options)
+
+
+def _ordinal(place: int) -> str:
+    return ("first", "second", "third")[place] if place < 3 else f"{place + 1}th"
+
+
+def _tolerance(kernel: Kernel, call: Call) -> float:
+    """The widest of what the dtypes of a call are held to."""
+    dtypes = [like.dtype for like in call.likes if like.dtype.is_floating_point]
+    if call.autocast is not None:
+        dtypes.append(call.autocast)
+    return max((kernel.tolerance[dtype] for dtype in dtypes if dtype in kernel.tolerance), default=0.0)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def measured(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    # code of its own: torch counts as recompiles of one another what shares it
+    measured.__code__ = measured.__code__.replace(co_name="measured")
+    return torch.compile(measured, dynamic=False)
+
+
+def _in_autocast(function: Callable[..., Any], call: Call, device: torch.device) -> Callable[..., Any]:
+    """The forward under the autocast that the call was made under."""
+    if call.autocast is None:
+        return function
+
+    def run(*args: Any, **options: Any) -> Any:
+        with torch.autocast(device.type, call.autocast):
+            return function(*args, **options)
+
+    return run
+
+
+@contextmanager
+def unaccounted() -> Iterator[None]:
+    """What torch compiles meanwhile is not in its accounts of graphs, breaks and compilations: it is not the run's.
+
+    These accounts are in places that are not promised to stay; one that is gone is not put right.
+    """
+    import torch._dynamo  # noqa: F401
+
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = {name: dict(counts) for name, counts in getattr(utils, "counters", {}).items()}
+    breaks = len(getattr(utils, "graph_break_reasons", ()))
+    frames = len(getattr(utils, "_compilation_metrics", ()))
+    try:
+        yield
+    finally:
+        with suppress(AttributeError, TypeError, IndexError):
+            utils.counters.clear()
+            for name, counts in counters.items():
+                utils.counters[name].update(counts)
+        with suppress(AttributeError, TypeError, IndexError):
+            del utils.graph_break_reasons[breaks:]
+        with suppress(AttributeError, TypeError, IndexError):
+            while len(utils._compilation_metrics) > frames:
+                utils._compilation_metrics.pop()

@@ -1,0 +1,220 @@
+"""What every kernel is held to, whoever wrote it.
+
+::
+
+    from forge.testing import check_against_reference, check_compiles_whole
+
+    def test_softsign_keeps_its_promises():
+        x = torch.randn(33, 7, requires_grad=True)
+        check_against_reference(SOFTSIGN, [x])
+        check_compiles_whole(SOFTSIGN, [x])
+
+Without a CUDA device Triton's kernels run in its interpreter, if TRITON_INTERPRET is 1 in the environment before Triton
+is imported (in pytest: at the top of conftest.py). It is slow, so keep shapes small; and it has errors of its own, so
+call `mend_interpreter()` there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from forge_kernels.contract import Kernel
+
+SHAKES = 4
+"""How often the arguments are moved by a rounding to see how far the exact result moves."""
+
+
+def check_against_reference(
+    kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None, tolerance: float | None = None
+) -> None:
+    """An AssertionError unless outputs and gradients are as near to the reference in float64 as the kernel promises.
+
+    How near, the least precise dtype among the arguments and of a result says, unless you give a tolerance. That is for
+    many entries: the errors of few do not average out, and a single one may be off by three times as much. Where terms
+    cancel, no tolerance holds for any input: a result may be further off by what the reference is in the very same
+    dtypes, or by what the exact result moves when the arguments move by a rounding. Results that are not floating-point
+    must be equal. Gradients are those of all arguments that require one. Outputs have the dtypes that the reference
+    gives on the very same arguments. New memory is poisoned meanwhile. Arguments that the kernel does not support are
+    an error too: they would hold the reference against itself.
+    """
+    options = options or {}
+    assert kernel.supports(*args, **options) is None, "the reference would run: this would test nothing"
+    with torch.no_grad():
+        dtypes = [output.dtype for output in outputs_of(kernel.reference, as_new_leaves(args), options)]
+    exact = run(kernel.reference, in_float64(args), options, dtypes)
+    with poisoned_memory():
+        results = run(kernel.function, args, options)
+    found = [result.dtype for result in results[: len(dtypes)]]
+    assert found == dtypes, f"{kernel.name}: outputs are {found}, the reference gives {dtypes}"
+    assert len(results) == len(exact)
+    for place, (result, right) in enumerate(zip(results, exact, strict=True)):
+        if not result.is_floating_point():
+            assert torch.equal(result, right.to(result.dtype)), f"{kernel.name}: result {place} is not the reference's"
+            continue
+        few = 1 + 2 / max(1, result.numel()) ** 0.5
+        bound = few * promised(kernel, args, result) if tolerance is None else tolerance
+        off = distance(result, right)
+        if off > bound and tolerance is None:
+            alike = run(kernel.reference, as_new_leaves(args), options)
+            moved = [run(kernel.reference, shaken(args, seed), options, dtypes) for seed in range(SHAKES)]
+            bound += max(distance(other[place], right) for other in (alike, *moved))
+        assert off <= bound, f"{kernel.name}: result {place} is off by {off:.2e}, more than {bound:.0e}"
+
+
+def check_compiles_whole(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None) -> None:
+    """An error unless torch.compile takes the function without a graph break, forward and backward, and the result is
+    the same."""
+    options = options or {}
+    expected = run(kernel.function, args, options)
+    torch.compiler.reset()
+    compiled = torch.compile(kernel.function, fullgraph=True, backend="aot_eager")
+    results = run(compiled, args, options)
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, equal_nan=True)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New tensors are full of NaN meanwhile, so that an entry that is never written is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
+
+
+# -- their parts ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    rounded: Sequence[torch.dtype] | None = None,
+) -> list[Tensor]:
+    """Outputs, then the gradients of all inputs that require one, for a fixed random gradient of the outputs.
+
+    `rounded` gives that gradient the values it has in these dtypes, where the outputs have finer ones.
+    """
+    outputs = outputs_of(function, args, options)
+    wanted = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.requires_grad]
+    if not wanted:
+        return [o.detach() for o in outputs]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        grads = [
+            torch.randn(o.shape, dtype=torch.float64).to(coarse).to(o.device, o.dtype)
+            for o, coarse in zip(outputs, rounded or [o.dtype for o in outputs], strict=True)
+        ]
+    gradients = torch.autograd.grad(outputs, wanted, grads)
+    return [o.detach() for o in outputs] + list(gradients)
+
+
+def outputs_of(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
+    """What a function returns, as a list."""
+    output = function(*args, **options)
+    return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    """The same arguments in memory of their own, floating tensors in another dtype if you say so.
+
+    They lie there plainly: some of torch's functions refuse tensors that begin at odd places.
+    """
+
+    def copy(a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        wanted = dtype if dtype is not None and a.is_floating_point() else a.dtype
+        new = a.detach().to(wanted, memory_format=torch.contiguous_format, copy=True)
+        return new.requires_grad_(a.requires_grad)
+
+    return tree_map(copy, list(args))
+
+
+def in_float64(args: Sequence[Any]) -> list[Any]:
+    """The same arguments with floating tensors in float64, as new leaves."""
+    return as_new_leaves(args, torch.float64)
+
+
+def shaken(args: Sequence[Any], seed: int) -> list[Any]:
+    """The same arguments in float64, every floating entry moved up or down by a rounding of its own dtype."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def shake(a: Any, wide: Any) -> Any:
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            return a
+        sign = torch.randint(0, 2, a.shape, generator=drawn).to(a.device) * 2 - 1
+        return (wide.detach() * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
+
+    return tree_map(shake, list(args), in_float64(args))
+
+
+def promised(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
+    """How far this result may be off: the least precise dtype among it and the arguments says."""
+    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
+    dtypes = {tensor.dtype for tensor in (*tensors, result)}
+    missing = [str(dtype) for dtype in dtypes if dtype not in kernel.tolerance]
+    assert not missing, f"{kernel.name} has no tolerance for {missing[0]}"
+    return max(kernel.tolerance[dtype] for dtype in dtypes)
+
+
+def distance(result: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of the exact values; infinite and NaN entries must be the same ones.
+
+    What is smaller than the dtype's smallest normal number counts as 0.
+    """
+    tiny = torch.finfo(result.dtype).tiny
+    result, exact = result.double(), exact.double()
+    assert result.shape == exact.shape, (result.shape, exact.shape)
+    odd = ~torch.isfinite(exact)
+    torch.testing.assert_close(result[odd], exact[odd], equal_nan=True)
+    assert torch.isfinite(result[~odd]).all(), "entries that should be finite are not"
+    difference = (result[~odd] - exact[~odd]).abs().sub(tiny).clamp(min=0)
+    return float(difference.norm() / exact[~odd].norm().clamp(min=tiny))
+
+
+# -- Triton's interpreter ---------------------------------------------------------------------------------------------
+
+_mended: list[Any] = []
+
+
+def mend_interpreter() -> None:
+    """Two things that Triton's interpreter gets wrong: loop bounds known at run time (in 3.6 NumPy 2.4 refuses them),
+    and products of bfloat16 matrices (it multiplies their bits as integers). Mended once, for the whole process."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    if _mended:
+        return
+    patch: Any = interpreter._patch_lang_tensor
+    builder: Any = interpreter.InterpreterBuilder
+    create_dot: Any = builder.create_dot
+    _mended.extend([patch, create_dot])
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        bits = x.data.view("uint16").astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(self, wide(a), wide(b), *rest)
+
+    interpreter._patch_lang_tensor = mended
+    builder.create_dot = dot

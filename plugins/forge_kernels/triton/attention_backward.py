@@ -1,0 +1,84 @@
+"""Attention, backward: one kernel for the queries' gradient, then one for the keys' and values'.
+
+Both compute the probabilities anew from the saved logsumexp. Neither adds with atomics, so results are the same bits in
+every run; the second sums over the heads that share keys, so no expanded gradient ever exists.
+"""
+
+# pyright: reportArgumentType=false
+# (inside a kernel, what Python would call an int or a bool is a constexpr)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from forge_kernels.triton.attention_tiles import place, tile
+
+
+@triton.jit
+def queries(
+    q, k, v, out, do, dq, lse, delta, scale, factor, blocks, heads, group, section, T, padded,
+    CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries; and delta, the sums over out · do, which the other kernel needs as well."""
+    block, batch, head, at = place(blocks, heads, section, CAUSAL)
+    row = block * M
+    limits = tl.full([M], 0, tl.int32) + T  # the columns that each row sees are those below
+    end = T
+    free = T // N * N  # up to here every row sees every column
+    if CAUSAL:
+        limits = tl.minimum(T, row + 1 + tl.arange(0, M))
+        end = tl.minimum(T, row + M)
+        free = tl.minimum(free, (row + 1) // N * N)
+    d_out = tile(do, batch, head, row, M, D)
+    sums = tl.sum(tile(out, batch, head, row, M, D).to(tl.float32) * d_out.to(tl.float32), 1)
+    statistics = at.to(tl.int64) * padded + row + tl.arange(0, M)
+    tl.store(delta + statistics, sums)
+    log = tl.load(lse + statistics)
+    rows = tile(q, batch, head, row, M, D)
+    acc = tl.zeros([M, D], tl.float32)
+    for column in range(0, end, N):
+        keys = tile(k, batch, head // group, column, N, D)
+        scores = tl.dot(rows, keys.T, input_precision="tf32x3")
+        dp = tl.dot(d_out, tile(v, batch, head // group, column, N, D).T, input_precision="tf32x3")
+        p = tl.math.exp2(scores * scale - log[:, None])
+        if column >= free:
+            p = tl.where(column + tl.arange(0, N)[None, :] < limits[:, None], p, 0.0)
+        ds = p * (dp - sums[:, None])
+        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="tf32x3")
+    dq.store([batch, head, row, 0], (acc * factor).to(dq.dtype).reshape(1, 1, M, D))
+
+
+@triton.jit
+def keys_and_values(
+    q, k, v, do, dk, dv, lse, delta, scale, factor, blocks, heads, group, section, S, padded,
+    CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, over all queries of all heads that share it. `heads` counts those of the keys."""
+    block, batch, head, at = place(blocks, heads, section, False)
+    column = block * N
+    keys = tile(k, batch, head, column, N, D)
+    values = tile(v, batch, head, column, N, D)
+    d_keys = tl.zeros([N, D], tl.float32)
+    d_values = tl.zeros([N, D], tl.float32)
+    first = 0
+    if CAUSAL:
+        first = column // M * M
+    for member in range(group):
+        statistics = (at * group + member).to(tl.int64) * padded
+        for row in range(first, S, M):
+            rows = tile(q, batch, head * group + member, row, M, D)
+            log = tl.load(lse + statistics + row + tl.arange(0, M))
+            scores = tl.dot(keys, rows.T, input_precision="tf32x3")  # transposed: keys by queries
+            p = tl.math.exp2(scores * scale - log[None, :])
+            if CAUSAL:
+                p = tl.where(row + tl.arange(0, M)[None, :] >= column + tl.arange(0, N)[:, None], p, 0.0)
+            d_out = tile(do, batch, head * group + member, row, M, D)
+            dp = tl.dot(values, d_out.T, input_precision="tf32x3")
+            d_values = tl.dot(p.to(d_out.dtype), d_out, d_values, input_precision="tf32x3")
+            # loaded only here: three programs share a processor as long as each thread keeps to 168 registers
+            sums = tl.load(delta + statistics + row + tl.arange(0, M))
+            ds = p * (dp - sums[None, :])
+            d_keys = tl.dot(ds.to(rows.dtype), rows, d_keys, input_precision="tf32x3")
+    dv.store([batch, head, column, 0], d_values.to(dv.dtype).reshape(1, 1, N, D))
+    dk.store([batch, head, column, 0], (d_keys * factor).to(dk.dtype).reshape(1, 1, N, D))

@@ -1,0 +1,127 @@
+"""A linear head and its cross-entropy over chunks of tokens: the logits of a chunk become their gradient in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from forge_kernels.contract import device_of, refuse_second_derivative
+from forge_kernels.triton.cross_entropy_losses import losses_only, losses_with_gradient
+from forge_kernels.triton.cross_entropy_reduction import count_targets, total_loss
+from forge_kernels.triton.scale import times
+
+
+@custom_op("forge::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore: int,
+    smoothing: float,
+    z_loss: float,
+    mean: bool,
+    chunk: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and the gradients of hidden, weight and bias: empty where they are not wanted."""
+    hidden, target = hidden.contiguous(), target.contiguous()
+    matrix = weight.to(hidden.dtype)  # a float32 weight under autocast: once, not for every chunk
+    offset = None if bias is None else bias.to(hidden.dtype)
+    grads = _gradients(hidden, weight, bias, wanted)
+    losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+    with device_of(hidden), torch.autocast(hidden.device.type, enabled=False):
+        scale = count_targets(target, ignore, mean)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], matrix, offset, buffer)
+            if any(wanted):
+                losses[rows] = losses_with_gradient(logits, logits, target[rows], scale, ignore, smoothing, z_loss)
+                _accumulate(logits, hidden, matrix, rows, grads, wanted)
+            else:
+                losses[rows] = losses_only(logits, target[rows], ignore, smoothing, z_loss)[0]
+        return total_loss(losses, scale), *grads
+
+
+def _logits(hidden: Tensor, matrix: Tensor, offset: Tensor | None, buffer: Tensor) -> Tensor:
+    out = buffer[: hidden.shape[0]]
+    if offset is None:
+        return torch.mm(hidden, matrix.t(), out=out)
+    return torch.addmm(offset, hidden, matrix.t(), out=out)
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    # the chunks of hidden are written once each, and the first chunk writes all of weight's
+    grad_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
+    grad_weight = (weight.new_empty if hidden.shape[0] else weight.new_zeros)(weight.shape if wanted[1] else 0)
+    grad_bias = hidden.new_zeros(
+        weight.shape[0] if wanted[2] else 0, dtype=torch.float32 if bias is None else bias.dtype
+    )
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _accumulate(
+    gradient: Tensor,
+    hidden: Tensor,
+    matrix: Tensor,
+    rows: slice,
+    grads: tuple[Tensor, Tensor, Tensor],
+    wanted: list[bool],
+) -> None:
+    grad_hidden, grad_weight, grad_bias = grads
+    if wanted[0]:
+        torch.mm(gradient, matrix, out=grad_hidden[rows])
+    if wanted[1]:
+        _add_product(grad_weight, gradient.t(), hidden[rows], beta=0 if rows.start == 0 else 1)
+    if wanted[2]:
+        grad_bias += gradient.sum(0, dtype=torch.float32)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
+    """total = beta · total + left @ right, added in float32 and rounded once, whatever their dtypes."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+
+
+@linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore: int,
+    smoothing: float,
+    z_loss: float,
+    mean: bool,
+    chunk: int,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return hidden.new_empty((), dtype=torch.float32), *_gradients(hidden, weight, bias, wanted)
+
+
+def _keep(ctx, inputs, output) -> None:
+    _, *grads = output
+    ctx.wanted = inputs[-1]
+    ctx.mark_non_differentiable(*grads)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*grads)
+
+
+def _differentiate(ctx, grad, *_):
+    refuse_second_derivative("linear_cross_entropy")
+    nothing = (None,) * 7
+    if grad is None:
+        return None, None, None, *nothing
+    scaled = [times(g, grad) if wanted else None for g, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
+    return *scaled, *nothing
+
+
+linear_cross_entropy.register_autograd(_differentiate, setup_context=_keep)

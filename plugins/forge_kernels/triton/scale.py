@@ -1,0 +1,47 @@
+"""A gradient times the gradient of the loss, which is 1 as a rule: in place then, without touching memory."""
+
+# Triton's language is not Python's to a type checker.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from forge_kernels.contract import device_of
+
+
+@triton.jit
+def _scale(values, factor, count, BLOCK: tl.constexpr):
+    """values *= factor; nothing is read where the factor is 1."""
+    times = tl.load(factor)
+    if times != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(values + at, mask=at < count, other=0).to(tl.float32)
+            tl.store(values + at, (x * times).to(values.dtype.element_ty), mask=at < count)
+
+
+@custom_op("forge::scale_", mutates_args=("values",))
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """values *= factor, one float on the device; where it is 1, memory is not touched."""
+    if values.is_contiguous():
+        programs = min(triton.cdiv(values.numel(), 8192), 1024)
+        if programs:
+            with device_of(values):
+                _scale[(programs,)](values, factor, values.numel(), BLOCK=8192, num_warps=8)
+    else:
+        values.mul_(factor)
+
+
+def times(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient · factor, for a backward: in place where the graph is used once, so that a factor of 1 costs nothing."""
+    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if traced or torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient * factor
+    scale_(gradient, factor)
+    return gradient

@@ -1,0 +1,149 @@
+"""LightningAdapter: an existing LightningModule as a task, unchanged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forge.contract.hooks import hookimpl
+from forge.contract.step import Step
+from forge.errors import TaskError
+from forge_lightning import carried
+from forge_lightning.evaluating import Evaluates
+from forge_lightning.logged import EpochMeans
+from forge_lightning.training import Trains
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+
+class LightningAdapter(Trains, Evaluates):
+    """Runs an existing LightningModule under forge, with nothing changed in it::
+
+        task = forge.LightningAdapter(MyLightningModule())
+        forge.Trainer(max_epochs=3).fit(task, task.train_loader(), task.val_loader())
+
+    The task *is* the module to whoever looks at its parameters: names in checkpoints and weights files are the
+    module's own, so that `module.load_state_dict` takes what forge saved, and `forge.load_weights(task, "x.ckpt")` what
+    Lightning saved. `LightningAdapter.from_checkpoint(path, module=MyLightningModule())` needs the module given again.
+
+    `datamodule` is a LightningDataModule to take loaders from. What the module logs with `self.log("val_loss")` is
+    called `val/loss`: the stage is put before the name, and taken off where the name begins with it. What cannot be
+    carried over is refused or warned of by name. Lightning need not be installed, if the module can be made without.
+
+    For the command line, which makes tasks by their class, write a subclass of the adapter whose `__init__` makes the
+    module (see docs/from-lightning.md).
+    """
+
+    @property
+    def task_name(self) -> str:
+        """What runs are called by: the module's class, or that of a subclass of the adapter."""
+        return type(self.module if type(self) is LightningAdapter else self).__name__
+
+    # -- being run ----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def forge_configure(self, trainer: Trainer) -> None:
+        ready = self._ready
+        self._forget()
+        self._ready = ready
+        assert trainer.verb is not None
+        self._set_up(trainer.verb)
+
+    @hookimpl
+    def forge_build_model(self, trainer: Trainer, phase: str) -> None:
+        if phase == "surgery":
+            self.is_built = True  # the Env is known from here on
+            self._attach()
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        if trainer.verb == "fit":
+            self._epoch = EpochMeans(trainer)
+            self._call("on_fit_start")
+
+    @hookimpl
+    def forge_exception(self) -> None:
+        self._failed = True
+
+    @hookimpl
+    def forge_end(self, trainer: Trainer) -> None:
+        try:
+            if not self._failed:
+                if self._started:
+                    self._call("on_train_end")
+                if trainer.verb == "fit":
+                    self._call("on_fit_end")
+            for thing in (self.datamodule, self.module):
+                if carried.defines(thing, "teardown"):
+                    thing.teardown(trainer.verb)
+        finally:
+            self._detach()
+            self._forget()
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def forge_prepare_batch(self, step: Step, batch: Any) -> Any:
+        self._step = step
+        if step.stage == "train":
+            self._begin_batch(step)
+        elif step.micro == 0:
+            self._begin_loader()
+        batch = self._handed_on("on_before_batch_transfer", batch)
+        for thing in (self.datamodule, self.module):
+            if carried.defines(thing, "transfer_batch_to_device"):
+                batch = thing.transfer_batch_to_device(batch, step.trainer.env.device, self._loader)
+                break
+        else:
+            batch = step.trainer.env.move(batch)
+        return self._handed_on("on_after_batch_transfer", batch)
+
+    def _handed_on(self, method: str, batch: Any) -> Any:
+        for thing in (self.datamodule, self.module):
+            if carried.defines(thing, method):
+                return getattr(thing, method)(batch, self._loader)
+        return batch
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def forge_state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        epoch = self._epoch.state_dict() if self._epoch is not None else {}
+        computed = (
+            {} if self._epoch is None else {path: list(names) for path, names in self._epoch.metrics.names.items()}
+        )
+        metrics = {"returned": sorted(self.returned_metrics), "epoch": computed}
+        own = self._own_state(trainer)
+        return {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
+
+    def _own_state(self, trainer: Trainer) -> dict[str, Any]:
+        """What the module's on_save_checkpoint adds to a checkpoint of Lightning's."""
+        if not self._defines("on_save_checkpoint"):
+            return {}
+        given = self._as_lightning(trainer)
+        checkpoint = {**given, "state_dict": dict(given["state_dict"])}
+        self.module.on_save_checkpoint(checkpoint)
+        if checkpoint["state_dict"].keys() != given["state_dict"].keys():
+            raise TaskError(
+                f"{type(self.module).__name__}.on_save_checkpoint changes checkpoint['state_dict'], and forge saves "
+                "state_dict() as it is. Override state_dict instead, and set strict_loading = False."
+            )
+        return {key: value for key, value in checkpoint.items() if key not in given}
+
+    def _as_lightning(self, trainer: Trainer) -> dict[str, Any]:
+        progress = trainer.progress
+        return {"epoch": progress.epoch, "global_step": progress.update, "state_dict": self.module.state_dict()}
+
+    @hookimpl
+    def forge_load_state_dict(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        self._done = self._before = trainer.feed.batches
+        self._ran, self._open = (trainer.progress.update - 1, 1 << 30), None
+        self.names |= state["names"]
+        metrics = state.get("metrics", {"returned": [], "epoch": {}})
+        self.returned_metrics.clear()
+        self.returned_metrics.update(metrics["returned"])
+        if self._epoch is not None:
+            self._epoch.means.load_state_dict(state["epoch"])
+            self._epoch.metrics.names = {path: list(names) for path, names in metrics["epoch"].items()}
+        if self._defines("on_load_checkpoint"):
+            self.module.on_load_checkpoint({**self._as_lightning(trainer), **state["checkpoint"]})

@@ -1,0 +1,151 @@
+"""A LightningModule's evaluations: its steps and the hooks around them, and what it logs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from forge.contract.hooks import hookimpl
+from forge.data.windows import batch_size
+from forge.errors import TaskError
+from forge.metrics.means import Means
+from forge.metrics.torchmetrics import Held, is_metric
+from forge_lightning import carried
+from forge_lightning.answers import Answers
+from forge_lightning.logged import Logged, computed, split
+from forge_lightning.names import short
+
+if TYPE_CHECKING:
+    from forge.engine.trainer import Trainer
+
+WORDS = {"val": "validation", "test": "test", "predict": "predict"}
+"""What Lightning calls the stages, in the names of methods."""
+
+
+class Evaluates(Answers):
+    """What forge asks of a task in validation, test and predict."""
+
+    @hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: Trainer, stage: str) -> Generator[None, Any, Any]:
+        self.stage, self._loader = stage, -1
+        self._evaluated = Means(trainer.env.device, trainer.env)
+        self._judged = Held(self, "")
+        try:
+            result = yield
+            if stage == "predict":
+                self._call("on_predict_epoch_end")
+                self._call("on_predict_end")
+            return result
+        finally:
+            self.stage, self._loader, self._evaluated, self._calls = None, 0, None, None
+            self._judged, self.fresh = None, {}
+
+    def _begin_loader(self) -> None:
+        self._loader += 1
+        self._weight = 1
+        if self._loader == 0:
+            assert self.stage is not None
+            self._call(f"on_{WORDS[self.stage]}_start")
+            self._call(f"on_{WORDS[self.stage]}_epoch_start")
+
+    def validation_step(self, batch: Any) -> Any:
+        return self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any) -> Any:
+        return self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Any) -> Any:
+        if not hasattr(self.module, "predict_step"):
+            return super().predict_step(batch)
+        return self._run(batch, "predict")
+
+    def _evaluate(self, batch: Any, stage: str) -> dict[str, Any]:
+        if not self._defines(f"{WORDS[stage]}_step"):
+            raise TaskError(
+                f"{type(self.module).__name__} defines no {WORDS[stage]}_step; leave the {stage} loader out."
+            )
+        assert self._step is not None
+        output, calls = self._listening(0 if self._step.borrowed else batch_size(batch) or 1, self._run, batch, stage)
+        loss, extra = split(output)
+        extra |= {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
+        taken = {short(call.name, stage) for call in calls}
+        calls += [Logged(n, v, True, False, None, True) for n, v in extra.items() if short(n, stage) not in taken]
+        return self._count_evaluated(calls)
+
+    def _run(self, batch: Any, stage: str) -> Any:
+        step, word = self._step, WORDS[stage]
+        assert step is not None
+        self._call(f"on_{word}_batch_start", batch, step.micro, self._loader)
+        output = carried.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
+        self._call(f"on_{word}_batch_end", output, batch, step.micro, self._loader)
+        return output
+
+    def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
+        """Count what was logged in an evaluation. With several loaders, metrics that accumulate are returned: forge
+        computes them after each."""
+        assert self.stage is not None
+        assert self._evaluated is not None
+        returned: dict[str, Any] = {}
+        for call in calls:
+            name = short(call.name, self.stage)
+            if is_metric(call.value):
+                if self._several():
+                    self._note(call, name)
+                    returned[name] = call.value
+                else:
+                    self._count_metric(call)
+                continue
+            if call.add_dataloader_idx and self._loader >= 0:
+                name = "/".join([*self._several()[self._loader : self._loader + 1], name])
+            self._note(call, name)
+            self._evaluated.add(name, call.value, self._weigh(call))
+        return returned
+
+    def _count_metric(self, call: Logged) -> None:
+        assert self.stage is not None
+        assert self._judged is not None
+        name = short(call.name, self.stage)
+        self._note(call, name)
+        self._judged.call(name, call.value)
+
+    def _count_between(self, call: Logged) -> None:
+        """`self.log` in a hook of an evaluation; at its end `callback_metrics` has the value at once."""
+        assert self.trainer is not None
+        if not is_metric(call.value):
+            self._count_evaluated([call])
+            if self._loader < 0:
+                self.fresh[self.names[call.name]] = float(call.value)
+            return
+        self._count_metric(call)
+        if self._loader < 0:
+            assert self._judged is not None
+            values = computed(self._judged, self.trainer.env)
+            self.fresh |= {f"{self.stage}/{name}": value for name, value in values.items()}
+
+    def _note(self, call: Logged, name: str) -> None:
+        of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # a hook at the end is of none
+        index = f"/dataloader_idx_{self._loader}" if of_loader else ""
+        self.names[call.name + index] = f"{self.stage}/{name}"
+
+    def _several(self) -> list[str]:
+        """The names of several loaders; nothing for one."""
+        assert self.trainer is not None
+        assert self.stage is not None
+        return [name for name in self.trainer.loaders[self.stage] if name is not None]
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        """The module's hooks find what the evaluation came to, and what they log is returned with it."""
+        self._weight, self._loader = 1, -1
+        values = self._read_evaluated()
+        self.fresh = {f"{stage}/{name}": value for name, value in values.items()}
+        self._call(f"on_{WORDS[stage]}_epoch_end")
+        self._call(f"on_{WORDS[stage]}_end")
+        return {**values, **self._read_evaluated()}
+
+    def _read_evaluated(self) -> dict[str, float]:
+        assert self.trainer is not None
+        assert self._evaluated is not None
+        assert self._judged is not None
+        return {**self._evaluated.read().result(), **computed(self._judged, self.trainer.env)}
