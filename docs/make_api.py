@@ -2,7 +2,7 @@
 
     python docs/make_api.py
 
-tests/test_docs_pages.py says so when the page is not what the docstrings say any more.
+tests/docs/test_pages.py says so when the page is not what the docstrings say any more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python docs/make_hooks.py
 
-tests/test_docs_hooks.py says so when the page is not the contract any more.
+tests/docs/test_hooks.py says so when the page is not the contract any more.
 """
 
 from __future__ import annotations

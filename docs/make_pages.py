@@ -2,7 +2,7 @@
 
     python docs/make_pages.py
 
-tests/test_docs_plugins.py says so when a page is not what its plugin says any more.
+tests/docs/test_plugins.py says so when a page is not what its plugin says any more.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
-from tests.small_data import write_small_data
+from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")

@@ -1,0 +1,272 @@
+"""forge board: TensorBoard over runs, under the names that people know them by."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from forge import cli
+from forge.cli import board, board_links
+from forge.cli.board_links import Links, base_of
+from forge_plugins import Clip, Tensorboard
+from tests.support.tasks import Classifier, fit, make_batches
+
+PATIENCE = 60.0
+"""Seconds for TensorBoard to load a few points."""
+
+
+def make_run(folder: Path, *, log: str = "tensorboard") -> Path:
+    """A run as far as the board looks at it."""
+    (folder / log).mkdir(parents=True)
+    (folder / log / "events.out.tfevents.1.x").touch()
+    return folder
+
+
+def names(folder: Path, *given: Path) -> set[str]:
+    folder.mkdir(exist_ok=True)
+    return Links(folder, given, base_of(given)).renew()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def test_runs_below_a_folder_are_named_by_their_path_in_it(tmp_path: Path) -> None:
+    for name in ("quickstart/a", "quickstart/b", "other/c"):
+        make_run(tmp_path / "runs" / name)
+    assert names(tmp_path / "links", tmp_path / "runs") == {"quickstart/a", "quickstart/b", "other/c"}
+    link = tmp_path / "links" / "quickstart" / "a"
+    assert link.resolve() == tmp_path / "runs" / "quickstart" / "a" / "tensorboard"
+
+
+def test_runs_given_one_by_one_keep_what_tells_them_apart(tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "runs/x/1"), make_run(tmp_path / "runs/y/1")
+    assert names(tmp_path / "links", one, two) == {"x/1", "y/1"}
+    assert names(tmp_path / "only", one) == {"1"}
+
+
+def test_the_folder_of_event_files_itself_can_be_given(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs/x/1")
+    assert names(tmp_path / "links", run / "tensorboard") == {"1"}
+
+
+def test_event_files_of_other_programs_are_shown_too(tmp_path: Path) -> None:
+    make_run(tmp_path / "logs/theirs", log=".")
+    assert names(tmp_path / "links", tmp_path / "logs") == {"theirs"}
+
+
+def test_nothing_is_ever_written_into_a_run(tmp_path: Path) -> None:
+    outer = make_run(tmp_path / "runs/outer")
+    inner = make_run(outer / "inner")
+    assert names(tmp_path / "links", tmp_path / "runs", inner) == {"runs/outer"}
+    assert not list((outer / "tensorboard").glob("inner"))
+
+
+def test_runs_that_come_and_go_are_followed(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/x/1")
+    (tmp_path / "links").mkdir()
+    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
+    assert links.renew() == {"x/1"}
+    make_run(tmp_path / "runs/y/2")
+    (tmp_path / "runs/x").rename(tmp_path / "gone")
+    assert links.renew() == {"y/2"}
+    assert not (tmp_path / "links/x/1").is_symlink()
+
+
+def test_a_folder_of_runs_that_becomes_a_run_is_shown_in_their_place(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/q/r1")
+    make_run(tmp_path / "runs/z")
+    (tmp_path / "links").mkdir()
+    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
+    assert links.renew() == {"q/r1", "z"}
+    make_run(tmp_path / "runs/q")
+    assert links.renew() == {"q", "z"}
+    assert (tmp_path / "links/q").resolve() == tmp_path / "runs/q/tensorboard"
+
+
+def test_a_link_that_is_gone_or_cannot_be_made_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/x/1")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/x").touch()
+    links = Links(tmp_path / "links", [tmp_path / "runs"], base_of([tmp_path / "runs"]))
+    assert links.renew() == set()
+    (tmp_path / "links/x").unlink()
+    assert links.renew() == {"x/1"}
+    (tmp_path / "links/x/1").unlink()
+    assert links.renew() == {"x/1"}
+    assert (tmp_path / "links/x/1").is_symlink()
+    (tmp_path / "links/x/1").unlink()
+    (tmp_path / "runs/x").rename(tmp_path / "gone")
+    assert links.renew() == set()
+
+
+def test_a_trace_has_a_link_where_a_page_for_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (make_run(tmp_path / "runs/x") / "profile").mkdir()
+    assert names(tmp_path / "without", tmp_path / "runs") == {"x"}
+    assert [path.name for path in (tmp_path / "without").iterdir()] == ["x"]
+    monkeypatch.setattr(board_links, "find_spec", lambda name: name)
+    assert names(tmp_path / "with", tmp_path / "runs") == {"x"}
+    assert (tmp_path / "with" / "x trace").resolve() == tmp_path / "runs/x/profile"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["board", *words]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_without_any_run_it_says_what_to_do(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
+    assert "There is no folder 'runs' here. Train first (forge fit quickstart)" in error(capsys)
+    (empty_folder / "runs").mkdir()
+    assert "There is nothing to show in runs" in error(capsys)
+    assert "forge fit quickstart -p tensorboard" in error(capsys)
+    assert "There is no run 'elsewhere'" in error(capsys, "elsewhere")
+
+
+def test_without_tensorboard_it_says_how_to_get_it(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(empty_folder / "runs/x")
+    monkeypatch.setitem(sys.modules, "tensorboard.program", None)
+    assert "pip install tensorboard" in error(capsys)
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
+    make_run(empty_folder / "runs/x")
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"Leave --port {port} out to have a free one chosen" in error(capsys, "--port", str(port))
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_ends_it_cleanly_as_a_request_to_end_does(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
+) -> None:
+    make_run(empty_folder / "runs/x")
+    folders: list[Path] = []
+
+    def serve(folder: str, *_: Any) -> str:
+        folders.append(Path(folder))
+        signal.raise_signal(kind)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(board, "serve", serve)
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert cli.main(["board", "--no-open"]) == 0
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not folders[0].exists()
+
+
+def test_a_browser_needs_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not board._has_display()
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert board._has_display()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A board that runs
+
+CODE = """
+import sys
+from forge.cli import main
+code = main(["board", "--no-open", *sys.argv[1:]])
+print("torch" in sys.modules, code)
+"""
+
+
+class Board:
+    """A board in a process of its own."""
+
+    def __init__(self, folder: Path):
+        words = [sys.executable, "-c", CODE]
+        self.process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.said = self.process.stdout.readline()
+        self.address = urlsplit(re.findall(r"http://\S+", self.said)[0])
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        connection = http.client.HTTPConnection(self.address.hostname or "", self.address.port or 0, timeout=PATIENCE)
+        method, headers = ("GET", {}) if body is None else ("POST", {"Content-Type": "application/json"})
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return json.loads(connection.getresponse().read())
+
+    def wait_for_runs(self, expected: set[str]) -> None:
+        deadline = time.monotonic() + PATIENCE  # TensorBoard tells nobody that it has loaded something
+        while set(self.ask("/data/runs")) != expected:
+            assert time.monotonic() < deadline, self.ask("/data/runs")
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs in runs/."""
+    folder = tmp_path_factory.mktemp("board")
+    for name, hidden, plugins in (("a", 4, []), ("b", 8, [Clip()])):
+        fit(
+            Classifier(hidden=hidden),
+            val=make_batches(1),
+            plugins=[*plugins, Tensorboard()],
+            run_dir=folder / "runs" / "small" / name,
+            log_every=1,
+            device="cpu",
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(runs: Path) -> Iterator[Board]:
+    found = Board(runs)
+    yield found
+    found.process.kill()
+    found.process.communicate()
+
+
+def test_the_address_is_printed_and_the_runs_have_their_names(served: Board) -> None:
+    assert served.said.startswith("TensorBoard shows 2 runs at http://localhost:")
+    served.wait_for_runs({"small/a", "small/b"})
+
+
+def test_every_point_of_a_curve_is_served(served: Board) -> None:
+    served.wait_for_runs({"small/a", "small/b"})
+    points = served.ask(f"/data/plugin/scalars/scalars?tag={quote('train/loss')}&run={quote('small/a')}")
+    assert [step for _, step, _ in points] == [1, 2, 3, 4]
+
+
+def test_the_table_of_hyperparameters_begins_with_what_runs_are_compared_by(served: Board) -> None:
+    served.wait_for_runs({"small/a", "small/b"})
+    columns = served.ask("/data/plugin/hparams/experiment", {"experimentName": ""})
+    metrics = [info["name"]["tag"] for info in columns["metricInfos"]]
+    assert metrics[:4] == ["val/loss", "val/accuracy", "train/loss", "train/accuracy"]
+    assert "grad_norm/before" in metrics
+    assert columns["hparamInfos"][0]["name"] == "task.hidden"  # in which the two differ
+
+
+def test_ctrl_c_ends_it_cleanly_and_torch_was_never_needed(served: Board) -> None:
+    links = Path(served.ask("/data/environment")["data_location"])
+    assert links.is_dir()
+    served.process.send_signal(signal.SIGINT)
+    said, complaints = served.process.communicate(timeout=PATIENCE)
+    assert said == "False 0\n"
+    assert complaints == "Ctrl-C ends it.\n"
+    assert not links.exists()

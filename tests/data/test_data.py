@@ -1,0 +1,295 @@
+"""Loaders of any kind can be fed in; a window's length and the epoch's end are known before its first backward."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import forge
+from forge.data import Feed, Loader, TensorLoader, batch_size, epoch_order
+from forge_plugins import Accumulate
+from tests.support.tasks import fit, make_batches
+
+
+class Endless:
+    """A loader without a length."""
+
+    def __init__(self, items: list[Any]):
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+@given(count=st.integers(1, 9), window=st.integers(1, 4), sized=st.booleans(), epochs=st.integers(1, 3))
+def test_windows_cover_each_epoch_in_order_and_the_last_one_says_so(
+    count: int, window: int, sized: bool, epochs: int
+) -> None:
+    items = list(range(count))
+    feed = Feed(items if sized else Endless(items))
+    for epoch in range(epochs):
+        windows, ends = zip(*feed.epoch(epoch, lambda: window), strict=True)
+        assert [item for taken in windows for item in taken] == items
+        assert all(len(taken) == window for taken in windows[:-1])
+        assert ends == (False,) * (len(windows) - 1) + (True,)
+
+
+def test_a_window_may_change_its_length_on_the_way() -> None:
+    plans = iter([1, 2, 3])
+    assert [window for window, _ in Feed(list(range(6))).epoch(0, lambda: next(plans))] == [[0], [1, 2], [3, 4, 5]]
+
+
+def test_a_loader_with_a_length_is_never_read_ahead() -> None:
+    taken: list[int] = []
+
+    class Counted(list):
+        def __iter__(self) -> Any:
+            for item in super().__iter__():
+                taken.append(item)
+                yield item
+
+    next(Feed(Counted([1, 2, 3])).epoch(0, lambda: 1))
+    assert taken == [1]
+
+
+@pytest.mark.parametrize(("gives", "says"), [(2, 3), (4, 3)])
+def test_a_loader_that_lies_about_its_length_is_refused_with_both_numbers(gives: int, says: int) -> None:
+    class Liar:
+        def __len__(self) -> int:
+            return says
+
+        def __iter__(self) -> Any:
+            return iter(make_batches(gives))
+
+    with pytest.raises(forge.DataError, match=rf"gave {gives} batches .*says {says}|gave more than the {says}"):
+        fit(train=Liar())
+
+
+def test_stop_iteration_in_a_dataset_is_an_error_that_points_at_it() -> None:
+    class Stops(Dataset):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise StopIteration
+            return torch.zeros(8), 0
+
+    with pytest.raises(forge.DataError, match=r"Stops raised StopIteration at sample 5"):
+        fit(train=DataLoader(Stops(), batch_size=2))
+
+
+def test_a_one_shot_iterator_feeds_one_epoch_and_no_second() -> None:
+    assert fit(train=iter(make_batches(3))).updates == 3
+    with pytest.raises(forge.DataError, match=r"one-shot iterator .* used up.*max_epochs=1"):
+        fit(train=iter(make_batches(3)), max_epochs=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_dataloaders_over_map_and_iterable_datasets_work(workers: int) -> None:
+    x, y = torch.randn(10, 8), torch.randint(0, 3, (10,))
+    assert fit(train=DataLoader(TensorDataset(x, y), batch_size=4, num_workers=workers)).updates == 3
+    assert fit(train=DataLoader(Stream(), batch_size=4, num_workers=workers)).updates == 3 * max(1, workers)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(8), 0)] * 10)
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    epochs: list[int] = []
+
+    class Sampler(torch.utils.data.RandomSampler):
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+
+    data = TensorDataset(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+    fit(train=DataLoader(data, batch_size=2, sampler=Sampler(data)), max_epochs=3)
+    assert epochs == [0, 1, 2]
+
+
+def test_nested_batches_of_every_shape_reach_the_task_and_are_counted() -> None:
+    from collections import UserDict, namedtuple
+    from dataclasses import dataclass
+
+    @dataclass
+    class Record:
+        x: torch.Tensor
+
+    Pair = namedtuple("Pair", "x y")
+    tensor = torch.zeros(5, 2)
+    for batch in (tensor, [tensor], (1, tensor), {"a": {"b": tensor}}, Pair(tensor, 0), Record(tensor)):
+        assert batch_size(batch) == 5
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 1), torch.zeros(1, 1)])
+    assert batch_size(UserDict(x=tensor)) == 5
+    assert batch_size((packed, 1)) == batch_size(packed) == 2
+    assert batch_size("text") is None
+    assert batch_size(torch.zeros(())) is None
+
+
+class TestMoving:
+    def test_every_tensor_moves_and_every_container_keeps_its_kind(self) -> None:
+        from collections import OrderedDict, namedtuple
+        from dataclasses import dataclass
+
+        from forge.env import move
+
+        @dataclass
+        class Record:
+            x: torch.Tensor
+            label: str
+
+        Pair = namedtuple("Pair", "x y")
+        tensor = torch.zeros(2)
+        meta = torch.device("meta")
+        moved = move({"a": [tensor, (tensor, "text")], "b": Pair(tensor, 1), "c": Record(tensor, "l")}, meta)
+        assert moved["a"][0].device == moved["a"][1][0].device == moved["b"].x.device == moved["c"].x.device == meta
+        assert (type(moved["b"]), moved["c"].label, moved["a"][1][1]) == (Pair, "l", "text")
+        assert type(move(OrderedDict(a=tensor), meta)) is OrderedDict
+
+    def test_subclasses_of_dict_and_odd_dataclasses_keep_all_that_they_hold(self) -> None:
+        from dataclasses import InitVar, dataclass, field
+
+        from forge.env import move
+
+        class Fields(dict):
+            @property
+            def x(self) -> torch.Tensor:
+                return self["x"]
+
+        @dataclass(frozen=True)
+        class Odd:
+            x: torch.Tensor
+            scale: InitVar[int]
+            late: list[int] = field(init=False, default_factory=list)
+
+        meta, odd = torch.device("meta"), Odd(torch.zeros(2), 3)
+        odd.late.append(1)
+        assert move(Fields(x=torch.zeros(2)), meta).x.device == meta
+        moved = move(odd, meta)
+        assert (moved.x.device, moved.late) == (meta, [1])
+
+    def test_what_is_there_already_is_not_copied(self) -> None:
+        from forge.env import move
+
+        tensor = torch.zeros(2)
+        assert move((tensor,), torch.device("cpu"))[0] is tensor
+
+    def test_objects_with_their_own_to_are_asked(self) -> None:
+        from forge.env import move
+
+        packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 1)])
+        assert move(packed, torch.device("meta")).data.device.type == "meta"
+
+    def test_a_device_that_is_not_there_is_refused_with_what_there_is(self) -> None:
+        with pytest.raises(forge.ForgeError, match=r"is no device\. Use 'auto'"):
+            fit(device="gpu")
+        with pytest.raises(forge.ForgeError, match=r"this machine has \d+ CUDA devices"):
+            fit(device="cuda:99")
+
+
+class TestOrder:
+    @given(length=st.integers(0, 50), seed=st.integers(0, 2**31), epoch=st.integers(0, 1000))
+    def test_it_is_a_permutation_and_a_function_of_seed_and_epoch(self, length: int, seed: int, epoch: int) -> None:
+        order = epoch_order(length, seed, epoch)
+        assert sorted(order.tolist()) == list(range(length))
+        assert torch.equal(order, epoch_order(length, seed, epoch))
+
+    def test_epochs_and_seeds_differ(self) -> None:
+        orders = {tuple(epoch_order(20, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)}
+        assert len(orders) == 16
+
+    @pytest.mark.parametrize("kind", ["tensor", "loader"])
+    def test_iterating_does_not_touch_the_global_rng(self, kind: str) -> None:
+        x = torch.arange(10)
+        loader = (
+            TensorLoader(x, batch_size=3, shuffle=True)
+            if kind == "tensor"
+            else Loader(TensorDataset(x), batch_size=3, shuffle=True)
+        )
+        before = torch.get_rng_state()
+        state = random.getstate()
+        list(loader)
+        assert torch.equal(before, torch.get_rng_state())
+        assert state == random.getstate()
+
+    @pytest.mark.parametrize("kind", ["tensor", "loader"])
+    def test_forge_loaders_take_the_trainers_seed_unless_they_have_their_own(self, kind: str) -> None:
+        x, y = torch.randn(12, 8), torch.arange(12) % 3
+
+        def order(own: int | None, trainers: int) -> list[float]:
+            seen: list[float] = []
+
+            @forge.on("step_end")
+            def watch(step: forge.Step) -> None:
+                seen.extend(step.window[0][0][:, 0].tolist())
+
+            options = {"batch_size": 4, "shuffle": True, "seed": own}
+            loader = TensorLoader(x, y, **options) if kind == "tensor" else Loader(TensorDataset(x, y), **options)
+            fit(train=loader, seed=trainers, max_epochs=2, plugins=[watch])
+            assert sorted(seen[:12]) == sorted(seen[12:]) == sorted(x[:, 0].tolist())
+            assert seen[:12] != seen[12:]
+            return seen
+
+        assert order(None, 1) == order(None, 1) == order(1, 2)
+        assert order(None, 1) != order(None, 2)
+
+    def test_both_loaders_give_the_same_order(self) -> None:
+        x = torch.arange(10)
+        tensor, loader = (
+            TensorLoader(x, batch_size=4, shuffle=True, seed=3),
+            Loader(TensorDataset(x), batch_size=4, shuffle=True, seed=3),
+        )
+        assert [b[0].tolist() for b in tensor] == [b[0].tolist() for b in loader]
+
+
+class TestTensorLoader:
+    def test_batches_drop_last_and_transform(self) -> None:
+        x, y = torch.arange(10), torch.arange(10) * 2
+        loader = TensorLoader(x, y, batch_size=4, transform=lambda a, b: (a + 1, b))
+        assert [b[0].tolist() for b in loader] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+        assert len(loader) == 3
+        dropping = TensorLoader(x, y, batch_size=4, drop_last=True)
+        assert [len(b[0]) for b in dropping] == [4, 4]
+        assert len(dropping) == 2
+
+    def test_tensors_of_different_lengths_and_senseless_sizes_are_refused(self) -> None:
+        with pytest.raises(forge.DataError, match="tensors of one length"):
+            TensorLoader(torch.zeros(3), torch.zeros(4), batch_size=2)
+        with pytest.raises(forge.DataError, match="at least 1"):
+            TensorLoader(torch.zeros(3), batch_size=0)
+
+
+def test_a_loader_over_an_iterable_dataset_feeds_a_fit() -> None:
+    assert fit(train=Loader(Stream(), batch_size=4)).updates == 3
+
+
+def test_accumulation_over_a_loader_without_a_length_knows_its_last_window() -> None:
+    ends: list[tuple[int, bool]] = []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        ends.append((len(step.window), step.ends_epoch))
+
+    fit(train=Endless(make_batches(5)), max_epochs=2, plugins=[Accumulate(2), watch])
+    assert ends == [(2, False), (2, False), (1, True)] * 2
+
+
+def test_the_step_says_how_long_it_waited_for_data() -> None:
+    waits: list[float] = []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        waits.append(step.data_wait)
+
+    fit(plugins=[watch], max_updates=2)
+    assert len(waits) == 2
+    assert all(wait >= 0 for wait in waits)

@@ -1,0 +1,366 @@
+"""deterministic=True: every switch is set and put back, and an operation that forbids it is named with what to do."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import config as inductor
+
+import forge
+from forge.diagnose import deterministic, nondeterminism
+from forge.diagnose.deterministic import CUBLAS, deterministic_flags
+from forge.errors import DeterminismError
+from tests.support.tasks import Classifier, fit, make_batches
+
+cudnn: Any = torch.backends.cudnn
+
+
+def now() -> tuple[Any, ...]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+        inductor.deterministic,
+        os.environ.get(CUBLAS),
+    )
+
+
+ON = (True, False, True, False, True, ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whatever a test sets is gone after it, and no variable of the machine's is in the way."""
+    monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setattr(deterministic, "_in_time", False)
+    benchmark, exact = cudnn.benchmark, cudnn.deterministic
+    yield
+    torch.use_deterministic_algorithms(False)
+    cudnn.benchmark, cudnn.deterministic = benchmark, exact
+
+
+# -- the switches -----------------------------------------------------------------------------------------------------
+
+
+def test_every_switch_is_set_during_a_run_and_put_back_after() -> None:
+    cudnn.benchmark = True
+    before, seen = now(), []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        seen.append(now())
+
+    fit(plugins=[watch], max_updates=1, deterministic=True)
+    assert seen == [ON]
+    assert now() == before
+    assert before[3] is True
+
+
+def test_without_it_no_switch_is_touched() -> None:
+    before, seen = now(), []
+
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None:
+        seen.append(now())
+
+    fit(plugins=[watch], max_updates=1)
+    assert seen == [before]
+
+
+class Fails(Classifier):
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: Any) -> Any:
+        if self.where == "step":
+            raise ZeroDivisionError
+        return super().training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        if self.where == "build":
+            raise ZeroDivisionError
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("where", ["step", "build"])
+def test_an_error_puts_every_switch_back(where: str) -> None:
+    before = now()
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails(where), deterministic=True)
+    assert now() == before
+
+
+def test_what_the_user_had_set_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cudnn.deterministic, cudnn.benchmark = True, True
+    before = now()
+    with deterministic_flags(True):
+        assert now() == (*ON[:-1], ":16:8")
+    assert now() == before
+
+
+def test_a_compiler_that_was_deterministic_alone_stays_so() -> None:
+    inductor.deterministic = True
+    try:
+        with deterministic_flags(True):
+            pass
+        assert inductor.deterministic
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        inductor.deterministic = False
+
+
+# -- cuBLAS reads its variable when it starts -------------------------------------------------------------------------
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> bool:
+    said = [record.getMessage() for record in caplog.records if CUBLAS in record.getMessage()]
+    caplog.clear()
+    return bool(said)
+
+
+def test_cuda_that_was_in_use_without_the_variable_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="forge")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with deterministic_flags(True):
+        pass
+    assert warned(caplog)
+    monkeypatch.setenv(CUBLAS, ":4096:8")
+    with deterministic_flags(True):
+        pass
+    assert not warned(caplog)
+
+
+def test_cuda_that_was_started_by_a_deterministic_run_is_in_order_in_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="forge")
+    with deterministic_flags(True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with deterministic_flags(True):
+        pass
+    assert not warned(caplog)
+
+
+def test_a_deterministic_run_on_the_cpu_says_nothing_of_cuda_that_came_after_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="forge")
+    with deterministic_flags(True):
+        pass
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with deterministic_flags(True):
+        pass
+    assert warned(caplog)
+
+
+# -- an operation that has no deterministic form ----------------------------------------------------------------------
+
+
+class Puts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone().put_(torch.tensor([0]), torch.zeros(1))
+
+
+class Forward(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), Puts(), nn.Linear(8, 3))
+
+
+MESSAGE = (
+    "{} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'. You can "
+    "turn off determinism just for this operation, or you can use the 'warn_only=True' option."
+)
+
+
+def kernel(name: str) -> Any:
+    """A hook that fails as a kernel of torch's does in backward: no line of it is the user's."""
+    scope: dict[str, Any] = {"message": MESSAGE.format(name)}
+    exec(compile("def fail(grad): raise RuntimeError(message)", "<kernel>", "exec"), scope)
+    return scope["fail"]
+
+
+class Backward(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        larger = self.drop(self.norm(x)) * self.scale  # the line to be named
+        larger.register_hook(kernel("upsample_bicubic2d_backward_out_cuda"))
+        return F.cross_entropy(self(larger), y)
+
+
+def refused(task: Any, **options: Any) -> Any:
+    with pytest.raises(DeterminismError) as caught:
+        fit(task, **{"deterministic": True, **options})
+    return caught.value
+
+
+def line_of(code: Any, text: str) -> int:
+    lines, first = inspect.getsourcelines(code)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_it_is_named_with_its_line_its_module_and_what_to_write_instead() -> None:
+    error = refused(Forward())
+    told, (where,) = str(error), error.__notes__
+    assert where.startswith("forge: raised in Forward.training_step, at update 0")
+    assert told.startswith("deterministic=True, but put_ has no deterministic implementation.")
+    assert f"{Path(__file__)}:{line_of(Puts.forward, 'put_')}, in the module net.1 (Puts)." in told
+    assert "x.index_put_((index,), values)" in told
+    assert "trainer.deterministic=false" in told
+
+
+def test_torchs_own_error_is_behind_it() -> None:
+    error = refused(Forward())
+    assert type(error.__cause__) is RuntimeError
+    assert str(error.__cause__).startswith("put_ does not have a deterministic implementation")
+
+
+def test_plugins_are_told_of_the_error_that_the_user_sees() -> None:
+    told: list[BaseException] = []
+
+    class Listens(forge.Plugin):
+        @forge.hookimpl
+        def forge_exception(self, error: BaseException) -> None:
+            told.append(error)
+
+    error = refused(Forward(), plugins=[Listens()])
+    assert told == [error]
+
+
+def test_in_a_validation_too() -> None:
+    class OnlyThere(Classifier):
+        def validation_step(self, batch: Any) -> Any:
+            return F.cross_entropy(Puts()(self(batch[0])), batch[1])
+
+    told = str(refused(OnlyThere(), val=[(torch.randn(4, 8), torch.zeros(4).long())]))
+    assert f"{Path(__file__)}:{line_of(Puts.forward, 'put_')}." in told
+
+
+def test_in_backward_the_line_of_the_forward_pass_is_named() -> None:
+    told = str(refused(Backward()))
+    line = line_of(Backward.training_step, "the line to be named")
+    assert "but upsample_bicubic2d_backward_out_cuda has" in told
+    assert f"It is in the backward of what was called at {Path(__file__)}:{line}." in told
+    assert "mode='nearest'" in told
+
+
+def test_a_plugin_that_runs_the_step_is_not_taken_for_the_line() -> None:
+    class Owns(forge.Plugin):
+        @forge.hookimpl
+        def forge_train_step(self, step: forge.Step) -> bool:
+            step.run_window()
+            step.finish()
+            return True
+
+        @forge.hookimpl
+        def forge_backward(self, loss: torch.Tensor) -> bool:
+            loss.backward()
+            return True
+
+    told = str(refused(Backward(), plugins=[Owns()]))
+    assert f"{Path(__file__)}:{line_of(Backward.training_step, 'the line to be named')}." in told
+
+
+def test_looking_for_that_line_changes_neither_buffers_nor_random_numbers() -> None:
+    task, plain = Backward(), Backward()
+    refused(task, seed=3)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    plain.drop(plain.norm(make_batches()[0][0]))  # the one forward pass of the run itself
+    assert torch.equal(after, torch.get_rng_state())
+    for one, other in zip(task.norm.buffers(), plain.norm.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_switch_that_the_user_has_set_is_called_by_its_name() -> None:
+    torch.use_deterministic_algorithms(True)
+    told = str(refused(Forward(), deterministic=False))
+    assert told.startswith("torch.use_deterministic_algorithms is on, but put_ has no")
+
+
+def test_other_errors_are_left_alone() -> None:
+    class Other(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            raise RuntimeError("something does not have an implementation")
+
+    with pytest.raises(RuntimeError, match="something does not have") as caught:
+        fit(Other(), deterministic=True)
+    (where,) = caught.value.__notes__
+    assert "raised in Other.training_step" in where
+
+
+@pytest.mark.parametrize(
+    ("operation", "advice"),
+    [
+        ("grid_sampler_2d_backward_cuda", "F.grid_sample on the CPU"),
+        ("ctc_loss_backward_gpu", "log_probs.cpu()"),
+        ("nll_loss2d_forward_out_cuda_template", "Flatten first"),
+        ("adaptive_avg_pool2d_backward_cuda", "x.mean((-2, -1))"),
+        ("adaptive_max_pool2d_backward_cuda", "x.amax((-2, -1))"),
+        ("avg_pool3d_backward_cuda", "F.avg_pool2d"),
+        ("max_pool3d_with_indices_backward_cuda", "F.max_pool2d"),
+        ("fractional_max_pool2d_backward_cuda", "MaxPool2d of fixed size"),
+        ("max_unpooling2d_forward_out", "ConvTranspose2d"),
+        ("reflection_pad1d_backward_out_cuda", "x.flip(-1)"),
+        ("_histc_cuda with floating point input", "torch.histogram"),
+        ("_bincount_cuda", "index_add_(0, indices, weights)"),
+        ("median CUDA with indices output", "torch.quantile"),
+        ("cumsum_cuda_kernel", "triangular matrix"),
+        ("scatter_reduce_two_cuda", "index_add_"),
+        ("something_new_cuda", nondeterminism.OTHERWISE),
+    ],
+)
+def test_every_operation_that_is_known_comes_with_its_replacement(operation: str, advice: str) -> None:
+    trainer = forge.Trainer(max_updates=1, plugins=[], deterministic=True)
+    trainer.task = Classifier()
+    told = nondeterminism.explanation(trainer, RuntimeError(MESSAGE.format(operation)))
+    assert told.startswith(f"deterministic=True, but {operation} has no deterministic implementation.")
+    assert advice in told
+
+
+REPLACEMENTS = {
+    "nll_loss2d": lambda: (
+        F.cross_entropy(IMAGE.movedim(1, -1).flatten(0, -2), LABELS.flatten()),
+        F.cross_entropy(IMAGE, LABELS),
+    ),
+    "adaptive_avg_pool": lambda: (IMAGE.mean((-2, -1)), F.adaptive_avg_pool2d(IMAGE, 1).flatten(1)),
+    "adaptive_max_pool": lambda: (IMAGE.amax((-2, -1)), F.adaptive_max_pool2d(IMAGE, 1).flatten(1)),
+    "max_pool3d": lambda: (pool(F.max_pool2d, F.max_pool1d), F.max_pool3d(VOLUME, 2)),
+    "avg_pool3d": lambda: (pool(F.avg_pool2d, F.avg_pool1d), F.avg_pool3d(VOLUME, 2)),
+    "kthvalue": lambda: (IMAGE.sort(-1).values.select(-1, 2 - 1), IMAGE.kthvalue(2, -1).values),
+}
+IMAGE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+VOLUME = torch.randn(2, 3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(3, (2, 4, 4), generator=torch.Generator().manual_seed(0))
+
+
+def pool(two: Any, one: Any) -> torch.Tensor:
+    flat = two(VOLUME.flatten(1, 2), 2).unflatten(1, (3, 4))
+    return one(flat.movedim(2, -1).flatten(0, 3).unsqueeze(1), 2).view(2, 3, 2, 2, 2).movedim(-1, 2)
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_a_replacement_computes_the_same(name: str) -> None:
+    ours, theirs = REPLACEMENTS[name]()
+    assert name in nondeterminism.INSTEAD
+    torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,103 @@
+"""Where an error came from: the stage that ran, whatever its method is called; and what to write for a habit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+import forge
+from tests.support.tasks import Classifier, fit, make_batches
+
+
+def notes_of(call: Any) -> list[str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value.__notes__
+
+
+def breaks_at(batch: int, count: int = 3) -> Any:
+    """Batches of which one has a wrong width."""
+    batches = make_batches(count)
+    batches[batch] = (batches[batch][0][:, :5], batches[batch][1])
+    return batches
+
+
+def trainer(**options: Any) -> forge.Trainer:
+    return forge.Trainer(max_epochs=1, plugins=[], run_dir=False, **options)
+
+
+def test_an_error_in_validation_is_named_after_the_stage_that_ran() -> None:
+    where = (
+        "forge: raised in Classifier.validation_step (which is training_step), in validation after update 4, batch 2."
+    )
+    assert notes_of(lambda: fit(val=breaks_at(1))) == [where]
+
+
+def test_it_names_the_loader_and_outside_a_fit_no_update() -> None:
+    def validate() -> None:
+        trainer().validate(Classifier(), {"easy": make_batches(), "hard": breaks_at(2)})
+
+    where = "forge: raised in Classifier.validation_step (which is training_step), in validation, batch 3 of 'hard'."
+    assert notes_of(validate) == [where]
+    assert notes_of(lambda: trainer().predict(Classifier(), breaks_at(0))) == [
+        "forge: raised in Classifier.predict_step, in prediction, batch 1."
+    ]
+
+
+def test_a_validation_step_of_its_own_is_named_as_before() -> None:
+    class Own(Classifier):
+        def validation_step(self, batch: Any) -> Any:
+            return self.training_step(batch)
+
+    where = "forge: raised in Own.validation_step, in validation after update 4, batch 1."
+    assert notes_of(lambda: fit(Own(), val=breaks_at(0))) == [where]
+
+
+def test_training_is_named_also_where_self_has_another_name_and_the_step_none() -> None:
+    class Short(Classifier):
+        def training_step(s, batch: Any) -> Any:  # pyright: ignore[reportSelfClsParameterName]
+            return F.cross_entropy(s.net(batch[0]), batch[1])
+
+    nameless = type("Nameless", (Classifier,), {"training_step": lambda s, b: F.cross_entropy(s(b[0]), b[1])})
+    for task in (Short(), nameless()):
+        assert notes_of(lambda task=task: fit(task, breaks_at(2))) == [
+            f"forge: raised in {type(task).__name__}.training_step, at update 2, epoch 0, micro-batch 1 of 1."
+        ]
+
+
+def test_self_log_is_answered_with_what_to_write() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)  # pyright: ignore[reportCallIssue]
+            return loss
+
+    task = Logs()
+    assert not hasattr(task, "log")
+    assert getattr(task, "log", None) is None
+    where, instead = notes_of(lambda: fit(task))
+    assert where.startswith("forge: raised in Logs.training_step")
+    assert instead.startswith('forge: A TaskModule has no self.log: return {"loss": loss, "name": value} from the step')
+
+
+def test_save_hyperparameters_is_answered_where_the_task_is_made() -> None:
+    class Saves(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()  # pyright: ignore[reportCallIssue]
+
+    (instead,) = notes_of(Saves)
+    assert "A TaskModule has no self.save_hyperparameters: leave it out: `self.init_args`" in instead
+
+
+def test_a_task_may_have_a_log_of_its_own_and_other_attribute_errors_are_left_alone() -> None:
+    class Own(Classifier):
+        def log(self, name: str) -> None:
+            raise AttributeError("'Own' object has no attribute 'file'", name="file", obj=self)
+
+        def training_step(self, batch: Any) -> Any:
+            self.log("loss")
+
+    assert len(notes_of(lambda: fit(Own()))) == 1

@@ -1,0 +1,179 @@
+"""The commands on every page work: forge's are run, of others it is looked at whether what they name is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shutil
+import tomllib
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import forge
+from forge import cli
+from tests.conftest import PROFILE, REPO
+from tests.support.docs_pages import Command, blocks, commands, with_blocks
+
+NOT_RUN = {
+    "board": "serves until it is stopped; the browser's tests open it",
+    "gpt2_124m": "124 million parameters, made for a GPU",
+    "resnet18": "made for a GPU",
+    "mlp": "made for a GPU",
+    "shakespeare_char": "ten million parameters, made for a GPU",
+}
+"""Verbs and recipes that are not run here, and why: their options are parsed, and their recipe is loaded."""
+ONCE = {
+    "verify-resume": "docs/surviving.md",
+    "determinism": "docs/debugging.md",
+    "tune": "docs/recipes-and-cli.md",
+    "--nproc": "docs/distributed.md",
+}
+"""What starts processes of its own, or trains many times, is run on one page; on others too in the full profile."""
+
+
+@pytest.mark.parametrize("page", with_blocks("bash"))
+def test_the_commands_on_a_page_work(
+    page: str, empty_folder: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    write_files(page, empty_folder)
+    for command in commands(page):
+        with monkeypatch.context() as patch:
+            for name, value in command.env.items():
+                patch.setenv(name, value)
+            if is_script_of_page(command, empty_folder):
+                runpy.run_path(command.words[1], run_name="__main__")
+            elif command.words[0] != "forge":
+                check(command, empty_folder)
+            elif is_run(command):
+                assert cli.main(cheap(command.words[1:])) == 0, command.place
+            else:
+                parse(command)
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_the_recipes_on_a_page_load(page: str, empty_folder: Path, small_data: Path) -> None:
+    for path in write_files(page, empty_folder):
+        if path.suffix == ".yaml":
+            recipe = forge.load_recipe(path)
+            assert "task" not in recipe.config or recipe.make_task() is not None
+
+
+def write_files(page: str, folder: Path) -> list[Path]:
+    """Every YAML block, and every Python block that begins with a file's name, as that file."""
+    paths = []
+    for language in ("yaml", "python"):
+        for block in blocks(page, language):
+            name = re.match(r"# ([\w./-]+\.(?:yaml|py))\n", block.text)
+            assert name or language != "yaml", f"{page}:{block.line}: say in the first line what the file is called"
+            if name:
+                path = folder / name[1]
+                path.write_text(block.text)
+                paths.append(path)
+    return paths
+
+
+def is_script_of_page(command: Command, folder: Path) -> bool:
+    """`python FILE.py`, a file that the page shows."""
+    return command.words[0] == "python" and (folder / command.words[1]).is_file()
+
+
+def is_run(command: Command) -> bool:
+    words = command.words[1:]
+    if any(word in NOT_RUN for word in words[:3]):
+        return False
+    pages = [page for kind, page in ONCE.items() if kind in words]
+    return PROFILE == "full" or all(page == command.page for page in pages)
+
+
+def cheap(words: list[str]) -> list[str]:
+    """Three updates of a fit, and a validation."""
+    return [*words, "trainer.max_updates=3", "trainer.validate_every=3 updates"] if words[0] == "fit" else words
+
+
+def parse(command: Command) -> None:
+    """A command's options are known to its verb, and its recipe can be loaded."""
+    from forge.cli import target
+
+    verb, *rest = command.words[1:]
+    assert verb in cli.VERBS, command.place
+    module = import_module(f"forge.cli.{verb.replace('-', '_')}")
+    try:
+        args = module.parser().parse_intermixed_args(rest)
+    except SystemExit:
+        pytest.fail(command.place)
+    if hasattr(args, "overrides"):
+        target.load(args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands that are not forge's
+
+
+def check(command: Command, folder: Path) -> None:
+    name, *words = command.words
+    known = CHECKS.get(name)
+    assert known, f"{command.place}\nis no command that this test can check: write it as ```text, or add it to CHECKS"
+    assert known(words, folder), f"{command.place}\nnames something that is not there"
+
+
+def is_target(words: list[str], folder: Path) -> bool:
+    """make TARGET [VARIABLE=value]"""
+    targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), flags=re.MULTILINE)
+    return {word for word in words if "=" not in word} <= set(targets)
+
+
+def is_module(words: list[str], folder: Path) -> bool:
+    """python -m MODULE ..., or python FILE ..."""
+    if words[0] == "-m":
+        return is_importable(words[1])
+    return is_file(words[:1], folder)
+
+
+def is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def is_installable(words: list[str], folder: Path) -> bool:
+    """pip install [-e] DIRECTORY[extras], or what pyproject.toml names"""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [project["name"], *project["dependencies"], *(name for names in extras.values() for name in names)]
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in listed}  # pyright: ignore[reportOptionalSubscript]
+    for word in words[1:]:
+        what, _, wanted = word.rstrip("]").partition("[")
+        there = what in names or (folder / what).is_dir() or word.startswith("-")
+        if not there or not set(filter(None, wanted.split(","))) <= extras.keys():
+            return False
+    return words[0] == "install"
+
+
+def is_file(words: list[str], folder: Path) -> bool:
+    return all((folder / word).exists() or (REPO / word).exists() for word in words if not word.startswith("-"))
+
+
+def is_script(name: str) -> Callable[[list[str], Path], bool]:
+    """A program that an installed package brings."""
+    there = bool(entry_points(group="console_scripts", name=name)) or shutil.which(name) is not None
+    return lambda words, folder: there
+
+
+CHECKS: dict[str, Callable[[list[str], Path], bool]] = {
+    "make": is_target,
+    "python": is_module,
+    "pip": is_installable,
+    "pytest": is_file,
+    "cd": is_file,
+    "ls": lambda words, folder: True,
+    "source": lambda words, folder: words == [".venv/bin/activate"],
+    "torchrun": is_script("torchrun"),
+    "tensorboard": is_script("tensorboard"),
+}

@@ -1,0 +1,101 @@
+"""Pages hold together: blocks have a language, data in them parse, links lead on, and what is named exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from forge import cli, registry
+from forge.config.files import list_recipes
+from tests.conftest import REPO
+from tests.support.docs_pages import ALL_PAGES, DOCS, PAGES, all_blocks, blocks, load_script, parts, prose, read
+
+LANGUAGES = {"python", "bash", "yaml", "text", "console", "toml", "json"}
+"""python and bash are run, yaml is loaded, toml and json are parsed; text and console show what cannot be."""
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_every_block_has_a_language_that_tests_know(page: str) -> None:
+    for block in all_blocks(page):
+        assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language or 'no language'}"
+    # a fence that is not closed, or closed elsewhere, would hide code from all tests
+    assert len(all_blocks(page)) * 2 == len(re.findall(r"^ *```", read(page), flags=re.MULTILINE)), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_toml_and_json_on_a_page_parse(page: str) -> None:
+    for block in blocks(page, "toml"):
+        tomllib.loads(block.text)
+    for block in blocks(page, "json"):
+        for document in filter(None, block.text.splitlines() if _is_jsonl(block.text) else [block.text]):
+            json.loads(document)
+
+
+def _is_jsonl(text: str) -> bool:
+    return all(line.startswith("{") and line.endswith("}") for line in text.splitlines() if line)
+
+
+@pytest.mark.parametrize("page", [*ALL_PAGES, "plugins/example-lookahead/README.md", "CHANGELOG.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target, _, anchor in (link.partition("#") for link in links(page)):
+        path = (REPO / page).parent.joinpath(target) if target else REPO / page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def links(page: str) -> list[str]:
+    """Links and pictures that stay in the repository."""
+    text = prose(page)
+    found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href|srcset)="([^"]+)"', text)
+    return [link for link in found if "://" not in link]
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a page as GitHub and the site link to them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_make_target_that_is_named_exists(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", read(page))) <= targets
+
+
+def test_nothing_is_left_to_measure() -> None:
+    marker = re.compile(r"TO MEASURE|^ *[A-Z]{6,}$", flags=re.MULTILINE)  # or a word that stands for a table
+    assert [page for page in PAGES if marker.search(read(page))] == []
+
+
+def test_every_recipe_is_in_the_overview_and_every_page_of_one_too() -> None:
+    overview = read("docs/recipes/index.md")
+    named = set(re.findall(r"^\| \[?`(\w+)`", overview, flags=re.MULTILINE))
+    assert named == {name for name, recipe in list_recipes().items() if recipe.path.is_relative_to(REPO)}
+    for path in (DOCS / "recipes").glob("*.md"):
+        assert path.name == "index.md" or f"]({path.name})" in overview, path.name
+
+
+@pytest.mark.parametrize("script", ["make_cli", "make_api"])
+def test_a_page_made_by_a_script_is_current(script: str) -> None:
+    made = load_script(script)
+    assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} anew"
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
+    parser = import_module(f"forge.cli.{verb.replace('-', '_')}").parser()
+    # what stands behind two spaces is said about the command
+    lines = [line.strip().partition("  ")[0] for line in (parser.epilog or "").splitlines()]
+    for words in (words for line in lines if line.startswith(f"forge {verb} ") for words in parts(line)):
+        if words[:2] == ["forge", verb]:
+            parser.parse_intermixed_args(words[2:])
+
+
+def test_pages_that_scripts_write_are_known() -> None:
+    assert registry.installed("plugin").keys() >= {path.stem for path in (DOCS / "plugins").glob("[!R]*.md")}

@@ -1,0 +1,228 @@
+"""The composition law: any stack of plugins equals a hand-written loop, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import forge
+from forge_plugins import JSONL, Accumulate, Clip, Progress, Schedule, Tensorboard
+from tests.support import reference
+
+
+class Net(forge.TaskModule):
+    """Dropout and BatchNorm, so that RNG and buffers must be right too."""
+
+    def __init__(self, optimizer: str = "sgd"):
+        super().__init__()
+        self.optimizer = optimizer
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adam":
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(net: Net, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(net(batch[0]), batch[1])
+
+
+def batches(sizes: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+
+
+def same_state(first: nn.Module, second: nn.Module) -> bool:
+    a, b = first.state_dict(), second.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+PLUGINS = {
+    "accumulate": lambda: Accumulate(3),
+    "clip": lambda: Clip(0.5),
+    "schedule": lambda: Schedule("cosine", warmup=2),
+    "progress": lambda: Progress(),
+    "jsonl": lambda: JSONL(),
+    "tensorboard": lambda: Tensorboard(),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@given(
+    stack=st.lists(st.sampled_from(sorted(PLUGINS)), unique=True),
+    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
+    validate=st.booleans(),
+)
+def test_any_subset_and_order_of_plugins_equals_the_hand_written_loop(
+    optimizer: str, stack: list[str], sizes: list[int], validate: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    torch.manual_seed(1)
+    ours = Net(optimizer)
+    theirs = copy.deepcopy(ours)
+    data, window, epochs = batches(sizes), 3 if "accumulate" in stack else 1, 2
+
+    forge.Trainer(
+        max_epochs=epochs,
+        seed=7,
+        plugins=[PLUGINS[name]() for name in stack],
+        run_dir=tmp_path_factory.mktemp("run"),
+        log_every=2,
+    ).fit(ours, data, batches([4, 3], seed=1) if validate else None)
+
+    reference_optimizer = theirs.configure_optimizers()
+    total = epochs * math.ceil(len(data) / window)
+    reference.train(
+        theirs,
+        loss_of,
+        reference_optimizer,
+        data,
+        epochs,
+        window=window,
+        clip_norm=0.5 if "clip" in stack else None,
+        schedule=warmup_cosine(reference_optimizer, 2, total) if "schedule" in stack else None,
+        seed=7,
+    )
+    assert same_state(ours, theirs)
+
+
+def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> Any:
+    """Linear warm-up to the peak at update `warmup - 1`, then half a cosine towards 0 at update `total`."""
+
+    def factor(update: int) -> float:
+        if update < warmup:
+            return (update + 1) / warmup
+        share = (update - (warmup - 1)) / (total - (warmup - 1)) if update < total else 1.0
+        return (1 + math.cos(math.pi * share)) / 2
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@given(
+    stack=st.lists(st.sampled_from(["accumulate", "clip", "schedule"]), unique=True),
+    sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
+    wrapped=st.sampled_from(["prepare_batch", "micro_step", "forward", "backward", "optimizer_step", "train_step"]),
+)
+def test_the_written_out_step_and_the_step_through_hooks_end_in_the_same_bits(
+    stack: list[str], sizes: list[int], wrapped: str
+) -> None:
+    def around(self: Any) -> Any:
+        return (yield)
+
+    nothing = type("Nothing", (forge.Plugin,), {f"forge_{wrapped}": forge.hookimpl(wrapper=True)(around)})
+    torch.manual_seed(1)
+    written_out = Net()
+    through_hooks = copy.deepcopy(written_out)
+    data, metrics = batches(sizes), []
+    for task, extra in ((written_out, []), (through_hooks, [nothing()])):
+        plugins = [*extra, *(PLUGINS[name]() for name in stack)]
+        trainer = forge.Trainer(max_epochs=2, seed=7, plugins=plugins, run_dir=False)
+        metrics.append(trainer.fit(task, data).metrics)
+        assert (trainer.core.direct is None) == (bool(extra) and wrapped == "micro_step")
+    assert same_state(written_out, through_hooks)
+    assert metrics[0] == metrics[1]
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_micro_batches_of_any_sizes_give_the_gradient_of_the_one_big_batch(sizes: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    micros = batches(sizes, seed)
+    big = [(torch.cat([x for x, _ in micros]), torch.cat([y for _, y in micros]))]
+
+    def trained(data: list[Any], window: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        task = Linear()
+        forge.Trainer(max_updates=1, plugins=[Accumulate(window)], run_dir=False).fit(task, data)
+        return torch.cat([p.detach().flatten() for p in task.parameters()])
+
+    torch.testing.assert_close(trained(micros, len(micros)), trained(big, 1), rtol=1e-10, atol=1e-12)
+
+
+class Linear(forge.TaskModule):
+    """Double precision and no batch statistics: the only difference left is the order of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.layer(batch[0].double()), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class GAN(forge.TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def loss(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        fake = self.generator(torch.randn(len(real), 4))
+        if name == "generator":
+            return F.softplus(-self.discriminator(fake)).mean()
+        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+
+    def training_step(self, batch: torch.Tensor, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"loss": self.loss(batch, name), "size": len(batch)}
+
+    def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {
+            "discriminator": torch.optim.Adam(self.discriminator.parameters(), lr=1e-2),
+            "generator": torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+        }
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=7),
+    window=st.integers(1, 3),
+    clip=st.booleans(),
+    every=st.integers(1, 3),
+)
+def test_a_gan_under_accumulation_and_clipping_equals_its_hand_written_loop(
+    sizes: list[int], window: int, clip: bool, every: int
+) -> None:
+    class Turns(GAN):
+        def takes_turn(self, name: str, update: int) -> bool:
+            return name == "discriminator" or update % every == 0
+
+    torch.manual_seed(3)
+    ours = Turns()
+    theirs = copy.deepcopy(ours)
+    data = [torch.randn(n, 6, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(sizes)]
+    plugins = [Accumulate(window), *([Clip(0.1)] if clip else [])]
+
+    torch.manual_seed(5)
+    result = forge.Trainer(max_epochs=2, plugins=plugins, run_dir=False).fit(ours, data)
+    torch.manual_seed(5)
+    reference.train_gan(
+        theirs,
+        theirs.configure_optimizers(),
+        data,
+        2,
+        window=window,
+        clip_norm=0.1 if clip else None,
+        turns=theirs.takes_turn,
+    )
+    assert same_state(ours, theirs)
+    assert {"train/discriminator/loss", "train/generator/loss"} <= result.metrics.keys()
+    assert all(p.requires_grad for p in ours.parameters())

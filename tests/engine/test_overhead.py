@@ -1,0 +1,109 @@
+"""What forge adds to a bare loop, counted, so that it cannot rot. (Time is measured in benchmarks/overhead.py.)"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import forge
+from tests.support.tasks import Classifier, make_batches
+
+KERNEL = str(Path(forge.__file__).parent)
+
+
+class Plain(Classifier):
+    def training_step(self, batch: Any) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+def calls_during(work: Callable[[], Any]) -> int:
+    """Python functions called while `work` runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_per_update(run: Callable[[int], Any]) -> float:
+    """The slope: what a run of any length pays once cancels out."""
+    short, long = 50, 150  # both end on a log, so that a log is counted in its share
+    return (calls_during(lambda: run(long)) - calls_during(lambda: run(short))) / (long - short)
+
+
+def bare(updates: int) -> None:
+    model = Plain()
+    optimizer = model.configure_optimizers()
+    for x, y in make_batches(1) * updates:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def with_forge(updates: int) -> None:
+    trainer = forge.Trainer(max_updates=updates, plugins=[], run_dir=False)
+    trainer.fit(Plain(), make_batches(1) * updates)
+
+
+def test_at_most_60_python_calls_per_update_beyond_the_bare_loop() -> None:
+    by_hand, ours = calls_per_update(bare), calls_per_update(with_forge)
+    assert by_hand > 50
+    assert ours - by_hand <= 60
+
+
+def test_at_most_10_forge_frames_from_fit_to_training_step() -> None:
+    depths: list[int] = []
+
+    class Deep(Plain):
+        def training_step(self, batch: Any) -> Any:
+            frame, depth = sys._getframe(1), 0
+            while frame is not None:
+                inside_forge = (
+                    frame.f_code.co_filename.startswith(KERNEL) or "forge dispatch" in frame.f_code.co_filename
+                )
+                depth += inside_forge
+                frame = frame.f_back
+            depths.append(depth)
+            return super().training_step(batch)
+
+    forge.Trainer(max_updates=2, plugins=[], run_dir=False).fit(Deep(), make_batches(2))
+    assert len(depths) == 2
+    assert 0 < max(depths) <= 10
+
+
+def test_with_no_plugins_every_action_is_cores_own_method_and_no_event_is_called() -> None:
+    trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=False)
+    trainer.fit(Plain(), make_batches(1))
+    from forge.contract.stack import ACTIONS, EVENTS
+
+    for name in ACTIONS:
+        assert getattr(trainer.hooks, name) == getattr(trainer.core, name)
+    for name in EVENTS:
+        assert getattr(trainer.hooks, name) is None
+
+
+def test_weights_end_bit_identical_to_the_bare_loop() -> None:
+    torch.manual_seed(0)
+    ours = Plain()
+    trainer = forge.Trainer(max_epochs=3, plugins=[], run_dir=False)
+    trainer.fit(ours, make_batches(5))
+    torch.manual_seed(0)
+    theirs = Plain()
+    optimizer = theirs.configure_optimizers()
+    for x, y in make_batches(5) * 3:
+        optimizer.zero_grad()
+        F.cross_entropy(theirs(x), y).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

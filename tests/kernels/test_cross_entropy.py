@@ -1,0 +1,362 @@
+"""cross_entropy against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.contract import INTERPRETED
+from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
+from forge_kernels.triton.cross_entropy_plan import plan
+from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+options = st.fixed_dictionaries(
+    {},
+    optional={
+        "label_smoothing": st.sampled_from([0.1, 1.0]),
+        "z_loss": st.sampled_from([1e-4, 0.1]),
+        "reduction": st.sampled_from(["mean", "sum", "none"]),
+        "in_place": st.booleans(),
+        "ignore_index": st.sampled_from([-100, 0, -1]),
+    },
+)
+inf = float("inf")
+both_ways = pytest.mark.parametrize("reduction", ["sum", "none"])  # gradient with the loss, gradient in backward
+stand_in = CROSS_ENTROPY.replaces[0].call  # type: ignore[union-attr]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rounding() -> Iterator[None]:
+    """Triton's interpreter cuts float32 off to bfloat16, which is twice as far off as rounding: it rounds meanwhile."""
+    if not INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    cut_off = builder.cast_impl
+
+    def cast(self: Any, x: Any, dtype: Any) -> Any:
+        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cut_off(self, x, dtype)
+        rounded = torch.from_numpy(x.data.copy()).bfloat16().view(torch.uint16)
+        return interpreter.TensorHandle(rounded.numpy(), tl.bfloat16)
+
+    builder.cast_impl = cast
+    yield
+    builder.cast_impl = cut_off
+
+
+def batch(rows, classes, dtype=torch.float32, scale=1.0):
+    logits = (torch.randn(rows, classes, device=DEVICE) * scale).to(dtype).requires_grad_()
+    return logits, torch.randint(classes, (rows,), device=DEVICE)
+
+
+def gradient(loss, logits, **kwargs):
+    return torch.autograd.grad(loss, logits, **kwargs)[0]
+
+
+@given(
+    rows=st.integers(0, 5),
+    classes=st.one_of(st.integers(2, 300), st.sampled_from([1024, 2049, 5000])),
+    dtype=dtypes,
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    chosen=options,
+)
+def test_any_shape_dtype_and_option_equals_the_reference(rows, classes, dtype, scale, chosen):
+    logits, target = batch(rows, classes, dtype, scale)
+    if scale > 1:
+        target = logits.argmin(1)  # a sure and right row has a loss of nearly 0: nothing to measure an error by
+    target[::3] = chosen.get("ignore_index", -100)
+    check_against_reference(CROSS_ENTROPY, (logits, target), chosen)
+
+
+# -- rows that are split over programs --------------------------------------------------------------------------------
+
+
+def parts(logits):
+    return plan(logits.shape[1], logits.element_size()).parts
+
+
+@given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
+@settings(max_examples=8)
+def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):
+    logits, target = batch(2, classes + 4608 * (dtype != torch.float32), dtype)
+    target[0] = chosen.get("ignore_index", -100)
+    assert parts(logits) > 1
+    check_against_reference(CROSS_ENTROPY, (logits, target), chosen)
+
+
+@both_ways
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("target", [10, 5000])
+def test_infinite_parts_of_split_rows_give_what_torch_gives(reduction, smoothing, target):
+    logits = torch.randn(5, 5000, device=DEVICE)
+    assert parts(logits) == 2
+    logits[0, :2560] = -inf  # all of the first part
+    logits[1, 2560:] = -inf
+    logits[2] = -inf
+    logits[3, 7] = inf
+    logits[4, 4000] = float("nan")
+    for row in range(5):
+        one = logits[row : row + 1].clone().requires_grad_()
+        chosen = {"reduction": reduction, "label_smoothing": smoothing}
+        check_against_reference(CROSS_ENTROPY, (one, torch.tensor([min(target, 4999)], device=DEVICE)), chosen)
+
+
+@both_ways
+@pytest.mark.parametrize("classes", [50, 3000])
+def test_all_options_together_equal_the_reference(reduction, classes):
+    logits, target = batch(4, classes)
+    target[1] = 7
+    chosen = {"label_smoothing": 0.2, "z_loss": 0.1, "ignore_index": 7, "reduction": reduction}
+    check_against_reference(CROSS_ENTROPY, (logits, target), chosen)
+
+
+def test_one_class_costs_nothing():
+    logits, target = batch(4, 1)
+    loss = cross_entropy(logits, target)
+    assert loss == 0
+    assert (gradient(loss, logits) == 0).all()
+
+
+@both_ways
+def test_leading_dimensions_and_strides_do_not_matter(reduction):
+    whole = torch.randn(2, 70, 3, device=DEVICE)
+    target = torch.randint(70, (2, 3), device=DEVICE, dtype=torch.int32)
+    check_against_reference(CROSS_ENTROPY, (whole.transpose(1, 2).requires_grad_(), target), {"reduction": reduction})
+    check_against_reference(
+        CROSS_ENTROPY,
+        (torch.randn(70, device=DEVICE).expand(2, 3, 70).requires_grad_(), target),
+        {"reduction": reduction, "in_place": True},
+    )
+
+
+def test_logits_survive_unless_in_place():
+    logits, target = batch(3, 50)
+    before = logits.detach().clone()
+    kept = gradient(cross_entropy(logits, target), logits)
+    assert torch.equal(logits, before)
+    lost = gradient(cross_entropy(logits, target, in_place=True), logits)
+    assert torch.equal(logits, kept)
+    assert torch.equal(lost, kept)
+
+
+def test_in_place_leaves_padding_beside_the_logits_alone():
+    padded = torch.randn(3, 64, device=DEVICE)
+    logits, target = padded[:, :50].requires_grad_(), torch.tensor([0, 49, -100], device=DEVICE)
+    expected = gradient(reference(logits, target), logits)
+    tail = padded[:, 50:].clone()
+    loss = cross_entropy(logits, target, in_place=True)
+    torch.testing.assert_close(gradient(loss * 2, logits), expected * 2)
+    assert torch.equal(padded[:, 50:], tail)
+
+
+@both_ways
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infinite_and_huge_logits_give_what_torch_gives(reduction, smoothing):
+    logits = torch.randn(7, 40, device=DEVICE)
+    logits[0, 5:] = -inf
+    logits[1, 3] = -inf  # the target's
+    logits[2] = -inf
+    logits[3, 7] = inf
+    logits[4] *= 1e4
+    logits[5] += 1e4
+    logits[6, 0] = float("nan")
+    target = torch.full((7,), 3, device=DEVICE)
+    for row in range(7):
+        one = logits[row : row + 1].clone().requires_grad_()
+        chosen = {"reduction": reduction, "label_smoothing": smoothing}
+        check_against_reference(CROSS_ENTROPY, (one, target[:1]), chosen)
+
+
+@both_ways
+def test_a_target_that_is_no_class_makes_its_row_nan_and_no_other(reduction):
+    logits, target = batch(4, 30)
+    target[1], target[2] = 30, -1
+    losses = cross_entropy(logits, target, reduction=reduction)
+    grad = gradient(losses.sum(), logits)
+    assert grad.isnan().any(1).tolist() == [False, True, True, False]
+    assert losses.isnan().tolist() == ([False, True, True, False] if reduction == "none" else True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # gradient with the loss, gradient in backward
+def test_with_all_targets_ignored_the_mean_is_nan_and_its_gradient_zero(dtype):
+    logits = torch.full((3, 30), inf, device=DEVICE, dtype=dtype, requires_grad=True)
+    loss = cross_entropy(logits, torch.full((3,), -100, device=DEVICE))
+    assert loss.isnan()
+    assert (gradient(loss, logits) == 0).all()
+
+
+def test_with_all_targets_ignored_the_sum_and_its_gradient_are_zero():
+    logits = torch.full((3, 30), inf, device=DEVICE, requires_grad=True)
+    target = torch.full((3,), -100, device=DEVICE)
+    loss = cross_entropy(logits, target, reduction="sum")
+    assert loss == 0
+    assert (gradient(loss, logits) == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"reduction": "sum"}, {"reduction": "none"}])
+def test_a_second_derivative_is_an_error_not_a_wrong_number(options):
+    inputs, weight = torch.randn(4, 6, device=DEVICE), torch.randn(30, 6, device=DEVICE, requires_grad=True)
+    target = torch.randint(30, (4,), device=DEVICE)
+    loss = cross_entropy(inputs @ weight.T, target, **options).sum()
+    with pytest.raises((KernelError, RuntimeError), match=r"differentiated once|no autograd formula"):
+        gradient(gradient(loss, weight, create_graph=True).pow(2).sum(), weight)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_second_backward_through_the_same_loss_is_right(in_place):
+    logits, target = batch(3, 50)
+    expected = gradient(reference(logits, target), logits)
+    loss = cross_entropy(logits, target, in_place=in_place)
+    first = gradient(loss * 3, logits, retain_graph=True)
+    second = gradient(loss * 0, logits, retain_graph=True)
+    third = gradient(loss, logits)
+    torch.testing.assert_close(first, expected * 3)
+    assert (second == 0).all()
+    torch.testing.assert_close(third, expected)
+
+
+def test_gradients_of_two_losses_add_up_in_a_leaf():
+    logits, target = batch(3, 50)
+    for _ in range(2):
+        cross_entropy(logits, target).backward()
+    torch.testing.assert_close(logits.grad, 2 * gradient(reference(logits, target), logits))
+
+
+def test_without_gradients_the_loss_is_the_same():
+    logits, target = batch(5, 5000, torch.bfloat16)
+    with torch.no_grad():
+        alone = cross_entropy(logits, target)
+    assert not alone.requires_grad
+    torch.testing.assert_close(alone, cross_entropy(logits, target).detach())
+
+
+def test_small_float16_gradients_survive_behind_a_loss_scale():
+    logits, target = batch(64, 2000, torch.float16, 0.01)
+    scale = 2.0**14
+    exact = gradient(reference(logits.double(), target) * scale, logits)
+    torch.testing.assert_close(gradient(cross_entropy(logits, target) * scale, logits), exact, rtol=2e-3, atol=0)
+
+
+def test_it_compiles_whole():
+    check_compiles_whole(CROSS_ENTROPY, batch(3, 100))
+    check_compiles_whole(CROSS_ENTROPY, batch(3, 100), {"reduction": "none", "label_smoothing": 0.1})
+
+
+def test_the_operators_are_registered_as_torch_asks():
+    from forge_kernels.triton.cross_entropy import cross_entropy as op
+    from forge_kernels.triton.cross_entropy import cross_entropy_with_gradient
+    from forge_kernels.triton.scale import scale_
+
+    logits, target = batch(3, 20)
+    torch.library.opcheck(op, (logits, target, -100, 0.1, 0.0, "mean"))
+    torch.library.opcheck(op, (logits, target, -100, 0.0, 0.0, "none"))
+    values = logits.detach()
+    torch.library.opcheck(cross_entropy_with_gradient, (values, torch.empty_like(values), target, -100, 0.0, 0.1, True))
+    torch.library.opcheck(scale_, (values, torch.tensor(2.0, device=DEVICE)))
+
+
+# -- in place of torch.nn.functional.cross_entropy --------------------------------------------------------------------
+
+
+def original(*args, **kwargs):
+    return "original"
+
+
+def test_it_stands_in_for_the_functional_with_the_dtype_of_the_logits():
+    logits, target = batch(4, 30, torch.bfloat16)
+    target[0] = -100
+    loss = stand_in(original, logits, target)
+    assert loss.dtype == torch.bfloat16
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target), rtol=1e-2, atol=1e-2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert stand_in(original, logits, target).dtype == torch.float32
+
+
+def test_off_its_contract_the_functional_itself_runs():
+    logits, target = batch(4, 30)
+    assert stand_in(original, logits, target, torch.ones(30, device=DEVICE)) == "original"
+    assert stand_in(original, logits, logits.softmax(1)) == "original"
+    assert stand_in(original, logits[None], target[None, :, None].expand(1, 4, 30)[:, :, 0]) == "original"
+    assert stand_in(original, logits[0], target[0]) == "original"
+    assert stand_in(original, logits, target, reduction="nonsense") == "original"
+    assert stand_in(original, logits.double(), target) == "original"
+    assert stand_in(original, logits, target, size_average=True) == "original"
+    assert stand_in(original, logits, target.int()) == "original"
+
+
+def test_under_functorch_the_functional_itself_runs():
+    logits, target = batch(4, 30)
+    logits = logits.detach()
+
+    def loss(x):
+        return stand_in(F.cross_entropy, x, target)
+
+    def right(x):
+        return F.cross_entropy(x, target)
+
+    torch.testing.assert_close(torch.func.grad(loss)(logits), torch.func.grad(right)(logits))
+    torch.testing.assert_close(torch.func.hessian(loss)(logits), torch.func.hessian(right)(logits))
+    tangent = torch.randn_like(logits)
+    got, expected = (torch.func.jvp(function, (logits,), (tangent,)) for function in (loss, right))
+    torch.testing.assert_close(got, expected)
+    assert torch.func.grad(lambda x: (stand_in(original, x, target) == "original") * x.sum())(logits).all()
+
+
+def test_on_dual_numbers_the_functional_itself_runs():
+    logits, target = batch(4, 30)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits.detach(), torch.ones_like(logits))
+        assert stand_in(original, dual, target) == "original"
+        tangent = forward_ad.unpack_dual(stand_in(F.cross_entropy, dual, target)).tangent
+    assert tangent is not None
+    assert tangent.abs() < 1e-6  # all logits rise alike
+
+
+def test_in_place_of_the_functional_a_second_derivative_is_an_error():
+    logits, target = batch(4, 30)
+    with pytest.raises(KernelError, match="leave_out"):
+        gradient(stand_in(F.cross_entropy, logits, target), logits, create_graph=True)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("logits", "target", "options", "message"),
+    [
+        ((3, 5), (4,), {}, r"one target for every row.*\(3,\).*\(4,\)"),
+        ((5,), (), {}, r"logits \(\.\.\., classes\); it got \(5,\)"),
+        ((3, 0), (3,), {}, r"it got \(3, 0\)"),
+        ((3, 5), (3,), {"reduction": "average"}, "mean, sum, none; it got 'average'"),
+        ((3, 5), (3,), {"label_smoothing": 1.5}, "between 0 and 1; it got 1.5"),
+        ((3, 5), (3,), {"z_loss": -1.0}, "z_loss of at least 0; it got -1.0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(logits, target, options, message):
+    with pytest.raises(KernelError, match=message):
+        cross_entropy(
+            torch.ones(logits, device=DEVICE), torch.zeros(target, dtype=torch.long, device=DEVICE), **options
+        )
+
+
+def test_targets_that_are_no_class_numbers_are_refused():
+    with pytest.raises(KernelError, match=r"class numbers; it got torch.float32"):
+        cross_entropy(torch.ones(3, 5, device=DEVICE), torch.ones(3, device=DEVICE))
+
+
+def test_logits_that_are_not_floating_point_are_refused():
+    with pytest.raises(KernelError, match=r"floating-point logits.*it got \(3, 5\) torch.int64"):
+        cross_entropy(torch.ones(3, 5, device=DEVICE).long(), torch.ones(3, device=DEVICE).long())

@@ -1,0 +1,122 @@
+"""cross_entropy and linear_cross_entropy with real vocabularies, where a row is split over several programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy
+from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from forge_kernels.triton import cross_entropy_losses
+from tests.support.kernel_kit import DEVICE, check_against_reference
+
+pytestmark = pytest.mark.gpu
+inf = float("inf")
+
+
+def batch(rows, classes, dtype=torch.bfloat16):
+    logits = (torch.randn(rows, classes, device=DEVICE) * 3).to(dtype).requires_grad_()
+    return logits, torch.randint(classes, (rows,), device=DEVICE)
+
+
+@pytest.mark.parametrize("classes", [9217, 50257, 50304, 128256, 262144])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_split_rows_equal_the_reference(classes, dtype):
+    for options in (
+        {},
+        {"in_place": True, "reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1, "z_loss": 1e-3},
+        {"label_smoothing": 0.1, "reduction": "none"},
+    ):
+        logits, target = batch(30, classes, dtype)
+        target[::7], target[1] = -100, classes - 1
+        check_against_reference(CROSS_ENTROPY, (logits, target), options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infinite_logits_in_some_of_the_programs_of_a_row_give_what_torch_gives(smoothing):
+    logits, target = torch.randn(5, 50304, device=DEVICE), torch.full((5,), 30000, device=DEVICE)
+    logits[0, :20000] = -inf
+    logits[1, 25000:] = -inf  # with the target's
+    logits[2] = -inf
+    logits[3, 7] = inf
+    logits[4, 40000] = float("nan")
+    for row in range(5):
+        one = logits[row : row + 1].clone().requires_grad_()
+        check_against_reference(
+            CROSS_ENTROPY, (one, target[:1]), {"reduction": "sum", "label_smoothing": smoothing}, tolerance=1e-4
+        )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("classes", "dtype"), [(50304, torch.bfloat16), (262144, torch.float32)])
+def test_parts_that_do_not_wait_for_others_are_written_later_to_the_same_bit(
+    monkeypatch, in_place, smoothing, classes, dtype
+):
+    logits, target = batch(500, classes, dtype)
+
+    def step(in_place):
+        loss = cross_entropy(logits, target, label_smoothing=smoothing, in_place=in_place)
+        return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+    prompt = step(False)
+    monkeypatch.setattr(cross_entropy_losses, "PATIENCE", 0)
+    late = step(in_place)
+    assert torch.equal(prompt[0], late[0])
+    assert torch.equal(prompt[1], late[1])
+
+
+def test_it_runs_on_the_device_of_its_tensors_not_on_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    logits, target = torch.randn(30, 50304, device="cuda:1"), torch.randint(50304, (30,), device="cuda:1")
+    torch.testing.assert_close(cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
+def test_runs_are_bit_identical_also_from_a_captured_graph_and_never_wait_for_the_device():
+    logits, target = batch(4096, 50304)
+
+    def step():
+        return torch.autograd.grad(cross_entropy(logits, target), logits)[0]
+
+    first = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        others = [step() for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(first, other) for other in others)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(first, captured)
+
+
+def test_more_than_two_billion_logits_in_place():
+    logits, target = torch.randn(65536, 50304, device=DEVICE, dtype=torch.bfloat16), torch.arange(65536, device=DEVICE)
+    target %= 50304
+    rows = torch.tensor([0, 42690, 65535], device=DEVICE)
+    few = logits[rows].double().requires_grad_()
+    exact = torch.autograd.grad(F.cross_entropy(few, target[rows], reduction="sum"), few)[0]
+    cross_entropy(logits.requires_grad_(), target, reduction="sum", in_place=True)
+    torch.testing.assert_close(logits.detach()[rows].double(), exact, rtol=1e-2, atol=1e-6)
+
+
+def test_the_peak_of_a_chunked_head_does_not_grow_with_the_tokens():
+    weight = (torch.randn(50304, 256, device=DEVICE) / 16).bfloat16().requires_grad_()
+
+    def peak(tokens):
+        hidden = torch.randn(tokens, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(50304, (tokens,), device=DEVICE)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=1024), (hidden, weight))
+        return torch.cuda.max_memory_allocated() - before - hidden.nbytes
+
+    peak(1024)
+    assert peak(8192) < peak(1024) + 2**22

@@ -1,0 +1,347 @@
+"""mlp against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import forward_ad
+
+from forge.errors import KernelError
+from forge_kernels.ops import mlp as mlp_module
+from forge_kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
+from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
+
+sizes = st.integers(1, 90)
+
+
+def arguments(*rows, width=20, hidden=40, out=24, dtype=torch.float16, biases=(True, True)):
+    def new(*shape, scale=1.0):
+        return (torch.randn(shape, device=DEVICE) * scale).to(dtype).requires_grad_()
+
+    b1 = new(hidden) if biases[0] else None
+    b2 = new(out) if biases[1] else None
+    return [new(*rows, width), new(hidden, width, scale=0.3), b1, new(out, hidden, scale=0.3), b2]
+
+
+@given(
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    width=sizes,
+    hidden=sizes,
+    out=sizes,
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    biases=st.tuples(st.booleans(), st.booleans()),
+    activation=st.sampled_from([None, "gelu", "gelu_erf", "relu", "silu"]),
+)
+def test_any_shape_and_dtype_equals_the_reference(rows, width, hidden, out, dtype, biases, activation):
+    torch.manual_seed(width * hidden * out)
+    args = arguments(*rows, width=width, hidden=hidden, out=out, dtype=dtype, biases=biases)
+    check_against_reference(MLP, args, {"activation": activation})
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_erf"])
+def test_several_tiles_equal_the_reference(activation):
+    torch.manual_seed(0)
+    args = arguments(140, width=72, hidden=264, out=24, dtype=torch.bfloat16)
+    check_against_reference(MLP, args, {"activation": activation})
+
+
+def test_strides_do_not_matter():
+    torch.manual_seed(0)
+    x, w1, b1, w2, b2 = (argument.detach() for argument in arguments(10, 6))
+    args = [x.transpose(0, 1), w1.t().contiguous().t(), b1, torch.stack([w2, w2], 2)[..., 0], b2]
+    check_against_reference(MLP, [argument.requires_grad_() for argument in args])
+
+
+@pytest.mark.parametrize("empty", ["rows", "width", "hidden", "out"])
+def test_an_empty_one_is_as_in_torch(empty):
+    torch.manual_seed(0)
+    size = {"rows": 4, "width": 5, "hidden": 6, "out": 7, empty: 0}
+    args = arguments(size["rows"], width=size["width"], hidden=size["hidden"], out=size["out"])
+    check_against_reference(MLP, args)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_one_gradient_alone_is_right(place):
+    torch.manual_seed(place)
+    args = [argument.detach() for argument in arguments(12)]
+    args[place].requires_grad_()
+    check_against_reference(MLP, args)
+
+
+def test_without_gradients_what_a_backward_would_need_is_not_even_written(monkeypatch):
+    from forge_kernels.triton import matmul as products
+
+    modes = []
+
+    def noted(a, b, bias, kind, mode="value", pre=None):
+        modes.append(mode)
+        return product(a, b, bias, kind, mode, pre)
+
+    product = products.product
+    monkeypatch.setattr(products, "product", noted)
+    args = arguments(12)
+    with torch.no_grad():
+        result = mlp(*args)
+    assert modes == ["value"]
+    assert not result.requires_grad
+    assert distance(result, mlp_reference(*in_float64(args)).detach()) < MLP.tolerance[torch.float16]
+
+
+def test_under_autocast_arguments_are_cast_and_gradients_come_in_their_dtype():
+    args = arguments(12, dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        results = run(mlp, args, {})
+    rounded = [argument.detach().bfloat16().requires_grad_() for argument in args]
+    exact = run(mlp_reference, in_float64(rounded), {})
+    assert [result.dtype for result in results] == [torch.bfloat16] + [torch.float32] * 5
+    for result, right in zip(results, exact, strict=True):
+        assert distance(result, right) < MLP.tolerance[torch.bfloat16]
+
+
+def test_a_second_backward_gives_the_same():
+    args = arguments(12)
+    result = mlp(*args).square().sum()
+    first = torch.autograd.grad(result, args, retain_graph=True)
+    second = torch.autograd.grad(result, args)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_second_derivative_is_refused():
+    args = arguments(12)
+    with pytest.raises(KernelError, match=r"mlp can be differentiated once"):
+        torch.autograd.grad(mlp(*args).sum(), args, create_graph=True)
+
+
+def test_a_second_derivative_through_the_second_weight_alone_is_refused_too():
+    x, w1, b1, w2, b2 = arguments(12)
+    with pytest.raises(KernelError, match=r"mlp can be differentiated once"):
+        torch.autograd.grad(mlp(x, w1, b1, w2, b2).sum(), [w2], create_graph=True)
+
+
+def test_the_value_between_the_layers_is_marked_as_one_that_no_gradient_flows_through():
+    from forge_kernels.triton.mlp import first
+
+    x, w1, b1, *_ = arguments(12)
+    pre, hidden = first(x, w1, b1, "gelu")
+    assert (pre.requires_grad, hidden.requires_grad) == (True, False)
+
+
+def test_torch_func_and_dual_numbers_are_as_in_torch():
+    x, *rest = (argument.detach() for argument in arguments(6))
+    fused, exact = (lambda x, f=f: f(x, *rest) for f in (mlp, mlp_reference))
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: fused(x).sum())(x), torch.func.grad(lambda x: exact(x).sum())(x)
+    )
+    torch.testing.assert_close(torch.func.jvp(fused, (x,), (x,)), torch.func.jvp(exact, (x,), (x,)))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        torch.testing.assert_close(forward_ad.unpack_dual(fused(dual)), forward_ad.unpack_dual(exact(dual)))
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "part of a larger one"])
+def test_the_layout_of_what_the_activation_was_computed_from_does_not_matter(layout):
+    from forge_kernels.triton.mlp import hidden_grad
+
+    grad, w2, pre = (torch.randn(shape, device=DEVICE).half() for shape in ((16, 24), (24, 32), (16, 32)))
+    laid_out = {
+        "rows": pre,
+        "columns": pre.t().contiguous().t(),
+        "part of a larger one": torch.cat([pre, pre], 1)[:, :32],
+    }[layout]
+    for result, right in zip(hidden_grad(grad, w2, laid_out, "gelu"), hidden_grad(grad, w2, pre, "gelu"), strict=True):
+        assert torch.equal(result, right)
+
+
+def test_compiles_whole():
+    check_compiles_whole(MLP, arguments(3, 4))
+
+
+def test_compiles_whole_under_autocast():
+    args = arguments(3, 4, dtype=torch.float32)
+
+    def under_autocast(*args):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return mlp(*args)
+
+    torch.compiler.reset()
+    compiled = run(torch.compile(under_autocast, fullgraph=True, backend="aot_eager"), args, {})
+    for result, right in zip(compiled, run(under_autocast, args, {}), strict=True):
+        torch.testing.assert_close(result, right)
+
+
+def test_the_operators_are_registered_as_torch_asks():
+    from forge_kernels.triton.mlp import first, hidden_grad
+
+    x, w1, b1, w2, _ = arguments(5, width=6, hidden=8, out=4)
+    grad, pre = torch.randn(5, 4, device=DEVICE).half(), torch.randn(5, 8, device=DEVICE).half()
+    torch.library.opcheck(first, (x, w1, b1, "gelu"))
+    torch.library.opcheck(hidden_grad, (grad, w2.detach(), pre, "gelu"))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x, w1, b1, w2, b2 = arguments(3)
+    with pytest.raises(KernelError, match=r"w1 of \(H, D\).*\(3, 20\), \(20, 40\)"):
+        mlp(x, w1.t(), b1, w2, b2)
+    with pytest.raises(KernelError, match=r"b2 of \(D',\)"):
+        mlp(x, w1, b1, w2, b1)
+
+
+@pytest.mark.parametrize("device", [DEVICE, "meta"])  # where the kernel would run, and where the reference would
+def test_dtypes_that_differ_are_refused(device):
+    x, *rest = (argument.detach().to(device) for argument in arguments(3))
+    with pytest.raises(KernelError, match=r"one dtype.*x torch.bfloat16.*w1 torch.float16"):
+        mlp(x.bfloat16(), *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_numbers_that_are_not_floating_point_are_refused(dtype):
+    with pytest.raises(KernelError, match=r"floating-point.*x is"):
+        mlp(*(argument.detach().to(dtype) for argument in arguments(3)))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_a_sequential_of_linear_gelu_linear_is_swapped_with_its_own_parameters(approximate):
+    plain = nn.Sequential(nn.Linear(20, 40), nn.GELU(approximate), nn.Linear(40, 8, bias=False))
+    plain = plain.to(DEVICE, torch.bfloat16).eval()
+    fused = swap(plain)
+    assert isinstance(fused, FusedMLP)
+    assert not fused.training
+    assert list(fused.state_dict()) == ["0.weight", "0.bias", "2.weight"]
+    assert all(a is b for a, b in zip(fused.parameters(), plain.parameters(), strict=True))
+    x = torch.randn(3, 5, 20, device=DEVICE, dtype=torch.bfloat16)
+    result = fused(x)
+    exact = plain.double()(x.double())
+    assert distance(result.detach(), exact.detach()) < MLP.tolerance[torch.bfloat16]
+
+
+def test_float32_goes_to_plain_torch():
+    args = arguments(12, dtype=torch.float32)
+    assert torch.equal(mlp(*args), mlp_reference(*args))
+
+
+def test_names_of_the_layers_stay():
+    from collections import OrderedDict
+
+    plain = nn.Sequential(OrderedDict(fc=nn.Linear(4, 8), act=nn.GELU(), proj=nn.Linear(8, 4)))
+    fused = swap(plain)
+    assert fused is not None
+    assert list(fused.state_dict()) == list(plain.state_dict())
+
+
+def test_any_other_module_is_left_alone():
+    class Own(nn.Sequential):
+        pass
+
+    hooked = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    hooked[0].register_forward_hook(lambda *_: None)
+    others = [
+        nn.Linear(4, 8),
+        nn.Sequential(nn.Linear(4, 8), nn.GELU()),
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)),
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Dropout()),
+        Own(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+        hooked,
+    ]
+    assert [swap(other) for other in others] == [None] * len(others)
+
+
+# -- what happens to the layers of a fused one after the swap ---------------------------------------------------------
+
+
+def fused_and_input(dtype=torch.bfloat16):
+    layers = nn.Sequential(nn.Linear(20, 40), nn.GELU(), nn.Linear(40, 8)).to(DEVICE, dtype)
+    return swap(layers), torch.randn(5, 20, device=DEVICE, dtype=dtype)
+
+
+@pytest.fixture
+def kernel_runs(monkeypatch):
+    """A list that gets an entry with every call of the kernel."""
+    runs = []
+    original = mlp_module.mlp
+    monkeypatch.setattr(mlp_module, "mlp", lambda *args: runs.append(1) or original(*args))
+    return runs
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_a_hook_that_comes_later_is_called(place, register, kernel_runs):
+    fused, x = fused_and_input()
+    calls = []
+    handle = getattr(fused[place], register)(lambda *_: calls.append(1))
+    fused(x.requires_grad_()).sum().backward()
+    assert (len(calls), len(kernel_runs)) == (1, 0)
+    handle.remove()
+    fused(x)
+    assert (len(calls), len(kernel_runs)) == (1, 1)
+
+
+def test_a_hook_for_all_modules_is_called_for_the_layers(kernel_runs):
+    fused, x = fused_and_input()
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        fused(x)
+    assert seen == [*fused, fused]
+    assert not kernel_runs
+
+
+class Doubled(nn.Linear):
+    """As adapters do: more than its weight says."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(("place", "new"), [(0, Doubled(20, 40)), (1, nn.SiLU()), (2, Doubled(40, 8))])
+def test_a_layer_that_is_replaced_later_is_run_as_it_is(place, new, kernel_runs):
+    fused, x = fused_and_input(torch.float32)
+    fused[place] = new.to(DEVICE)
+    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
+    assert not kernel_runs
+
+
+def test_a_layer_that_is_added_later_is_run():
+    fused, x = fused_and_input(torch.float32)
+    fused.append(nn.Tanh())
+    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
+
+
+def test_a_parametrization_that_comes_later_is_run(kernel_runs):
+    fused, x = fused_and_input(torch.float32)
+    before = fused(x)
+    nn.utils.parametrizations.weight_norm(fused[0])
+    with torch.no_grad():
+        fused[0].parametrizations.weight.original0.mul_(2)
+    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
+    assert not torch.allclose(fused(x), before)
+    assert len(kernel_runs) == 1
+
+
+def test_a_forward_that_is_put_onto_a_layer_later_is_run(kernel_runs):
+    fused, x = fused_and_input()
+    fused[1].forward = torch.tanh
+    assert torch.equal(fused(x), nn.Sequential(*fused)(x))
+    assert not kernel_runs
+
+
+def test_a_fused_one_compiles_whole():
+    fused, x = fused_and_input()
+    torch.compiler.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), fused(x))
+
+
+def test_a_fused_one_is_as_its_layers_under_torch_func_and_for_dual_numbers(kernel_runs):
+    fused, x = fused_and_input(torch.float32)
+    plain = nn.Sequential(*fused)
+    fused_slope, slope = (torch.func.grad(lambda x, f=f: f(x).square().sum()) for f in (fused, plain))
+    torch.testing.assert_close(fused_slope(x), slope(x))
+    torch.testing.assert_close(torch.func.jvp(fused, (x,), (x,)), torch.func.jvp(plain, (x,), (x,)))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        torch.testing.assert_close(forward_ad.unpack_dual(fused(dual)), forward_ad.unpack_dual(plain(dual)))
+    assert not kernel_runs

@@ -1,0 +1,332 @@
+"""rms_norm and layer_norm against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.ops import norms
+from forge_kernels.ops.norms import (
+    LAYER_NORM,
+    RMS_NORM,
+    layer_norm,
+    rms_norm,
+    stand_in_for_layer_norm,
+    stand_in_for_rms_norm,
+)
+from tests.support.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    check_launches_where_the_tensors_are,
+    check_second_derivative_is_refused,
+    check_stand_in_compiles_whole,
+    check_transformed,
+    distance,
+    every_transform,
+    run,
+)
+
+both = pytest.mark.parametrize("kernel", [RMS_NORM, LAYER_NORM], ids=lambda kernel: kernel.name)
+stand_ins = pytest.mark.parametrize(
+    ("stand_in", "original"),
+    [(stand_in_for_rms_norm, F.rms_norm), (stand_in_for_layer_norm, F.layer_norm)],
+    ids=["rms_norm", "layer_norm"],
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = st.sampled_from(DTYPES)
+# rows of 1 to 3 entries have gradients of almost 0, of which only rounding is left; they have a test of their own
+shapes = st.tuples(st.lists(st.integers(0, 9), max_size=2), st.integers(4, 70)).map(lambda s: (*s[0], s[1]))
+
+
+def arguments(kernel, shape, dtype=torch.float32, weights=None, residual=None, present=(True, True), scale=1.0):
+    """x, weight, for layer_norm bias, eps, residual."""
+
+    def leaf(size, kind):
+        return (torch.randn(size, device=DEVICE) * scale).to(kind).requires_grad_()
+
+    vectors = [leaf(shape[-1], weights or dtype) if there else None for there in present]
+    args = [leaf(shape, dtype), *vectors[: 2 if kernel is LAYER_NORM else 1], 1e-5]
+    return args if residual is None else [*args, leaf(shape, residual)]
+
+
+@both
+@given(shape=shapes, dtype=dtypes, scale=st.sampled_from([0.1, 1.0, 100.0]), present=st.tuples(*[st.booleans()] * 2))
+def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale, present):
+    check_against_reference(kernel, arguments(kernel, shape, dtype, scale=scale, present=present))
+
+
+@both
+@given(shape=shapes, dtype=dtypes, weights=dtypes, residual=dtypes)
+def test_the_sum_with_a_residual_is_normalised_and_returned_in_any_mix_of_dtypes(
+    kernel, shape, dtype, weights, residual
+):
+    args = arguments(kernel, shape, dtype, weights, residual)
+    check_against_reference(kernel, args)
+    y, h = kernel.function(*args)
+    assert y.dtype == dtype
+    assert h.dtype == torch.promote_types(dtype, residual)
+
+
+@both
+def test_rows_too_wide_for_registers_equal_the_reference(kernel, monkeypatch):
+    from forge_kernels.triton import norms as triton_norms
+
+    monkeypatch.setattr(triton_norms, "WIDEST_FORWARD", 64)
+    monkeypatch.setattr(triton_norms, "WIDEST_BACKWARD", 64)
+    monkeypatch.setattr(triton_norms, "CHUNK", 64)
+    check_against_reference(kernel, arguments(kernel, (5, 200)))
+    check_against_reference(kernel, arguments(kernel, (3, 129), torch.bfloat16, torch.float32, torch.bfloat16))
+
+
+@both
+def test_a_large_offset_costs_no_more_than_its_own_rounding(kernel):
+    x = torch.randn(6, 50, device=DEVICE) + 1000
+    assert distance(kernel.function(x), kernel.reference(x.double())) < 1000 * torch.finfo(torch.float32).eps
+
+
+@both
+def test_rows_of_one_entry_and_rows_of_zeros_are_as_in_the_reference(kernel):
+    for x in (torch.randn(7, 1, device=DEVICE), torch.zeros(3, 9, device=DEVICE)):
+        x.requires_grad_()
+        y, right = kernel.function(x), kernel.reference(x)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (y, right)]
+        torch.testing.assert_close(y, right)
+        torch.testing.assert_close(*grads, atol=1e-3, rtol=1e-3)
+
+
+@both
+def test_infinite_and_nan_entries_spoil_their_own_row_only(kernel):
+    x = torch.randn(4, 20, device=DEVICE)
+    x[1, 3], x[2, 0] = float("inf"), float("nan")
+    y = kernel.function(x)
+    torch.testing.assert_close(y, kernel.reference(x), equal_nan=True)
+    assert torch.isfinite(y[[0, 3]]).all()
+
+
+@both
+def test_strides_do_not_matter(kernel):
+    whole = torch.randn(6, 30, 5, device=DEVICE)
+    for x in (whole.transpose(1, 2), whole[:, 3:20, 1], whole[::2, :, 0], torch.randn(30, device=DEVICE).expand(4, 30)):
+        x = x.detach().requires_grad_()
+        weight = torch.randn(2 * x.shape[-1], device=DEVICE)[::2].requires_grad_()
+        check_against_reference(kernel, [x, weight])
+
+
+@both
+def test_only_one_of_the_two_results_needs_to_be_used(kernel):
+    args = arguments(kernel, (3, 10), residual=torch.float32)
+    for place in (0, 1):
+        grads = [
+            torch.autograd.grad(f(*args)[place].square().sum(), args[0])[0] for f in (kernel.function, kernel.reference)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@both
+def test_the_result_can_have_another_dtype(kernel):
+    args = arguments(kernel, (3, 10))
+    assert kernel.function(*args, dtype=torch.bfloat16).dtype == torch.bfloat16
+    check_against_reference(kernel, args, {"dtype": torch.bfloat16})
+
+
+@both
+def test_a_wider_result_is_not_rounded_on_the_way(kernel):
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(kernel, (3, 10), torch.bfloat16)]
+    exact = kernel.reference(*(a.double() if isinstance(a, torch.Tensor) else a for a in args))
+    result = kernel.function(*args, dtype=torch.float32)
+    assert result.dtype == torch.float32
+    assert distance(result, exact) <= kernel.tolerance[torch.float32]
+
+
+@both
+def test_under_autocast_bfloat16_stays_bfloat16_with_float32_weights(kernel):
+    args = arguments(kernel, (3, 10), torch.bfloat16, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert kernel.function(*args).dtype == torch.bfloat16
+        check_against_reference(kernel, args)
+
+
+@both
+def test_the_gradient_of_frozen_weights_is_not_computed(kernel, monkeypatch):
+    from forge_kernels.triton import norms as triton_norms
+
+    args, sizes, backward = arguments(kernel, (3, 10)), [], triton_norms.norm_backward
+
+    def noted(*args):
+        gradients = backward(*args)
+        sizes.append([gradient.numel() for gradient in gradients[2:]])
+        return gradients
+
+    monkeypatch.setattr(triton_norms, "norm_backward", noted)
+    check_against_reference(kernel, args)
+    args[1] = args[1].detach()
+    check_against_reference(kernel, args)
+    bias = 10 if kernel is LAYER_NORM else 0
+    assert sizes == [[10, bias], [0, bias]]
+
+
+@both
+def test_results_are_the_same_bits_every_time(kernel):
+    args = arguments(kernel, (40, 33))
+    first, second = (run(kernel.function, args, {}) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@both
+def test_compiles_whole(kernel):
+    check_compiles_whole(kernel, arguments(kernel, (3, 100), torch.float32, residual=torch.float32))
+
+
+def test_the_operators_are_registered_as_torch_asks():
+    from forge_kernels.triton.norms import norm
+
+    x, weight, bias, _, residual = arguments(LAYER_NORM, (3, 5), residual=torch.float32)
+    torch.library.opcheck(norm, (x, residual, weight, bias, 1e-5, True, torch.float32))
+    torch.library.opcheck(norm, (x, None, weight, None, 1e-5, False, torch.bfloat16))
+
+
+@both
+def test_it_can_be_differentiated_once_only(kernel):
+    check_second_derivative_is_refused(kernel.function, torch.randn(3, 8, device=DEVICE))
+
+
+@both
+@pytest.mark.parametrize("width", [10, 100])
+def test_it_runs_on_the_device_of_its_tensors(kernel, width, monkeypatch):
+    from forge_kernels.triton import norms as triton_norms
+
+    monkeypatch.setattr(triton_norms, "WIDEST_FORWARD", 64)
+    monkeypatch.setattr(triton_norms, "WIDEST_BACKWARD", 64)
+    args = arguments(kernel, (3, width))
+    check_launches_where_the_tensors_are(monkeypatch, triton_norms, lambda: run(kernel.function, args, {}))
+
+
+@stand_ins
+def test_a_stand_in_compiles_whole(stand_in, original):
+    x = torch.randn(3, 8, device=DEVICE, dtype=torch.bfloat16)
+    check_stand_in_compiles_whole(stand_in, x, (8,), torch.nn.Parameter(torch.randn(8, device=DEVICE)))
+
+
+@every_transform
+@stand_ins
+def test_transforms_of_a_stand_in_are_those_of_torch(stand_in, original, transform):
+    x = torch.randn(3, 8, device=DEVICE)
+    check_transformed(transform, lambda x: stand_in(original, x, (8,)), lambda x: original(x, (8,)), x)
+
+
+@every_transform
+@both
+def test_transforms_run_as_plain_torch(kernel, transform):
+    check_transformed(transform, kernel.function, kernel.reference, torch.randn(3, 8, device=DEVICE))
+
+
+@stand_ins
+def test_tensors_of_other_classes_are_left_to_torch(stand_in, original):
+    class Other(torch.Tensor):
+        pass
+
+    x = torch.randn(3, 8, device=DEVICE)
+    assert stand_in(lambda *_: "torch", x.as_subclass(Other), (8,)) == "torch"
+    assert stand_in(lambda *_: "torch", x, (8,), x[0].as_subclass(Other)) == "torch"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@stand_ins
+def test_under_autocast_a_stand_in_gives_what_torch_gives(stand_in, original, dtype, weighted):
+    x = torch.randn(3, 8, device=DEVICE).to(dtype)
+    weight = torch.randn(8, device=DEVICE) if weighted else None
+    with torch.autocast(DEVICE, torch.bfloat16):
+        result, right = stand_in(None, x, (8,), weight), original(x, (8,), weight)
+    torch.testing.assert_close(result, right)  # dtypes too
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_the_dtypes_of_autocast_on_cuda_are_known_where_there_is_none(name, dtype):
+    with FakeTensorMode():
+        x, weight = torch.empty(3, 8, device="cuda", dtype=dtype), torch.empty(8, device="cuda")
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast would find no device
+    try:
+        result, right = norms._dtype(name, x), getattr(F, name)(x, (8,), weight).dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert result == right
+    assert norms._dtype(name, x) == dtype
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_without_eps_rms_norm_takes_torchs(dtype, scale):
+    x = torch.full((2, 8), scale, device=DEVICE, dtype=dtype)
+    torch.testing.assert_close(stand_in_for_rms_norm(F.rms_norm, x, (8,)), F.rms_norm(x, (8,)))
+
+
+def test_they_stand_in_for_the_functionals_of_torch():
+    layer, rms = stand_in_for_layer_norm, stand_in_for_rms_norm
+    assert [kernel.replaces[0].call for kernel in (LAYER_NORM, RMS_NORM)] == [layer, rms]  # type: ignore[union-attr]
+    x, weight, bias = (t.detach() for t in arguments(LAYER_NORM, (3, 8))[:3])
+    called = []
+
+    def spy(function):
+        return lambda *args: called.append(function) or function(*args)
+
+    torch.testing.assert_close(
+        layer(spy(F.layer_norm), x, (8,), weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3)
+    )
+    torch.testing.assert_close(layer(spy(F.layer_norm), x, [8], weight=weight), F.layer_norm(x, [8], weight))
+    torch.testing.assert_close(rms(spy(F.rms_norm), x, (8,), weight), F.rms_norm(x, (8,), weight))
+    tiny = x * 1e-4  # where eps decides
+    torch.testing.assert_close(rms(spy(F.rms_norm), tiny, (8,), weight, None), F.rms_norm(tiny, (8,), weight))
+    assert not called, "the kernel fits"
+    torch.testing.assert_close(layer(spy(F.layer_norm), x, (3, 8)), F.layer_norm(x, (3, 8)))
+    torch.testing.assert_close(layer(spy(F.layer_norm), x.double(), (8,)), F.layer_norm(x.double(), (8,)))
+    torch.testing.assert_close(rms(spy(F.rms_norm), x, (3, 8)), F.rms_norm(x, (3, 8)))
+    assert called == [F.layer_norm, F.layer_norm, F.rms_norm]
+    with pytest.raises(RuntimeError):
+        layer(F.layer_norm, x, (5,))
+
+
+@both
+def test_what_is_not_supported_runs_as_plain_torch(kernel):
+    x = torch.randn(3, 8, device=DEVICE, dtype=torch.float64)
+    torch.testing.assert_close(kernel.function(x), kernel.reference(x))
+    assert kernel.supports(x) == "it has no float64"
+    assert "65536" in kernel.supports(torch.empty(1, norms.WIDEST + 1, device=DEVICE))
+
+
+@both
+def test_what_is_not_floating_point_is_refused(kernel):
+    x, whole = torch.ones(3, 5, device=DEVICE), torch.ones(5, device=DEVICE, dtype=torch.int64)
+    with pytest.raises(KernelError, match=f"{kernel.name} needs floating-point tensors; x is int64"):
+        kernel.function(x.long())
+    with pytest.raises(KernelError, match="weight is int64"):
+        kernel.function(x, whole)
+    with pytest.raises(KernelError, match="residual is complex64"):
+        kernel.function(x, residual=x + 1j)
+    with pytest.raises(KernelError, match=r"not torch\.int64"):
+        kernel.function(x, dtype=torch.int64)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    x = torch.ones(3, 5, device=DEVICE)
+    with pytest.raises(KernelError, match=r"weight of shape \(5,\).*\(3,\)"):
+        rms_norm(x, torch.ones(3, device=DEVICE))
+    with pytest.raises(KernelError, match=r"bias of shape \(5,\).*\(1, 5\)"):
+        layer_norm(x, None, torch.ones(1, 5, device=DEVICE))
+    with pytest.raises(KernelError, match=r"residual of x's shape.*\(5, 3\)"):
+        layer_norm(x, residual=torch.ones(5, 3, device=DEVICE))
+    with pytest.raises(KernelError, match="has none"):
+        rms_norm(torch.ones((), device=DEVICE))
+
+
+def test_the_least_cost_counts_the_addition():
+    x = torch.ones(4, 8, device=DEVICE)
+    assert RMS_NORM.cost(x).bytes == 5 * 4 * 8 * 4
+    assert LAYER_NORM.cost(x, residual=x).bytes == 8 * 4 * 8 * 4

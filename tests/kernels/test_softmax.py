@@ -1,0 +1,182 @@
+"""softmax against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from forge.errors import KernelError
+from forge_kernels.ops.softmax import SOFTMAX, softmax, stand_in
+from tests.support.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    check_launches_where_the_tensors_are,
+    check_second_derivative_is_refused,
+    check_stand_in_compiles_whole,
+    check_transformed,
+    every_transform,
+    run,
+)
+
+INF = float("inf")
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+shapes = st.tuples(st.lists(st.integers(0, 9), max_size=2), st.integers(1, 70)).map(lambda s: (*s[0], s[1]))
+
+
+def leaf(shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape, device=DEVICE) * scale).to(dtype).requires_grad_()
+
+
+@given(shape=shapes, dtype=dtypes, scale=st.sampled_from([0.1, 1.0]))
+def test_any_shape_and_dtype_equals_the_reference(shape, dtype, scale):
+    check_against_reference(SOFTMAX, [leaf(shape, dtype, scale)])
+
+
+@pytest.fixture
+def rows_too_wide(monkeypatch):
+    """Rows are too wide for registers from 65 entries on."""
+    from forge_kernels.triton import softmax as triton_softmax
+
+    monkeypatch.setattr(triton_softmax, "WIDEST", 64)
+    monkeypatch.setattr(triton_softmax, "CHUNK", 32)
+
+
+def test_rows_too_wide_for_registers_equal_the_reference(rows_too_wide):
+    for shape, dtype in (((5, 200), torch.float32), ((3, 65), torch.bfloat16)):
+        check_against_reference(SOFTMAX, [leaf(shape, dtype)])
+
+
+def edges(width):
+    x = torch.randn(7, width, device=DEVICE)
+    x[1] = -INF
+    x[2, 3] = INF
+    x[3, : width - 2] = -INF
+    x[4, 5] = float("nan")
+    x[5, 2:] = -INF
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_infinite_and_nan_entries_are_as_in_torch():
+    x = edges(40)
+    torch.testing.assert_close(softmax(x), torch.softmax(x, -1), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_infinite_and_nan_entries_of_wide_rows_are_as_in_torch(rows_too_wide):
+    x = edges(150)
+    torch.testing.assert_close(softmax(x), torch.softmax(x, -1), equal_nan=True)
+
+
+def test_large_entries_do_not_overflow():
+    for scale in (30.0, 1000.0):  # results alone: gradients are differences of almost equal numbers there
+        check_against_reference(SOFTMAX, [leaf((5, 33), scale=scale).detach()])
+
+
+def test_masked_entries_have_no_gradient():
+    x = torch.randn(4, 20, device=DEVICE)
+    x[:, 10:] = -INF
+    check_against_reference(SOFTMAX, [x.requires_grad_()])
+    (gradient,) = torch.autograd.grad(softmax(x).sin().sum(), x)
+    assert gradient[:, :10].all()
+    assert not gradient[:, 10:].any()
+
+
+def test_the_result_can_have_another_dtype():
+    x = leaf((3, 20), torch.bfloat16)
+    assert softmax(x, dtype=torch.float32).dtype == torch.float32
+    check_against_reference(SOFTMAX, [x, -1, torch.float32])
+
+
+def test_strides_do_not_matter():
+    whole = torch.randn(6, 30, 5, device=DEVICE)
+    for x in (whole.transpose(1, 2), whole[:, 3:20, 1], whole[::2], torch.randn(30, device=DEVICE).expand(4, 30)):
+        check_against_reference(SOFTMAX, [x.detach().requires_grad_()])
+
+
+def test_a_dimension_that_is_not_the_last_goes_to_torch():
+    x = leaf((3, 4, 5))
+    assert SOFTMAX.supports(x, 1) == "it goes over the last dimension"
+    torch.testing.assert_close(softmax(x, 1), torch.softmax(x, 1))
+    torch.testing.assert_close(softmax(x, 2), torch.softmax(x, 2))
+
+
+def test_compiles_whole():
+    check_compiles_whole(SOFTMAX, [leaf((3, 100))])
+
+
+def test_the_operator_is_registered_as_torch_asks():
+    from forge_kernels.triton.softmax import softmax as operator
+
+    torch.library.opcheck(operator, (leaf((3, 5)), torch.float32))
+
+
+def test_it_can_be_differentiated_once_only():
+    check_second_derivative_is_refused(softmax, leaf((3, 8)))
+
+
+@pytest.mark.parametrize("width", [10, 100])
+def test_it_runs_on_the_device_of_its_tensors(width, rows_too_wide, monkeypatch):
+    from forge_kernels.triton import softmax as triton_softmax
+
+    x = leaf((3, width))
+    check_launches_where_the_tensors_are(monkeypatch, triton_softmax, lambda: run(softmax, [x], {}))
+
+
+def test_the_stand_in_compiles_whole():
+    check_stand_in_compiles_whole(stand_in, leaf((3, 8), torch.bfloat16), -1)
+
+
+@every_transform
+def test_transforms_of_the_stand_in_are_those_of_torch(transform):
+    x = leaf((3, 8)).detach()
+    check_transformed(transform, lambda x: stand_in(F.softmax, x, -1), lambda x: F.softmax(x, -1), x)
+
+
+@every_transform
+def test_transforms_run_as_plain_torch(transform):
+    check_transformed(transform, softmax, SOFTMAX.reference, leaf((3, 8)).detach())
+
+
+def test_tensors_of_other_classes_are_left_to_torch():
+    class Other(torch.Tensor):
+        pass
+
+    assert stand_in(lambda *_: "torch", leaf((3, 8)).detach().as_subclass(Other), -1) == "torch"
+
+
+def test_it_stands_in_for_the_functional_of_torch():
+    called = []
+    assert SOFTMAX.replaces[0].call is stand_in  # type: ignore[union-attr]
+
+    def original(*args):
+        called.append(args)
+        return F.softmax(*args)
+
+    x = leaf((3, 8), torch.bfloat16).detach()
+    torch.testing.assert_close(stand_in(original, x, -1), F.softmax(x, -1))
+    torch.testing.assert_close(stand_in(original, x, dim=1, dtype=torch.float32), F.softmax(x, 1, dtype=torch.float32))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert stand_in(original, x, -1).dtype == F.softmax(x, -1).dtype
+    assert not called, "the kernel fits"
+    torch.testing.assert_close(stand_in(original, x, 0), F.softmax(x, 0))
+    torch.testing.assert_close(stand_in(original, x, -1, dtype=torch.float64), F.softmax(x, -1, dtype=torch.float64))
+    assert len(called) == 2
+
+
+def test_what_is_not_floating_point_is_refused():
+    x = torch.ones(3, 5, device=DEVICE)
+    for dim in (0, 1):  # where the reference runs, and the kernel
+        with pytest.raises(KernelError, match="softmax needs floating-point tensors; x is int64"):
+            softmax(x.long(), dim)
+        with pytest.raises(KernelError, match=r"not torch\.int64"):
+            softmax(x, dim, torch.int64)
+
+
+def test_a_dimension_that_is_not_there_is_refused():
+    with pytest.raises(KernelError, match=r"no dimension 2 in x of shape \(3, 5\)"):
+        softmax(torch.ones(3, 5, device=DEVICE), 2)

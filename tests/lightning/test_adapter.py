@@ -1,0 +1,423 @@
+"""LightningAdapter without Lightning: names, forms, hooks and refusals, on modules that only look like Lightning's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import forge
+from forge.cli import main
+from forge.errors import TaskError
+from forge_lightning.names import monitored, short
+from forge_lightning.optimizing import read
+from forge_plugins import JSONL, SAM, Checkpoint
+from tests.support.ranks import Pair, launch
+from tests.support.tasks import make_batches
+
+
+class Module(nn.Module):
+    """A LightningModule by its methods alone."""
+
+    log: Any
+    trainer: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        self.log("train/index", batch_idx, on_epoch=True)
+        return {"loss": loss, "double": 2 * loss.detach(), "rows": batch[0]}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        self.log("loader", float(dataloader_idx), batch_size=1, add_dataloader_idx=False)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: nn.Module, val: Any = None, **options: Any) -> forge.FitResult:
+    settings = {"max_epochs": 2, "seed": 0, "plugins": [], "run_dir": False, "device": "cpu", **options}
+    return forge.Trainer(**settings).fit(forge.LightningAdapter(module), make_batches(), val)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "expected"),
+    [
+        ("val_loss", "val", "loss"),
+        ("val/loss", "val", "loss"),
+        ("validation-f1", "val", "f1"),
+        ("loss", "val", "loss"),
+        ("value", "val", "value"),
+        ("train_acc", "val", "train_acc"),
+        ("train_acc", "train", "acc"),
+    ],
+)
+def test_the_stage_is_taken_off_a_name_that_begins_with_it(name: str, stage: str, expected: str) -> None:
+    assert short(name, stage) == expected
+
+
+def test_what_is_logged_is_called_by_its_stage_and_the_loss_has_one_curve() -> None:
+    result = fit(Module(), {"a": make_batches(1), "b": make_batches(2)})
+    assert {name for name in result.metrics if name.startswith(("train/", "val/"))} == {
+        "train/loss",
+        "train/double",
+        "train/index",
+        "train/index_epoch",
+        "val/a/loss",
+        "val/b/loss",
+        "val/loader",
+    }
+    assert result.metrics["train/index_epoch"] == 1.5  # batches 0 to 3
+    assert result.metrics["val/loader"] == pytest.approx(2 / 3)  # one batch of the first loader, two of the second
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_another_value_than_the_loss_keeps_its_name_and_the_loss_itself_has_none_beside(as_number: bool) -> None:
+    class Parts(Module):
+        factor = 2.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            logged = loss if self.factor == 1 else self.factor * loss
+            self.log("train_loss", logged.item() if as_number else logged, on_step=True, on_epoch=True)
+            return loss
+
+    metrics = fit(Parts()).metrics
+    assert metrics["train/train_loss"] == pytest.approx(2 * metrics["train/loss"])
+    assert "train/loss_epoch" not in metrics
+    Parts.factor = 1.0
+    metrics = fit(Parts()).metrics
+    assert metrics["train/loss_epoch"] == pytest.approx(metrics["train/loss"])
+    assert not {name for name in metrics if name.startswith("train/train_loss")}
+
+
+def test_monitors_are_named_as_the_metrics_are() -> None:
+    assert monitored("val_loss") == monitored("loss") == "val/loss"
+    assert monitored("val_loss/dataloader_idx_1") == "val/1/loss"
+    assert monitored("train_loss") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"value": torch.ones(2)}, "shape"),
+        ({"value": "high"}, "str"),
+        ({"value": 1.0, "reduce_fx": "max"}, "MaxMetric"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused_with_what_to_do(options: dict[str, Any], said: str) -> None:
+    class Logs(Module):
+        def training_step(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            self.log("odd", **options)
+            return self.net(batch[0]).sum()
+
+    with pytest.raises(TaskError, match=rf"Logs: self.log\('odd'.*{said}"):
+        fit(Logs())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is returned
+
+
+def test_optimizers_and_schedules_come_in_all_of_lightnings_forms() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = StepLR(optimizer, 1)
+    for returned, count in (
+        (optimizer, 0),
+        ([optimizer], 0),
+        (([optimizer], [schedule]), 1),
+        (([optimizer], [{"scheduler": schedule}, schedule]), 2),
+        ({"optimizer": optimizer}, 0),
+        ({"optimizer": optimizer, "lr_scheduler": schedule}, 1),
+        ([{"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}], 1),
+    ):
+        found, configs = read(returned, "M.configure_optimizers")
+        assert found is optimizer
+        assert [config["scheduler"] for config in configs] == [schedule] * count
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda o: [o, o], "returned 2 optimizers"),
+        (lambda o: None, "NoneType"),
+        (lambda o: {"lr_scheduler": 1}, "without an optimizer"),
+        (lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": StepLR(o, 1), "every": 2}}, "'every'"),
+        (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o)}, "no 'monitor'"),
+        (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "train_loss"}, "of training"),
+    ],
+)
+def test_other_forms_are_refused_by_name(make: Any, said: str) -> None:
+    class Odd(Module):
+        def configure_optimizers(self) -> Any:
+            return make(SGD(self.parameters(), lr=1.0))
+
+    with pytest.raises(TaskError, match=f"Odd.configure_optimizers.*{said}"):
+        fit(Odd(), make_batches())
+
+
+def test_a_frequency_counts_batches_anew_in_every_epoch() -> None:
+    seen: list[float] = []
+
+    class Thirds(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            return [optimizer], [{"scheduler": StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 3}]
+
+    fit(Thirds())
+    assert seen == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]  # after the third of four batches, twice
+
+
+def test_a_batch_of_which_nothing_is_returned_changes_neither_weights_nor_means() -> None:
+    class Every(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)  # which moves without gradients too
+
+    class Some(Every):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (
+                None
+                if batch[0] is batches[1][0] or batch[0] is batches[3][0]
+                else super().training_step(batch, batch_idx)
+            )
+
+    batches, outcomes = make_batches(), []
+    torch.manual_seed(0)
+    weights = Module().state_dict()
+    for kind, data in ((Some, batches), (Every, [batches[0], batches[2]])):
+        module = kind()
+        module.load_state_dict(weights)
+        trainer = forge.Trainer(max_epochs=2, plugins=[], run_dir=False, device="cpu", seed=0)
+        outcomes.append((module, trainer.fit(forge.LightningAdapter(module), data).metrics))
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[0][0].parameters(), outcomes[1][0].parameters(), strict=True))
+    assert outcomes[0][1] == outcomes[1][1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks and the Trainer's stand-in
+
+
+def test_a_step_that_is_run_twice_has_its_hooks_and_its_logs_once() -> None:
+    class Counts(Module):
+        starts = ends = calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.calls += 1
+            self.log("call", self.calls)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.starts += 1
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.ends += 1
+
+    module = Counts()
+    metrics = fit(module, plugins=[SAM()]).metrics
+    assert metrics["train/index_epoch"] == 1.5
+    assert metrics["train/call"] == (9 + 11 + 13 + 15) / 4  # the first of two runs, in the second epoch
+    assert (module.starts, module.ends) == (8, 8)
+
+
+def test_what_the_trainer_has_not_is_named_with_what_it_has() -> None:
+    class Asks(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.fit_loop.max_epochs = 3
+            return self.net(batch[0]).sum()
+
+    with pytest.raises(TaskError, match=r"self.trainer.fit_loop: .* has no fit_loop. It has .*current_epoch"):
+        fit(Asks())
+
+
+def test_a_module_can_stop_the_run_and_is_left_as_it_was() -> None:
+    class Stops(Module):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = self.trainer.global_step == 3
+
+    module = Stops()
+    assert fit(module).updates == 3
+    assert "log" not in vars(module)
+    assert module.trainer is None
+
+
+@pytest.mark.parametrize("method", ["optimizer_step", "optimizer_zero_grad", "backward"])
+def test_what_would_change_the_step_is_refused_by_name(method: str) -> None:
+    kind = type("Own", (Module,), {method: lambda self, *args: None})
+    with pytest.raises(TaskError, match=f"Own overrides {method}"):
+        forge.LightningAdapter(kind())
+
+
+def test_what_is_not_called_is_warned_of_by_name() -> None:
+    kind = type("Own", (Module,), {"configure_callbacks": lambda self: []})
+    with pytest.warns(UserWarning, match=r"Own.configure_callbacks is not called: plugins"):
+        forge.LightningAdapter(kind())
+
+
+def test_a_loader_for_a_stage_that_the_module_has_no_step_for_is_refused() -> None:
+    with pytest.raises(TaskError, match="Module defines no test_step"):
+        forge.Trainer(plugins=[]).test(forge.LightningAdapter(Module()), make_batches())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Saves(Module):
+    """Keeps something that only its own checkpoint hooks know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        self.log("train_seen", self.seen)
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def test_a_run_cut_in_an_epoch_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    @forge.on("step_end")
+    def power_cut(step: forge.Step) -> None:
+        if step.index == 6:
+            raise RuntimeError("power cut")
+
+    def run(folder: str, *more: Any, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        module = Saves()
+        plugins = [JSONL(), Checkpoint("2 updates"), *more]
+        fit(module, make_batches(2), plugins=plugins, run_dir=tmp_path / folder, log_every=3, **options)
+        lines = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "time"} for line in lines], module.state_dict()
+
+    whole, weights = run("whole")
+    with pytest.raises(RuntimeError, match="power cut"):
+        run("cut", power_cut)
+    lines, again = run("cut", resume="auto")
+    assert lines == whole
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert set(weights) == {"net.weight", "net.bias"}  # nothing of the adapter's in the names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it is met: forge fit, and runs/
+
+FILE = """
+import torch
+from like_lightning import LightningModule
+from torch import nn
+
+import forge
+from forge.data import Splits, TensorLoader
+
+
+class Line(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0][:, : self.net.in_features]) - batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class FitLine(forge.LightningAdapter):
+    def __init__(self, width: int = 2):
+        super().__init__(Line(width))
+
+
+def data():
+    train, val = (TensorLoader(torch.ones(8, 4), torch.ones(8, 1), batch_size=4) for _ in range(2))
+    return Splits(train=train, val=val)
+"""
+
+
+def write_file(name: str, text: str) -> None:
+    """A file that imports something of Lightning's name."""
+    Path("like_lightning.py").write_text("from torch import nn\n\nclass LightningModule(nn.Module):\n    pass\n")
+    Path(name).write_text(text)
+
+
+def test_forge_fit_runs_a_subclass_that_makes_the_module_with_its_options(capsys: Any) -> None:
+    write_file("line.py", FILE)
+    quick = ["trainer.max_updates=2", "-p", "no:tensorboard"]
+    assert main(["fit", "line.py:FitLine", "task.width=3", *quick]) == 0
+    (run,) = Path("runs/fit_line").iterdir()
+    assert json.loads((run / "card.json").read_text())["task"]["options"] == {"width": 3}
+    assert main(["validate", "line.py:FitLine", "task.width=3", "--weights", str(run)]) == 0
+    assert "val/loss" in capsys.readouterr().out
+    assert main(["validate", "line.py:FitLine", "--weights", str(run)]) == 2
+    assert "was trained with task.width=3. Say so: " in capsys.readouterr().err
+
+
+def test_forge_fit_of_the_module_itself_says_how_to_wrap_it(capsys: Any) -> None:
+    write_file("lone.py", FILE[: FILE.index("class FitLine")])
+    for target in ("lone.py:Line", "lone.py"):
+        assert main(["fit", target]) == 2
+        said = capsys.readouterr().err
+        assert "Line is a LightningModule" in said
+        assert "class RunLine(forge.LightningAdapter):" in said
+
+
+def test_runs_of_the_adapter_go_by_the_modules_name() -> None:
+    result = fit(Module(), run_dir=None, max_epochs=1)
+    assert result.run_dir is not None
+    assert result.run_dir.parent.name == "module"
+    assert json.loads((result.run_dir / "card.json").read_text())["task"]["class"] == "Module"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def _gather_on(rank: int, store: Any, folder: str) -> None:
+    adapter = forge.LightningAdapter(Module())
+    adapter.trainer = forge.Trainer(plugins=[], max_epochs=1, device="cpu")
+    adapter.trainer.env = Pair("cpu")
+    both = adapter._answer_all_gather({"a": torch.full((2,), float(rank)), "b": rank, "name": "same"})
+    assert both["name"] == "same"
+    with pytest.raises(TaskError) as refused:
+        adapter._answer_all_gather([torch.zeros(2), torch.zeros(3 - rank, 4)])
+    told = {"a": both["a"].tolist(), "b": both["b"].tolist(), "refused": str(refused.value)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+
+
+def test_all_gather_stacks_what_ranks_have_and_refuses_shares_of_unequal_size_on_all(tmp_path: Path) -> None:
+    assert launch(2, _gather_on, str(tmp_path)) == [0, 0]
+    for rank in (0, 1):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (told["a"], told["b"]) == ([[0.0, 0.0], [1.0, 1.0]], [0, 1])
+        assert "rank 0 has float32 (2,), float32 (3, 4); rank 1 has float32 (2,), float32 (2, 4)" in told["refused"]
+        assert "a sum and a count, or tensors padded to one shape" in told["refused"]

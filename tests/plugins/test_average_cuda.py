@@ -1,0 +1,230 @@
+"""ema and swa on a CUDA device: nothing waits, the bits are torch's own, and captured graphs see what is in place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import forge
+from forge.checkpoint import Checkpoint as SavedState
+from forge.data import TensorLoader
+from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
+from forge_plugins._average import Average
+from tests.support.tasks import Classifier, fit, make_batches
+
+pytestmark = pytest.mark.gpu
+
+
+class Normed(Classifier):
+    """Dropout, batch normalisation, a fused optimizer."""
+
+    def __init__(self, dropout: float = 0.2):
+        super().__init__()
+        self.dropout = dropout
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(self.norm(x), self.dropout, self.training))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+class Half(Classifier):
+    """bfloat16 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(torch.bfloat16)).float()
+
+
+def made(kind: Any = Normed, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(**options)
+
+
+def batches(count: int = 8) -> list[Any]:
+    return [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(count)]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    return all(torch.equal(ours[name].cpu(), theirs[name].cpu()) for name in {**ours, **theirs})
+
+
+def applied(plugin: Any, task: nn.Module) -> nn.Module:
+    task = copy.deepcopy(task)
+    plugin.apply_to(task)
+    return task
+
+
+def by_hand(model: Any, average: AveragedModel | None, epochs: int = 1) -> None:
+    """A plain loop on the device."""
+    optimizer = model.configure_optimizers()
+    torch.manual_seed(1)
+    model.train()
+    for x, y in batches() * epochs:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        EMA(),
+        EMA(start=2, every=2, warmup=True, buffers="average"),
+        SWA(0, every="1 updates", lr=0.01, anneal=3),
+    ],
+    ids=["ema", "ema with everything", "swa"],
+)
+@pytest.mark.parametrize("kind", [Normed, Half])
+def test_nothing_waits_for_the_device(plugin: forge.Plugin, kind: Any, syncs_are_errors: forge.Plugin) -> None:
+    stack = [syncs_are_errors, plugin, Guard(), Clip(0.1), Accumulate(2)]
+    if kind is Half:
+        stack = [syncs_are_errors, plugin]
+    task = made(kind)
+    assert fit(task, batches(20), max_updates=8, device="cuda", plugins=stack, log_every=1000).updates == 8
+
+
+def test_the_average_is_torchs_own_bit_for_bit() -> None:
+    plugin, task, model = EMA(0.9), made(), made().cuda()
+    fit(task, batches(), device="cuda", seed=1, max_epochs=2, plugins=[plugin])
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    by_hand(model, average, epochs=2)
+    assert same(task.state_dict(), model.state_dict())
+    assert same(applied(plugin, task).state_dict(), average.module.state_dict())
+
+
+def test_half_precision_is_averaged_in_float32_on_the_device(tmp_path: Path) -> None:
+    plugin, task, model = EMA(0.999), made(Half), made(Half).cuda()
+    fit(task, batches(), device="cuda", seed=1, plugins=[plugin, Checkpoint()], run_dir=tmp_path)
+    wide: list[Tensor] = []
+    optimizer = model.configure_optimizers()
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+        optimizer.step()
+        now = [p.detach().float() for p in model.parameters()]
+        if wide:
+            torch._foreach_lerp_(wide, now, 1 - 0.999)
+        else:
+            wide = now
+    saved = SavedState.find(tmp_path).load()["plugins"]["ema"]["weights"]
+    assert same(saved, dict(zip(saved, wide, strict=True)))
+    assert {tensor.device.type for tensor in plugin._average.tensors.values()} == {"cuda"}
+
+
+def test_a_captured_graph_sees_what_is_in_place() -> None:
+    task = made().cuda().eval()
+    average = Average(task)
+    average.take(1.0)
+    trained = [p.detach().clone() for p in task.parameters()]
+    for tensor in average.tensors.values():
+        tensor.mul_(0.5)
+    x = torch.randn(4, 8, device="cuda")
+    with torch.no_grad():
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            task(x)  # what is made at the first call must not be made in the capture
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = task(x)
+
+        def replayed() -> Tensor:
+            graph.replay()
+            torch.cuda.synchronize()
+            return captured.clone()
+
+        before = replayed()
+        with average.in_place():
+            torch.testing.assert_close(replayed(), task(x))
+            assert not torch.equal(captured, before)
+        assert torch.equal(replayed(), before)
+    assert all(torch.equal(a, b) for a, b in zip(trained, task.parameters(), strict=True))
+
+
+def test_validation_is_of_the_average_and_the_weights_are_put_back() -> None:
+    plain, task, plugin = made(), made(), EMA(0.9)
+    options = {"device": "cuda", "seed": 1, "max_epochs": 2, "val": batches(3)}
+    fit(plain, batches(), **options)
+    result = fit(task, batches(), plugins=[plugin], **options)
+    assert same(task.state_dict(), plain.state_dict())
+    again = forge.Trainer(plugins=[], run_dir=False, device="cuda").validate(applied(plugin, task), batches(3))
+    assert result.metrics["val/loss"] == pytest.approx(again["val/loss"], rel=1e-6)
+
+
+def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path: Path) -> None:
+    def run(folder: str, updates: int, plugin: forge.Plugin) -> dict[str, Tensor]:
+        options = {"max_epochs": None, "max_updates": updates, "resume": "auto", "run_dir": tmp_path / folder}
+        fit(made(), batches(), device="cuda", seed=1, plugins=[plugin, Checkpoint()], **options)
+        return load_file(tmp_path / folder / "weights.safetensors")
+
+    for name, make in {"ema": lambda: EMA(0.9), "swa": lambda: SWA(3, every="2 updates", lr=0.01, anneal=4)}.items():
+        straight = run(f"{name}-straight", 10, make())
+        run(f"{name}-resumed", 5, make())
+        assert same(run(f"{name}-resumed", 10, make()), straight)
+
+
+def test_the_statistics_of_the_mean_are_those_of_update_bn(tmp_path: Path) -> None:
+    plugin, task = SWA(0, every="1 updates"), made(dropout=0.0)
+    fit(task, batches(), device="cuda", seed=1, plugins=[plugin], run_dir=tmp_path)
+    exported = load_file(tmp_path / "weights.safetensors")
+    model = AveragedModel(applied(plugin, task).cuda())
+    update_bn([x for x, _ in batches()], model, device=torch.device("cuda"))
+    for name in ("norm.running_mean", "norm.running_var"):
+        torch.testing.assert_close(exported[name], model.module.state_dict()[name].cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_run_does_not_notice_the_estimate(prefetch: bool) -> None:
+    """The device's random numbers, and batches that are on their way in the middle of an epoch."""
+
+    def trained(plugins: list[Any]) -> Any:
+        task = made()
+        x, y = (torch.cat(parts) for parts in zip(*make_batches(8), strict=True))
+        loader = TensorLoader(x, y, batch_size=4, shuffle=True)
+        plugins = [*plugins, Prefetch()] if prefetch else plugins
+        options = {"max_epochs": 3, "validate_every": "3 updates", "val": batches(2)}
+        fit(task, loader, device="cuda", seed=1, plugins=plugins, **options)
+        return task.state_dict()
+
+    plugin = SWA(2, every="2 updates")
+    assert same(trained([plugin]), trained([]))
+    assert plugin._average.count == 11
+
+
+class Compiled(Normed):
+    """Its network runs as the CUDA graphs that torch.compile captures."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.fast = [torch.compile(self.net, mode="reduce-overhead")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fast[0](self.norm(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", [EMA(0.9), SWA(0, every="2 updates")], ids=["ema", "swa"])
+def test_graphs_that_torch_compile_captured_evaluate_the_average(plugin: forge.Plugin) -> None:
+    options = {"device": "cuda", "seed": 1, "max_epochs": 3, "val": batches(3), "plugins": [plugin]}
+    eager = fit(made(dropout=0.0), batches(), **options).metrics
+    compiled = fit(made(Compiled), batches(), **options).metrics
+    assert compiled["val/loss"] == pytest.approx(eager["val/loss"], rel=1e-3)
+    trained = fit(made(dropout=0.0), batches(), **{**options, "plugins": []}).metrics
+    assert abs(trained["val/loss"] - eager["val/loss"]) > 1e-3 * abs(eager["val/loss"])

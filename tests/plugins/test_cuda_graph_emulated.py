@@ -1,0 +1,454 @@
+"""cuda_graph's own logic without a CUDA device: a graph that runs its update again takes the place of a real one.
+
+Everything but the capture itself is the plugin's: keys and windows, metrics handed over late, rates, updates that must
+run uncaptured, graphs that are stale. tests/plugins/test_cuda_graph_cuda.py says the same of real graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.rng import RNGState
+from forge.testing import assert_same_weights
+from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Guard, Monitor, Schedule
+from forge_plugins import cuda_graph as module
+from forge_plugins.cuda_graph import captured
+from tests.snapshot.test_resume import PowerCut, cut_at, log_of
+
+
+class Again:
+    """A graph in host memory: its capture leaves no trace, and a replay runs the update again."""
+
+    pool = None
+
+    def __init__(self, device: torch.device, pool: Any = None):
+        self.body: Callable[[], None] = lambda: None
+        self.optimizer: Any = None
+
+    def capture(self, body: Callable[[], None]) -> None:
+        self.body = body
+        task, optimizer = RUNNING["task"], RUNNING["trainer"].optimizers[None]
+        weights, state = copy.deepcopy(task.state_dict()), copy.deepcopy(optimizer.state_dict())
+        now = RNGState.capture(torch.device("cpu"))
+        try:
+            body()
+        finally:
+            with torch.inference_mode():  # a buffer of an evaluation bears nothing else
+                for name, tensor in task.state_dict().items():
+                    tensor.copy_(weights[name])
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                for parameter, index in zip(group["params"], saved["params"], strict=True):
+                    for key, value in state["state"].get(index, {}).items():
+                        optimizer.state[parameter][key].copy_(value)
+            if any(isinstance(module, nn.Dropout) for module in task.modules()):  # a device's own numbers
+                now.restore(torch.device("cpu"))
+
+    def replay(self) -> None:
+        self.body()
+
+
+class Straight:
+    """Inputs in host memory."""
+
+    def __init__(self, tensors: list[Tensor], device: torch.device):
+        self.tensors = [tensor.clone() for tensor in tensors]
+
+    def load(self, tensors: list[Tensor]) -> None:
+        for there, here in zip(self.tensors, tensors, strict=True):
+            there.copy_(here)
+
+
+RUNNING: dict[str, Any] = {}
+
+
+class OnADevice(forge.Plugin):
+    """Means stay where they are, as on an accelerator."""
+
+    observer = True
+
+    @forge.hookimpl
+    def forge_start(self, trainer: forge.Trainer) -> None:
+        trainer.means.on_host = False
+        RUNNING.update(task=trainer.task, trainer=trainer)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "Graph", Again)
+    monkeypatch.setattr(captured, "Inputs", Straight)
+    monkeypatch.setattr(module.fitness, "of_the_run", lambda trainer, optimizers: None)
+    monkeypatch.setattr(module, "reads_of_the_device", lambda: nullcontext([]))
+
+
+class Shrink(forge.Plugin):
+    """Clipping whose norm stays a tensor on the CPU too."""
+
+    capturable = True
+
+    @forge.hookimpl
+    def forge_edit_grads(self, step: forge.Step) -> None:
+        gradients = [p.grad for p in step.parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.1 / norm.clamp(min=0.1))
+        step.record("norm", norm)
+
+
+class Net(forge.TaskModule):
+    """Dropout, BatchNorm, two metrics."""
+
+    def __init__(self, kind: str = "AdamW", **options: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.kind, self.options = kind, options
+
+    def training_step(self, batch: Any) -> Any:
+        out = self.net(batch[0])
+        accuracy = (out.argmax(-1) == batch[1]).float().mean()
+        return {"loss": F.cross_entropy(out.float(), batch[1]), "accuracy": accuracy}
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": F.cross_entropy(self.net(batch[0]).float(), batch[1])}
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=2.0**-7, fused=True, **self.options)
+
+
+def batches(count: int = 12, last: int | None = None) -> list[Any]:
+    make = torch.Generator().manual_seed(1)
+    sizes = [8] * (count - 1) + [last or 8]
+    return [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
+
+
+def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, list[Any]]:
+    task = Net() if task is None else task
+    logs: list[Any] = []
+
+    @forge.on("log")
+    def keep(update: int, metrics: dict[str, Any]) -> None:
+        logs.append((update, dict(metrics)))
+
+    settings = {"max_epochs": 3, "seed": 3, "device": "cpu", "log_every": 5, "run_dir": False, **options}
+    trainer = forge.Trainer(plugins=[OnADevice(), *plugins, keep], **settings)
+    trainer.fit(task, batches() if data is None else data, None)
+    return task, logs
+
+
+def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **options: Any) -> CudaGraph:
+    graph = CudaGraph(strict=True)
+    plain, plain_logs = run(plugins(), data, task(), **options)
+    ours, logs = run([*plugins(), graph], data, task(), **options)
+    assert graph.replayed >= least
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+    return graph
+
+
+STACKS = {
+    "nothing": lambda: [],
+    "clip": lambda: [Shrink()],
+    "accumulate": lambda: [Accumulate(3), Shrink()],
+    "bf16": lambda: [AMP("bf16")],
+    "ema": lambda: [EMA(0.9), Shrink()],
+    "all": lambda: [AMP("bf16"), Accumulate(2), Shrink(), EMA(0.9)],
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS.keys())
+def test_a_run_with_replays_is_the_run_without(stack: Any, kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    compare(stack, 7, task=lambda: Net(kind, **options))
+
+
+def test_another_shape_runs_uncaptured_and_gets_a_graph_when_it_comes_again() -> None:
+    graph = compare(lambda: [Shrink()], 0, batches(6, last=3), max_epochs=5)
+    assert graph.replayed == 30 - 3 - 1
+
+
+def test_more_shapes_than_graphs_run_uncaptured(caplog: pytest.LogCaptureFixture) -> None:
+    make = torch.Generator().manual_seed(1)
+    sizes = [8, 8, 8, 8, 7, 6, 5, 4]
+    data = [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
+    graph, plain = CudaGraph(graphs=2), run([], data, max_epochs=6)[0]
+    ours, _ = run([graph], data, max_epochs=6)
+    assert_same_weights(ours, plain)
+    assert 0 < graph.replayed < 48 - 3
+    assert caplog.text.count("windows come in 5 kinds so far") == 1
+
+
+def test_weights_that_differ_by_window_reach_the_graph() -> None:
+    class Weighed(Net):
+        def num_items(self, batch: Any) -> int:
+            return int((batch[1] != 0).sum())
+
+    compare(lambda: [Accumulate(2)], 10, task=Weighed)
+
+
+def test_what_is_due_now_and_then_runs_uncaptured() -> None:
+    graph = compare(lambda: [Monitor(every="10 updates")], 25)
+    assert graph.replayed == 36 - 4 - 3  # monitor acts in the first update, and at 10, 20 and 30; three warm up
+
+
+def test_a_thaw_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="forge"):
+        graph = compare(lambda: [Freeze(modules="net.0", thaw={"net.0": "1 epoch"})], 25)
+    assert graph.replayed <= 36 - 6
+    assert "other parameters are trained; the step will be captured anew" in caplog.text
+
+
+def test_a_schedule_that_moves_momentum_is_named_after_a_few_captures(caplog: pytest.LogCaptureFixture) -> None:
+    plain, _ = run([Schedule("one_cycle", warmup=5)], task=Net("SGD", momentum=0.9))
+    graph = CudaGraph()
+    ours, _ = run([Schedule("one_cycle", warmup=5), graph], task=Net("SGD", momentum=0.9))
+    assert graph.replayed == 3  # each finds the momentum moved
+    assert "because the optimizer's momentum changed again and again" in caplog.text
+    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):  # rates are float32 with the plugin
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Net):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "answer": 42.0}
+
+    graph = CudaGraph()
+    ours, logs = run([graph], task=Counts())
+    plain, plain_logs = run([], task=Counts())
+    assert graph.replayed == 0
+    assert "the metric 'train/answer' is a plain number" in caplog.text
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+
+
+def test_one_plugin_object_serves_several_runs() -> None:
+    graph = CudaGraph(strict=True)
+    first, first_logs = run([graph])
+    assert graph.replayed == 33
+    second, second_logs = run([graph])
+    assert graph.replayed == 33
+    assert_same_weights(second, first)
+    assert first_logs == second_logs
+
+
+def live(folder: Path, *more: Any) -> nn.Module:
+    graph = CudaGraph(strict=True)
+    plugins = [OnADevice(), Accumulate(2), Shrink(), Schedule("cosine", warmup=3), EMA(0.9), graph]
+    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
+    trainer = forge.Trainer(
+        plugins=plugins, run_dir=folder, resume="auto", seed=3, device="cpu", log_every=4, max_epochs=6
+    )
+    task, data = Net(), batches(14, last=4)
+    trainer.fit(task, data, data[:3])
+    assert graph.replayed > 5
+    return task
+
+
+@pytest.mark.parametrize("update", [4, 17, 30])
+def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
+    straight = live(tmp_path / "straight")
+    with pytest.raises(PowerCut):
+        live(tmp_path / "cut", cut_at(update))
+    resumed = live(tmp_path / "cut")
+    assert_same_weights(resumed, straight)
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
+
+
+def test_guard_is_named_where_it_must_read_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    graph = CudaGraph()
+    run([Guard("skip"), graph])
+    assert graph.replayed == 0
+    assert "'guard' acts inside every update" in caplog.text
+
+
+# -- what would make a replay another update --------------------------------------------------------------------------
+
+
+def refused(task: Any, *plugins: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is replayed, the reason is told, and the run is the run without."""
+    graph = CudaGraph()
+    ours, logs = run([*plugins, graph], task=task())
+    plain, plain_logs = run([*plugins], task=task())
+    assert graph.replayed == 0
+    assert message in caplog.text
+    assert_same_weights(ours, plain)
+    assert logs == plain_logs
+
+
+def test_a_buffer_that_is_replaced_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Replaces(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            self.average = 0.9 * self.average + 0.1 * out["loss"].detach()
+            return {**out, "average": self.average}
+
+    refused(Replaces, message="replaces the buffer 'average'; write into it", caplog=caplog)
+
+
+@pytest.mark.parametrize(
+    ("who", "draw"), [("numpy", np.random.rand), ("random", random.random), ("torch", lambda: float(torch.rand(())))]
+)
+def test_numbers_drawn_on_the_host_are_refused(who: str, draw: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net[3]  # in this emulation dropout draws on the host too
+
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step((batch[0] * (1 + 0.1 * draw()), batch[1]))
+
+    refused(Draws, message=f"draws numbers from {who} on the host", caplog=caplog)
+
+
+def test_a_tasks_own_hook_inside_the_step_must_say_that_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(Net):
+        @forge.hookimpl
+        def forge_edit_grads(self, step: forge.Step) -> None:
+            for parameter in step.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    refused(Own, message="the task's forge_edit_grads acts inside every update", caplog=caplog)
+
+    class May(Own):
+        capturable = True
+
+    compare(lambda: [], 30, task=May)
+
+
+def at(update: int, act: Callable[[Any], None]) -> Any:
+    @forge.on("step_end", mutates=True)
+    def once(step: forge.Step) -> None:
+        if step.index == update:
+            act(step)
+
+    return once
+
+
+def moved_parameter(step: forge.Step) -> None:
+    weight = step.trainer.task.net[4].weight
+    weight.data = weight.data.clone() * 0.5
+
+
+def loaded_state(step: forge.Step) -> None:
+    optimizer = step.trainer.optimizers[None]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def norm_in_evaluation(step: forge.Step) -> None:
+    step.trainer.task.net[1].eval()
+
+
+@pytest.mark.parametrize("act", [moved_parameter, loaded_state, norm_in_evaluation])
+def test_what_a_callback_changes_is_captured_anew(act: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="forge"):
+        graph = compare(lambda: [at(15, act)], 25)
+    assert graph.replayed == 36 - 3 - 4  # the update that finds it, and three to warm up again
+    assert "the step will be captured anew" in caplog.text
+
+
+def test_a_buffer_that_an_evaluation_replaces_is_found() -> None:
+    class Replaces(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step((batch[0] + self.shift, batch[1]))
+
+        def validation_step(self, batch: Any) -> Any:
+            self.shift = self.shift + 0.1
+            return super().validation_step(batch)
+
+    def trained(*plugins: Any) -> Any:
+        task = Replaces()
+        trainer = forge.Trainer(
+            plugins=[OnADevice(), *plugins], max_epochs=4, seed=3, device="cpu", run_dir=False, log_every=5
+        )
+        trainer.fit(task, batches(), batches(2))
+        return task
+
+    graph = CudaGraph(strict=True)
+    assert_same_weights(trained(graph), trained())
+    assert 0 < graph.replayed < 48 - 3 - 3 * 3
+
+
+def test_an_uncaptured_run_goes_on_captured(tmp_path: Path) -> None:
+    def life(*plugins: Any) -> Any:
+        stack = [OnADevice(), *plugins, Checkpoint(every="3 updates")]
+        trainer = forge.Trainer(
+            plugins=stack, run_dir=tmp_path, resume="auto", seed=3, device="cpu", max_epochs=3, allow_inexact=True
+        )
+        trainer.fit(Plain(), batches())
+        return trainer
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2.0**-7)
+
+    with pytest.raises(PowerCut):
+        life(cut_at(10))
+    graph = CudaGraph(strict=True)
+    trainer = life(graph)
+    assert graph.replayed > 20
+    assert trainer.progress.update == 36
+
+
+def test_a_second_shape_that_cannot_be_captured_leaves_the_first_its_graph(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Net):
+        def training_step(self, batch: Any) -> Any:
+            out = super().training_step(batch)
+            return {**out, "short": 1.0} if len(batch[0]) < 8 else out
+
+    graph = CudaGraph(strict=True)
+    ours, _ = run([graph], batches(6, last=3), Odd(), max_epochs=4)
+    plain, _ = run([], batches(6, last=3), Odd(), max_epochs=4)
+    assert_same_weights(ours, plain)
+    assert graph.replayed == 24 - 3 - 4
+    assert "windows of 3×6, 3 run uncaptured, because" in caplog.text
+
+
+def test_batches_with_a_plain_value_that_always_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Numbered(Net):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch[:2])
+
+    data = [(*batch, index) for index, batch in enumerate(batches(100))]
+    graph = CudaGraph()
+    run([graph], data, Numbered(), max_epochs=1)
+    assert graph.replayed == 0
+    assert "a plain number or string in a batch changes with every one" in caplog.text
+
+
+def test_the_optimizer_is_handed_back_as_it_was() -> None:
+    seen: list[Any] = []
+
+    @forge.on("step_end")
+    def note(step: forge.Step) -> None:
+        seen.append(step.trainer.optimizers[None])
+
+    class Plain(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2.0**-7)
+
+    run([CudaGraph(strict=True), note], task=Plain())
+    group = seen[0].param_groups[0]
+    assert (group["fused"], group["capturable"], group["foreach"]) == (None, False, None)
+    assert isinstance(group["lr"], float)

@@ -1,0 +1,642 @@
+"""ddp: several ranks train what one process trains, and what plain DistributedDataParallel trains, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+import forge
+from forge.data import Loader, TensorLoader
+from forge.data.sharding import cut
+from forge.errors import DataError, RecipeError
+from forge.testing import TinyTask, tiny_batches
+from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
+from tests.support.lasting_ranks import ranks
+from tests.support.tasks import PlainGAN
+
+SIZES = (8, 8, 8, 8, 5, 1)
+"""Five samples on four ranks are uneven; one sample leaves all but one rank without any."""
+
+EXACT = 1e-12
+"""The tolerance in float64: sums over samples are taken in another order, and nothing else."""
+
+
+class Plain(TinyTask):
+    """TinyTask without what depends on the rank: no dropout, no batch statistics; in float64."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.1):
+        super().__init__(seed, 0.0, lr)
+        self.net.register_module("1", nn.LayerNorm(8))
+        self.double()
+
+
+class Weighs(Plain):
+    """Counts only samples of class 0, and means over those: what padding does to tokens."""
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        picked = y == 0
+        loss = F.cross_entropy(self(x), y, reduction="none")
+        return {"loss": (loss * picked).sum() / picked.sum().clamp(min=1)}
+
+    validation_step = training_step
+
+    def num_items(self, batch: Any) -> int:
+        return int((batch[1] == 0).sum())
+
+
+class Fractions(Plain):
+    """Samples with weights that are no whole numbers."""
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        weights = self.weights(batch)
+        return {"loss": (F.cross_entropy(self(x), y, reduction="none") * weights).sum() / weights.sum()}
+
+    validation_step = training_step
+
+    def weights(self, batch: Any) -> Tensor:
+        return 0.3 + 0.1 * batch[0][:, 0].abs()
+
+    def num_items(self, batch: Any) -> Tensor:
+        return self.weights(batch).sum()
+
+
+class Searches(Plain):
+    """An optimizer that decides by the loss how often to look."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def wide(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    return [(x.double(), y) for x, y in tiny_batches(sizes, seed)]
+
+
+def train(task: forge.TaskModule, plugins: list[Any], data: Any = None, **options: Any) -> dict[str, Any]:
+    """Fit; on several ranks with ddp. Weights, metrics and counters."""
+    several = [DDP()] if "RANK" in os.environ else []
+    options = {"max_epochs": 3, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
+    trainer = forge.Trainer(plugins=[*plugins, *several], **options)
+    result = trainer.fit(task, wide() if data is None else data, wide(1))
+    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
+    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "stop": result.stop_reason}
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = EXACT) -> None:
+    assert ours["updates"] == theirs["updates"]
+    for name, value in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], value, rtol=tolerance, atol=tolerance)
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6)
+
+
+def stacks() -> dict[str, Any]:
+    """What is compared: by name, how to make a task and its plugins."""
+    return {
+        "nothing": lambda: (Plain(), []),
+        "window 3": lambda: (Plain(), [Accumulate(3)]),
+        "levers": lambda: (Plain(), [Accumulate(3), Clip(0.5), EMA(0.9), Remat("net"), Schedule("linear")]),
+        "items": lambda: (Weighs(), [Accumulate(2)]),
+        "batches without an item": lambda: (Weighs(), []),
+        "fractions of items": lambda: (Fractions(), [Accumulate(2)]),
+        "sam": lambda: (Plain(), [SAM(0.05), Accumulate(2)]),
+        "two optimizers": lambda: (PlainGAN().double(), [Accumulate(2), Clip(0.5)]),
+        "line search": lambda: (Searches(), []),
+        "thaw": lambda: (Plain(), [Freeze("net.0", thaw="1 epoch")]),
+    }
+
+
+def each_stack() -> dict[str, Any]:
+    return {name: train(*make()) for name, make in stacks().items()}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_train_what_one_process_trains(count: int) -> None:
+    alone, together = each_stack(), ranks(count)(each_stack)
+    for name in stacks():
+        tolerance = 1e-9 if name == "line search" else EXACT  # it decides by sums, and so makes more of their last bits
+        for rank in together:
+            close(rank[name], alone[name], tolerance)
+        assert all(
+            torch.equal(value, rank[name]["weights"][key])
+            for rank in together
+            for key, value in together[0][name]["weights"].items()
+        ), f"{name}: the ranks have different weights"
+
+
+# -- against plain DDP ------------------------------------------------------------------------------------------------
+
+
+class Small(TinyTask):
+    """Without dropout; in float32, with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+
+
+def levers() -> dict[str, Any]:
+    options = {"run_dir": False, "max_epochs": 2, "validate_every": None}
+    return train(Small(), [AMP("bf16"), Accumulate(3), Clip(0.5)], tiny_batches((8,) * 6), **options)
+
+
+def levers_by_hand() -> dict[str, Tensor]:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    task = Small()
+    model, optimizer = DistributedDataParallel(task.net), torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        batches = [(x.chunk(world)[rank], y.chunk(world)[rank]) for x, y in tiny_batches((8,) * 6)]
+        for first in (0, 3):
+            for x, y in batches[first : first + 2]:
+                with model.no_sync():
+                    backward(model, x, y)
+            backward(model, *batches[first + 2])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in task.state_dict().items()}
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    (loss / 3).backward()
+
+
+def test_a_stack_is_plain_ddp_written_by_hand_bit_for_bit() -> None:
+    ours, theirs = ranks(2)(levers), ranks(2)(levers_by_hand)
+    for rank in range(2):
+        for name, value in theirs[rank].items():
+            if "running" not in name and "tracked" not in name:  # these are each rank's own there
+                assert torch.equal(ours[rank]["weights"][name], value), name
+
+
+class CountCollectives(forge.Plugin):
+    """How many collectives of the gradients' group each update takes."""
+
+    observer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self) -> Any:
+        group: Any = dist.distributed_c10d._get_default_group()
+        before = group._get_sequence_number_for_group()
+        result = yield
+        self.counts.append(group._get_sequence_number_for_group() - before)
+        return result
+
+
+def collectives() -> list[int]:
+    count = CountCollectives()
+    train(Plain(), [Accumulate(3), count], log_every=1000, validate_every=None)
+    return count.counts
+
+
+def test_an_update_takes_one_round_of_gradients_however_long_its_window() -> None:
+    for counts in ranks(2)(collectives):
+        assert counts[0] == 1
+        assert counts[2:] == [1] * 4  # in the second, torch lays its buckets out anew
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.integers(1, 60), st.integers(1, 9))
+def test_shares_are_the_whole_batch_and_no_sample_counts_twice(begin: int, size: int, shares: int) -> None:
+    places = [cut(begin, begin + size, share, shares) for share in range(shares)]
+    counted = [sample for place in places if place.samples for sample in range(place.begin, place.end)]
+    assert counted == list(range(begin, begin + size))
+    assert sum(place.samples for place in places) == size
+    assert all(begin <= place.begin < place.end <= begin + size for place in places)
+    sizes = {place.samples for place in places}
+    assert max(sizes) - min(sizes) <= 1
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers without a length."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.tensor([float(i)]), i) for i in range(11)])
+
+
+class Reader(forge.TaskModule):
+    """Writes down what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.seen.append(batch[0].flatten().tolist())
+        return (batch[0] * self.weight).mean()
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        return {"mean": batch[0].mean(), "largest": batch[0].max()}
+
+    def predict_step(self, batch: Any) -> list[float]:
+        return batch[0].flatten().tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def loaders() -> dict[str, Any]:
+    numbers = torch.arange(11.0)[:, None]
+    data = TensorDataset(numbers, numbers)
+    return {
+        "Loader": Loader(data, 4, shuffle=True),
+        "Loader with workers": Loader(data, 4, shuffle=True, num_workers=1),
+        "TensorLoader": TensorLoader(numbers, numbers, batch_size=4, shuffle=True),
+        "DataLoader": DataLoader(data, batch_size=4, shuffle=True),
+        "list": [(part, part) for part in numbers.split(4)],
+        "stream": Loader(Stream(), 4),
+    }
+
+
+def read() -> dict[str, Any]:
+    found = {}
+    for name, loader in loaders().items():
+        several = [DDP()] if "RANK" in os.environ else []
+        task = Reader()
+        trainer = forge.Trainer(max_epochs=2, seed=3, device="cpu", run_dir=False, plugins=several)
+        result = trainer.fit(task, loader, loaders()[name] if name != "stream" else None)
+        found[name] = {"seen": task.seen, "metrics": result.metrics, "progress": trainer.progress.sample}
+        found[name]["predicted"] = trainer.predict(task, loaders()["list"])
+    return found
+
+
+def test_all_ranks_together_follow_the_order_of_one_process_whatever_the_loader() -> None:
+    alone, together = read(), ranks(2)(read)
+    for name, single in alone.items():
+        for number, batch in enumerate(single["seen"]):
+            places = [cut(0, len(batch), share, 2) for share in range(2)]
+            shares = [rank[name]["seen"][number] for rank in together]
+            assert shares == [batch[place.begin : place.end] for place in places], name
+        for rank in together:
+            assert rank[name]["progress"] == single["progress"] == 22
+            assert rank[name]["metrics"].get("val/mean") == pytest.approx(single["metrics"].get("val/mean"))
+            for predicted in (rank[name]["predicted"], single["predicted"]):
+                assert list(itertools.chain(*predicted)) == [float(i) for i in range(11)]
+
+
+def with_distributed_sampler() -> None:
+    data = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
+    forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), loader)
+
+
+def with_other_lengths() -> None:
+    data = wide()[: 3 + int(os.environ["RANK"])]
+    train(Plain(), [], data)
+
+
+class LogsByRank(Plain):
+    """Logs a metric on one rank only."""
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        metrics = super().training_step(batch)
+        return metrics if os.environ["RANK"] == "0" else {**metrics, "odd": metrics["loss"]}
+
+
+def with_other_metrics() -> None:
+    train(LogsByRank(), [])
+
+
+class OwnOrder:
+    """Draws its order from the process's random numbers."""
+
+    def __iter__(self) -> Any:
+        batches = wide()
+        return iter([batches[i] for i in torch.randperm(4).tolist()])
+
+    def __len__(self) -> int:
+        return 4
+
+
+def with_an_order_of_its_own() -> None:
+    train(Plain(), [], OwnOrder(), allow_inexact=True)
+
+
+def with_another_seed() -> None:
+    data = TensorLoader(torch.zeros(8, 6).double(), torch.zeros(8).long(), batch_size=4, seed=int(os.environ["RANK"]))
+    train(Plain(), [], data)
+
+
+def with_another_split() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(Subset(numbers, [0, 1, 2, 3 + int(os.environ["RANK"])]), 2))
+
+
+def drops(samples: list[Any]) -> Any:
+    return default_collate(samples[1:])
+
+
+def with_a_collate_that_drops() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(numbers, 4, collate_fn=drops))
+
+
+def with_ready_batches() -> None:
+    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
+    train(Plain(), [], Loader(numbers, None))
+
+
+def with_another_model() -> None:
+    task = Plain()
+    if os.environ["RANK"] == "1":
+        task.head = nn.Linear(2, 2)
+    train(task, [])
+
+
+def with_streams_of_different_lengths() -> None:
+    class Short:
+        def __iter__(self) -> Any:
+            return iter(wide()[: 2 + int(os.environ["RANK"])])
+
+    train(Plain(), [], Short(), allow_inexact=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
+        (
+            with_other_lengths,
+            "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
+        ),
+        (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
+        (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives other batches on another rank"),
+        (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
+        (with_another_split, "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0"),
+        (with_a_collate_that_drops, "DataError: A batch of 2 samples came out of its collate_fn with 1"),
+        (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
+        (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
+        (with_streams_of_different_lengths, "DataError: The ranks disagree on the number of batches: rank 0 has 1"),
+    ],
+)
+def test_what_would_hang_ends_on_every_rank_and_is_named(case: Any, said: str) -> None:
+    errors = ranks(2).errors(case)
+    assert all(errors)
+    assert any(error.startswith(said) for error in errors)
+
+
+# -- requests, signals, random numbers --------------------------------------------------------------------------------
+
+
+def stop_on_one_rank(asker: int) -> dict[str, Any]:
+    @forge.on("boundary")
+    def ask(trainer: forge.Trainer, step: forge.Step) -> None:
+        if trainer.env.rank == asker and step.index == 4:
+            trainer.request_stop("enough")
+
+    return train(Plain(), [ask], max_epochs=100, log_every=3)
+
+
+def test_a_stop_that_one_rank_asks_for_ends_all_of_them_at_the_same_update() -> None:
+    stopped = ranks(2)(stop_on_one_rank, 1)
+    assert stopped[0]["updates"] == stopped[1]["updates"] in (5, 6)
+    assert [rank["stop"] for rank in stopped] == ["ask: enough"] * 2
+
+
+def signal_on_one_rank(folder: str) -> tuple[int, int]:
+    from forge_plugins import Checkpoint
+
+    @forge.on("step_end")
+    def hit(step: forge.Step) -> None:
+        if step.trainer.env.rank == 1 and step.index == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = forge.Trainer(
+        max_epochs=100, seed=0, device="cpu", run_dir=folder, log_every=3, plugins=[hit, Checkpoint(), DDP()]
+    )
+    try:
+        trainer.fit(Plain(), wide())
+    except forge.Interrupted as leaving:
+        return leaving.EXIT_CODE, trainer.progress.update
+    return 0, 0
+
+
+def test_a_signal_that_one_rank_sees_has_all_ranks_save_and_leave_at_the_same_update(tmp_path: Path) -> None:
+    left = ranks(2)(signal_on_one_rank, str(tmp_path))
+    assert left[0] == left[1]
+    assert left[0][0] == 85
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("update-*"))] == [f"update-{left[0][1]:08d}"]
+
+
+def stop_and_signal() -> dict[str, Any]:
+    @forge.on("boundary")
+    def ask(trainer: forge.Trainer, step: forge.Step) -> None:
+        if step.index == 4:
+            if trainer.env.rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            trainer.request_stop("enough", everywhere=True)
+
+    return train(Plain(), [ask], max_epochs=100, log_every=50)
+
+
+def test_a_signal_to_one_rank_as_all_stop_does_not_part_them() -> None:
+    stopped = ranks(2)(stop_and_signal)
+    assert [rank["updates"] for rank in stopped] == [5, 5]
+
+
+def stops_early() -> dict[str, Any]:
+    """The second validation is worse than the first, long before ranks would meet again."""
+    watch = EarlyStop("val/loss", patience=1)
+    return train(Plain(lr=3.0), [watch], wide(0, (8,) * 60), validate_every="3 updates", log_every=500)
+
+
+def test_a_validation_that_ends_the_run_ends_it_at_the_update_at_which_one_process_ends() -> None:
+    alone = stops_early()
+    assert alone["updates"] == 6
+    for rank in ranks(2)(stops_early):
+        close(rank, alone)
+        assert rank["stop"] == alone["stop"]
+
+
+class Counts(Plain):
+    """Counts samples in a validation, over all ranks."""
+
+    def on_all(self) -> int:
+        assert self.trainer is not None
+        return sum(self.trainer.env.gather(self.seen))
+
+    def validation_step(self, batch: Any) -> Any:
+        self.seen = getattr(self, "seen", 0) + (0 if self.borrowed else len(batch[1]))
+        return super().training_step(batch)
+
+    def evaluation_end(self, stage: str) -> dict[str, float]:
+        seen, self.seen = self.on_all(), 0
+        assert self.trainer is not None
+        return {"seen": float(seen), **({} if self.trainer.env.is_main else {"mine": 1.0})}
+
+
+def counts() -> dict[str, Any]:
+    data = [(x, y) for x, y in wide(1, (8, 6, 4, 1))]  # the last sample runs on both ranks, and counts on one
+    trainer = forge.Trainer(plugins=[DDP()], device="cpu")
+    return trainer.validate(Counts(), data)
+
+
+def test_what_a_task_keeps_during_a_validation_can_be_gathered_at_its_end() -> None:
+    first, second = ranks(2)(counts)
+    assert first == second  # what rank 0 does not know is nobody's
+    assert first["val/seen"] == 19.0
+
+
+class Averaged(TinyTask):
+    """With BatchNorm, whose statistics are estimated for an average; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+        self.double()
+
+
+def averaged() -> dict[str, float]:
+    return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
+
+
+def test_batch_statistics_are_estimated_for_an_average_on_several_ranks_too() -> None:
+    first, second = ranks(2)(averaged)
+    assert first == second
+    assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
+
+
+class Series(forge.TaskModule):
+    """BatchNorm along a series, so that one sample is enough for it; in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(12, 1)).double()
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
+    """Batches of one sample: all ranks but the last only ever borrow."""
+    several = [strategy()] if "RANK" in os.environ else []
+    noise = torch.Generator().manual_seed(0)
+    data = TensorLoader(*(torch.randn(4, *size, generator=noise).double() for size in ((2, 6), (1,))), batch_size=1)
+    options: dict[str, Any] = {"device": "cpu", "run_dir": False, "seed": 0, "validate_every": "2 updates"}
+    trainer = forge.Trainer(max_epochs=2, plugins=[SWA(0, every="2 updates"), *several], **options)
+    return trainer.fit(Series(), data, data).metrics
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_a_rank_without_samples_of_its_own_helps_to_estimate_batch_statistics(strategy: type[forge.Plugin]) -> None:
+    alone = averaged_alone(strategy)
+    for rank in ranks(2)(averaged_alone, strategy):
+        assert rank == pytest.approx(alone, rel=1e-9)
+
+
+def draw() -> list[float]:
+    drawn: list[float] = []
+
+    @forge.on("step_end", mutates=True)
+    def take(step: forge.Step) -> None:
+        drawn.append(float(torch.rand(())))
+
+    train(Plain(), [take], max_epochs=1)
+    return drawn
+
+
+def test_every_rank_draws_random_numbers_of_its_own_and_rank_0_those_of_one_process() -> None:
+    alone, (first, second) = draw(), ranks(2)(draw)
+    assert first == alone
+    assert not set(first) & set(second)
+
+
+# -- one process, options ---------------------------------------------------------------------------------------------
+
+
+def test_one_process_with_ddp_is_one_process_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wrapped = Plain(), Plain()
+    options: dict[str, Any] = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False}
+    forge.Trainer(plugins=[Accumulate(2)], **options).fit(plain, wide(), wide(1))
+    forge.Trainer(plugins=[Accumulate(2), DDP(compress=None)], **options).fit(wrapped, wide(), wide(1))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("option", ["bucket_mb", "watchdog"])
+def test_an_option_that_makes_no_sense_is_refused_by_name(option: str) -> None:
+    with pytest.raises(RecipeError, match=f"ddp.{option} is 0; it must be above 0"):
+        DDP(**{option: 0})
+
+
+def options() -> list[float]:
+    found = []
+    for given_options in ({"compress": "bf16"}, {"static_graph": True}, {"bucket_mb": 0.001, "bucket_view": False}):
+        task = Plain()
+        forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=False, plugins=[DDP(**given_options)]).fit(
+            task, wide()
+        )
+        found.append(float(sum(p.abs().sum() for p in task.parameters())))
+    return found
+
+
+def test_options_reach_torch_and_leave_the_result_as_it_is_but_for_compression() -> None:
+    compressed, static, small = ranks(2)(options)[0]
+    assert static == pytest.approx(small, rel=1e-12)
+    assert compressed != static
+    assert compressed == pytest.approx(static, rel=1e-2)
+
+
+def shares_told() -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("forge")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        for size in (4, 5):
+            data = TensorLoader(torch.zeros(8, 1), torch.zeros(8, 1), batch_size=size)
+            forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), data)
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in lines if "global batch" in line]
+
+
+def test_the_batch_of_each_rank_is_told() -> None:
+    (even, uneven), others = ranks(2)(shares_told)
+    assert others == []
+    assert even == "A global batch of 4 samples is 2 on each of 2 ranks."
+    assert uneven.startswith("A global batch of 5 samples on 2 ranks is 2 or 3 each")
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_by_name() -> None:
+    from forge.data.sharding import SharedLoader
+
+    with pytest.raises(DataError, match="gives a str, which cannot be divided among 2 ranks"):
+        list(SharedLoader(["text"], 0, 2, "train"))

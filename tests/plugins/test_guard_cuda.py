@@ -1,0 +1,208 @@
+"""guard and anomaly on a CUDA device: nothing waits, and nothing bad is saved."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.checkpoint import Checkpoints
+from forge.errors import NonFiniteError
+from forge_plugins import Accumulate, Anomaly, Checkpoint, Clip, Guard
+from forge_plugins._finite import all_finite
+from tests.support.tasks import Classifier, fit, make_batches
+
+pytestmark = pytest.mark.gpu
+
+
+class Fused(Classifier):
+    """Dropout, batch normalisation, a fused optimizer."""
+
+    def __init__(self, kind: str = "Adam", **options: Any):
+        super().__init__()
+        self.kind, self.options = kind, {"fused": True, **options}
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(torch.nn.functional.dropout(self.norm(x), 0.2, self.training))
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=1e-2, **self.options)
+
+
+class NaNLoss(Fused):
+    """The loss of update 3 is NaN, every gradient is finite."""
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        bad = math.nan if self.trainer.progress.update == 3 else 0.0
+        return super().training_step(batch)["loss"] + bad
+
+
+def made(task: Any = Fused, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return task(**options)
+
+
+def batches(*bad: int, count: int = 8) -> list[Any]:
+    pinned = [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(count)]
+    for index in bad:
+        pinned[index][0][1, 2] = math.nan
+    return pinned
+
+
+def parameters(task: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in task.parameters()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["stop", "rewind"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+def test_nothing_waits_for_the_device_with_a_fused_optimizer(
+    policy: str, window: int, kind: str, syncs_are_errors: forge.Plugin
+) -> None:
+    plugins = [Guard(policy), Clip(0.1), Accumulate(window), syncs_are_errors]
+    task = made(kind=kind)
+    assert fit(task, batches(count=30), max_updates=8, device="cuda", plugins=plugins, log_every=1000).updates == 8
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"kind": "SGD", "momentum": 0.9}, {"kind": "AdamW"}])
+def test_finite_training_is_the_same_bit_for_bit(policy: str, options: dict[str, Any]) -> None:
+    plain, guarded = made(**options), made(**options)
+    expected = fit(plain, batches(), device="cuda", seed=1)
+    result = fit(guarded, batches(), device="cuda", seed=1, plugins=[Guard(policy)])
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.state_dict().values(), guarded.state_dict().values(), strict=True)
+    )
+    assert result.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"kind": "SGD"}, {"kind": "SGD", "momentum": 0.9}])
+@pytest.mark.parametrize("window", [1, 2])
+def test_stop_leaves_the_weights_as_before_the_bad_update(options: dict[str, Any], window: int) -> None:
+    task, before = made(**options), made(**options)
+    with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss"):
+        fit(task, batches(3 * window, count=12), device="cuda", seed=1, plugins=[Guard(), Accumulate(window)])
+    fit(before, batches(count=12), device="cuda", seed=1, max_updates=3, plugins=[Accumulate(window)])
+    assert same(parameters(task), parameters(before))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_loss_with_finite_gradients_is_caught(fused: bool) -> None:
+    with pytest.raises(NonFiniteError, match=r"Update 3 .*the loss is not finite"):
+        fit(made(NaNLoss, fused=fused), batches(), device="cuda", plugins=[Guard()])
+
+
+@pytest.mark.parametrize("options", [{"max_updates": 4}, {"max_epochs": 1}])
+def test_a_bad_last_update_does_not_pass_for_a_good_end(options: dict[str, Any], tmp_path: Path) -> None:
+    train = batches(3, count=4 if "max_epochs" in options else 8)
+    with pytest.raises(NonFiniteError, match="Update 3"):
+        fit(made(), train, device="cuda", plugins=[Guard()], run_dir=tmp_path, **options)
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_checkpoint_holds_what_a_bad_update_left(order: int, tmp_path: Path) -> None:
+    """Batch normalisation's statistics are ruined by the bad forward at once, long before the host hears of it."""
+    stack = [Guard(), Checkpoint(every="1 updates", keep=9, background=False)][::order]
+    with pytest.raises(NonFiniteError, match="Update 3"):
+        fit(made(), batches(3), device="cuda", plugins=stack, run_dir=tmp_path)
+    newest = Checkpoints(tmp_path / "checkpoints").newest_valid()
+    assert newest is not None
+    assert newest.update == 3
+    assert all_finite([value for value in newest.weights().values() if value.is_floating_point()])
+
+
+def test_rewind_ends_as_if_the_bad_window_had_never_been_there(tmp_path: Path) -> None:
+    rewound, expected = made(), made()
+    stack = [Checkpoint(every="2 updates", background=False), Guard("rewind")]
+    fit(rewound, batches(4), device="cuda", seed=1, plugins=stack, run_dir=tmp_path)
+    fit(expected, [batch for i, batch in enumerate(batches()) if i != 4], device="cuda", seed=1)
+    assert all(
+        torch.equal(a, b) for a, b in zip(rewound.state_dict().values(), expected.state_dict().values(), strict=True)
+    )
+
+
+def test_skip_leaves_no_trace_of_the_window() -> None:
+    class NoDropout(Fused):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.norm(x))
+
+    skipped, expected = made(NoDropout), made(NoDropout)
+    result = fit(skipped, batches(3), device="cuda", plugins=[Guard("skip")])
+    reference = fit(expected, [batch for i, batch in enumerate(batches()) if i != 3], device="cuda")
+    assert all(
+        torch.equal(a, b) for a, b in zip(skipped.state_dict().values(), expected.state_dict().values(), strict=True)
+    )
+    assert result.metrics["train/loss"] == pytest.approx(reference.metrics["train/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fused", "told"), [("stop", True, False), ("stop", False, True), ("skip", True, True)]
+)
+def test_a_read_per_update_is_told_at_the_start(
+    policy: str, fused: bool, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fit(made(fused=fused), batches(), device="cuda", plugins=[Guard(policy)])
+    assert ("guard reads the device once per update" in caplog.text) == told
+
+
+def test_the_optimizer_is_handed_back_as_it_was() -> None:
+    optimizers: list[Any] = []
+
+    @forge.on("start")
+    def keep(trainer: forge.Trainer) -> None:
+        optimizers.extend(trainer.optimizers.values())
+
+    fit(made(), batches(), device="cuda", plugins=[Guard(), keep])
+    assert not hasattr(optimizers[0], "found_inf")
+
+
+def test_anomaly_names_the_operation_and_the_sample_on_the_device() -> None:
+    class Logs(Fused):
+        def training_step(self, batch: Any) -> Any:
+            x, y = batch
+            return torch.nn.functional.nll_loss(self(x).softmax(-1).mul((x[:, :1] < 5).float()).log(), y)
+
+    train = batches()
+    train[3][0][2] = 9.0
+    anomaly = Anomaly()
+    with pytest.raises(NonFiniteError) as caught:
+        fit(made(Logs), train, device="cuda", plugins=[Guard(), anomaly])
+    finding = anomaly.findings[0]
+    assert (finding["update"], finding["op"], finding["kind"], finding["rows"]) == (3, "aten.log", "forward", [2])
+    assert "Where it came from:" in caught.value.__notes__[0]
+
+
+def test_anomaly_follows_the_backward_on_the_device() -> None:
+    class Roots(Fused):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch)["loss"] + (self(batch[0]) * 0.0).abs().sqrt().sum()
+
+    anomaly = Anomaly()
+    with pytest.raises(NonFiniteError):
+        fit(made(Roots), batches(), device="cuda", plugins=[anomaly])
+    finding = anomaly.findings[0]
+    assert (finding["kind"], finding["node"]) == ("backward", "SqrtBackward0")
+    assert "sqrt().sum()" in finding["place"]["code"]
+
+
+def test_an_analysis_leaves_the_devices_random_numbers_alone() -> None:
+    plain, looked_at = made(), made()
+    fit(plain, batches(3), device="cuda", seed=1, plugins=[Guard("skip")])
+    anomaly = Anomaly()
+    fit(looked_at, batches(3), device="cuda", seed=1, plugins=[Guard("skip"), anomaly])
+    assert anomaly.findings
+    assert same(parameters(looked_at), parameters(copy.deepcopy(plain)))

@@ -1,0 +1,251 @@
+"""jsonl: one valid JSON object a line, and where the run was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.env import Env
+from forge.metrics.means import PendingMeans
+from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
+from tests.support.tasks import Classifier, fit, make_batches, second_rank
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Every line, read by a parser that takes no NaN."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=_no_json) for line in text.splitlines()]
+
+
+def _no_json(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_every_log_is_one_line(tmp_path: Path) -> None:
+    fit(train=make_batches(6), val=make_batches(1), plugins=[JSONL()], run_dir=tmp_path, log_every=2)
+    lines = lines_of(tmp_path)
+    assert [line["update"] for line in lines] == [2, 4, 6, 6]
+    assert ["val/loss" in line for line in lines] == [False, False, False, True]
+
+
+def test_a_line_begins_with_where_the_run_was(tmp_path: Path) -> None:
+    fit(train=make_batches(4, size=3), max_epochs=2, plugins=[JSONL()], run_dir=tmp_path, log_every=2)
+    lines = lines_of(tmp_path)
+    assert list(lines[0])[:4] == ["update", "epoch", "sample", "time"]
+    assert [(line["update"], line["epoch"], line["sample"]) for line in lines] == [
+        (2, 0, 6),
+        (4, 1, 12),
+        (6, 1, 18),
+        (8, 2, 24),
+    ]
+
+
+def test_time_never_runs_backwards_and_begins_near_zero(tmp_path: Path) -> None:
+    fit(train=make_batches(6), plugins=[JSONL()], run_dir=tmp_path, log_every=1)
+    times = [line["time"] for line in lines_of(tmp_path)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+
+
+def test_the_metrics_are_those_of_the_fit(tmp_path: Path) -> None:
+    result = fit(train=make_batches(4), val=make_batches(2), plugins=[JSONL()], run_dir=tmp_path)
+    written = {key: value for line in lines_of(tmp_path) for key, value in line.items()}
+    assert {key: written[key] for key in result.metrics} == result.metrics
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    class Broken(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "odd": math.inf, "none": math.nan, "fine": 1.0}
+
+    fit(Broken(), train=make_batches(1), plugins=[JSONL()], run_dir=tmp_path)
+    (line,) = lines_of(tmp_path)
+    assert (line["train/odd"], line["train/none"], line["train/fine"]) == (None, None, 1.0)
+
+
+def test_images_and_texts_are_left_out(tmp_path: Path) -> None:
+    class Pictures(Classifier):
+        def evaluation_end(self, stage: str) -> dict[str, Any]:
+            return {"picture": forge.Image(torch.zeros(2, 2)), "note": forge.Text("a note"), "count": 3}
+
+    fit(Pictures(), val=make_batches(1), plugins=[JSONL()], run_dir=tmp_path)
+    line = lines_of(tmp_path)[-1]
+    assert line["val/count"] == 3
+    assert not {"val/picture", "val/note"} & line.keys()
+
+
+def test_texts_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    fit(Writes(), val=make_batches(1), max_epochs=2, plugins=[JSONL()], run_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(line["update"], line["name"], line["text"]) for line in lines] == [
+        (4, "val/note", "a note"),
+        (8, "val/note", "a note"),
+    ]
+
+
+class Writes(Classifier):
+    """Logs a text after every validation."""
+
+    def evaluation_end(self, stage: str) -> dict[str, Any]:
+        return {"note": forge.Text("a note")}
+
+
+def test_a_resumed_run_drops_the_texts_of_what_it_does_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"val": make_batches(1), "run_dir": tmp_path, "validate_every": "1 updates"}
+    fit(Writes(), max_updates=2, plugins=[JSONL(), Checkpoint()], **options)
+    with (tmp_path / "texts.jsonl").open("a") as file:
+        file.write('{"update": 3, "name": "val/note", "text": "of a life that was killed"}\n{"upd')
+    fit(Writes(), max_updates=4, plugins=[JSONL(), Checkpoint()], resume=True, **options)
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [(line["update"], line["text"]) for line in lines] == [(update, "a note") for update in (1, 2, 3, 4)]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    @forge.on("boundary")
+    def read(trainer: forge.Trainer) -> None:
+        seen.append(len(lines_of(tmp_path)))
+
+    fit(train=make_batches(3), plugins=[JSONL(), read], run_dir=tmp_path, log_every=1)
+    assert seen == [1, 2, 3]
+
+
+def test_a_failed_run_keeps_its_lines_and_closes_its_file(tmp_path: Path) -> None:
+    class Fails(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            if self.trainer is not None and self.trainer.progress.update == 3:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch)
+
+    plugin = JSONL()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(Fails(), train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1)
+    assert [line["update"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    assert plugin._file is None
+
+
+def test_the_file_is_made_with_its_first_line(tmp_path: Path) -> None:
+    there: list[bool] = []
+
+    @forge.on("boundary")
+    def look(trainer: forge.Trainer) -> None:
+        there.append((tmp_path / "metrics.jsonl").exists())
+
+    fit(train=make_batches(2), plugins=[JSONL(), look], run_dir=tmp_path, log_every=2)
+    assert there == [False, True]
+
+
+def test_without_a_run_folder_nothing_is_written(empty_folder: Path) -> None:
+    fit(plugins=[JSONL()], run_dir=False)
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_only_the_main_process_writes(tmp_path: Path) -> None:
+    fit(plugins=[JSONL(), SecondRank()], run_dir=tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_that_is_there_is_continued(tmp_path: Path) -> None:
+    for _ in range(2):
+        fit(train=make_batches(2), plugins=[JSONL()], run_dir=tmp_path)
+    assert [line["update"] for line in lines_of(tmp_path)] == [2, 2]
+
+
+def test_a_test_writes_its_metrics_too(tmp_path: Path) -> None:
+    trainer = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu")
+    result = trainer.test(Classifier(), make_batches(2))
+    (line,) = lines_of(tmp_path)
+    assert line["test/loss"] == result["test/loss"]
+    assert (line["update"], line["epoch"], line["sample"]) == (0, 0, 0)
+
+
+def test_a_log_that_arrives_an_update_late_says_where_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator, whose metrics are on their way while the next update runs."""
+    runs = {}
+    for late in (False, True):
+        monkeypatch.setattr(PendingMeans, "here", not late)
+        folder = tmp_path / str(late)
+        train = make_batches(5)
+        fit(train=train, max_epochs=2, plugins=[JSONL(), Accumulate(2)], run_dir=folder, log_every=1)
+        runs[late] = [(line["update"], line["epoch"], line["sample"]) for line in lines_of(folder)]
+    assert runs[True] == runs[False] == [(1, 0, 8), (2, 0, 16), (3, 1, 20), (4, 1, 28), (5, 1, 36), (6, 2, 40)]
+
+
+class SecondRank(forge.Plugin):
+    """Plays the second of two processes."""
+
+    @forge.hookimpl
+    def forge_setup_env(self) -> Env:
+        return second_rank()
+
+
+class FullDisk:
+    """A file on a disk that is full after one line."""
+
+    def __init__(self, file: Any):
+        self.file, self.lines = file, 0
+
+    def write(self, text: str) -> None:
+        self.lines += 1
+        if self.lines > 1:
+            raise OSError(28, "No space left on device")
+        self.file.write(text)
+
+    def close(self) -> None:
+        self.file.close()
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_in_the_log_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opens = JSONL._open
+    monkeypatch.setattr(JSONL, "_open", lambda *words: FullDisk(opens(*words)))
+    plugin = JSONL()
+    assert fit(train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1).updates == 6
+    assert [line["update"] for line in lines_of(tmp_path)] == [1]
+    assert errors_in(caplog) == [
+        "jsonl: metrics.jsonl cannot be written: [Errno 28] No space left on device. The run goes on, without further "
+        "lines in it."
+    ]
+    monkeypatch.undo()
+    fit(train=make_batches(1), plugins=[plugin], run_dir=tmp_path)
+    assert [line["update"] for line in lines_of(tmp_path)] == [1, 1]
+
+
+@pytest.mark.parametrize(("plugin", "name"), [(JSONL, "metrics.jsonl"), (Tensorboard, "tensorboard")])
+def test_what_cannot_even_be_opened_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, plugin: Any, name: str
+) -> None:
+    if plugin is JSONL:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("in its way")
+    assert fit(train=make_batches(6), plugins=[plugin()], run_dir=tmp_path, log_every=1).updates == 6
+    (error,) = errors_in(caplog)
+    assert "cannot be written" in error
+
+
+def test_a_tensorboard_writer_that_fails_is_given_up_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("forge_plugins.tensorboard.add_scalars", full)
+    assert fit(train=make_batches(6), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1).updates == 6
+    assert len(errors_in(caplog)) == 1
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]

@@ -1,0 +1,224 @@
+"""ledger on a CUDA device: whoever makes the host wait is named, with the line, and nobody else."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.testing import assert_same_weights
+from forge_plugins import Accumulate, Clip, Guard, Ledger, Throughput
+from tests.support.tasks import Classifier, fit, make_batches
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("default")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Fused(Classifier):
+    """Nothing in it waits."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
+
+
+def batches(count: int = 8) -> list[Any]:
+    return [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(count)]
+
+
+def audited(*plugins: forge.Plugin, task: forge.TaskModule | None = None, **options: Any) -> dict[str, Any]:
+    """The report of eight updates; the first is left out."""
+    ledger = Ledger()
+    fit(task or Fused(), batches(), device="cuda", plugins=[ledger, *plugins], **options)
+    assert ledger.report is not None
+    return ledger.report
+
+
+def unexpected(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [sync for sync in report["syncs"] if not sync["expected"]]
+
+
+def line_of(thing: Any, text: str) -> int:
+    source, first = inspect.getsourcelines(thing)
+    return first + next(i for i, line in enumerate(source) if text in line)
+
+
+class Planted(forge.Plugin):
+    """Reads a weight after every update, in a method of its own."""
+
+    @forge.hookimpl
+    def forge_step_end(self, step: forge.Step) -> None:
+        self._look(step.parameters()[0])
+
+    def _look(self, weight: torch.Tensor) -> None:
+        self.seen = weight.norm().item()
+
+
+def test_a_planted_item_is_found_and_named_plugin_hook_and_line() -> None:
+    (found,) = unexpected(audited(Clip(), Planted()))
+    assert found["who"] == "plugin 'planted' in forge_step_end"
+    assert found["file"].endswith("test_ledger_cuda.py")
+    assert found["line"] == line_of(Planted, ".item()")
+    assert found["code"] == "self.seen = weight.norm().item()"
+    assert (found["count"], found["per_update"]) == (7, 1.0)
+
+
+def test_a_planted_synchronize_is_found_too() -> None:
+    class Waits(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self) -> None:
+            torch.cuda.synchronize()
+
+    before = torch.cuda.synchronize
+    (found,) = unexpected(audited(Waits()))
+    assert (found["who"], found["line"]) == ("plugin 'waits' in forge_step_end", line_of(Waits, "cuda.synchronize()"))
+    assert torch.cuda.synchronize is before
+
+
+def test_it_is_told_after_the_first_interval_and_in_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    audited(Planted(), log_every=4)
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert "the host waits for the device: plugin 'planted' in forge_step_end" in told[0].getMessage()
+    assert "self.seen = weight.norm().item() (1 per update)" in told[0].getMessage()
+    assert "host syncs: 1 per update:" in caplog.text
+
+
+def test_the_number_of_waits_is_logged() -> None:
+    logs: dict[int, Any] = {}
+
+    @forge.on("log")
+    def keep(update: int, metrics: dict[str, Any]) -> None:
+        logs[update] = metrics
+
+    audited(Planted(), keep, log_every=4)
+    assert logs[4]["ledger/syncs_per_update"] == pytest.approx(1)
+    assert logs[8]["ledger/syncs_per_update"] == pytest.approx(1)
+
+
+def test_a_wait_of_the_task_is_put_down_to_the_task() -> None:
+    class Reads(Fused):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum().item() > 1e9:
+                raise AssertionError
+            return super().forward(x)
+
+    (found,) = unexpected(audited(task=Reads()))
+    assert found["who"] == "the task's training_step"
+    assert found["line"] == line_of(Reads, ".item()")
+
+
+def test_a_wait_of_the_optimizer_is_put_down_to_it() -> None:
+    class Reads(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["params"][0].norm().item()
+            return super().step(closure)
+
+    class Task(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Reads(self.parameters(), lr=0.1)
+
+    (found,) = unexpected(audited(task=Task()))
+    assert found["who"] == "the optimizer Reads"
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * (gradient.norm().item() >= 0)
+
+
+def test_a_wait_in_backward_has_its_line() -> None:
+    class Task(Fused):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ReadsInBackward.apply(super().forward(x))
+
+    (found,) = unexpected(audited(task=Task()))
+    assert found["line"] == line_of(ReadsInBackward, ".item()")
+    assert found["count"] == 7
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_stack_that_waits_for_nothing_has_no_waits_in_its_report(window: int) -> None:
+    report = audited(Guard(), Clip(), Throughput(), Accumulate(window), log_every=2)
+    assert unexpected(report) == []
+    assert report["syncs_per_update"] == 0
+
+
+def test_reads_of_a_log_are_expected() -> None:
+    @forge.on("log")
+    def read(trainer: forge.Trainer) -> None:
+        next(trainer.task.parameters()).norm().item()
+
+    report = audited(read, log_every=2)
+    assert unexpected(report) == []
+    assert {sync["expected"] for sync in report["syncs"]} == {"logging"}
+
+
+def test_validations_are_expected_to_read() -> None:
+    class Reads(Fused):
+        def validation_step(self, batch: Any) -> Any:
+            loss = self.training_step(batch)["loss"]
+            return {"loss": loss.item()}
+
+    report = audited(task=Reads(), val=batches(2), validate_every="2 updates")
+    assert unexpected(report) == []
+
+
+def test_the_debug_mode_and_the_warnings_are_put_back() -> None:
+    class Trips(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            assert torch.cuda.get_sync_debug_mode() == (1 if step.index else 0)
+            if step.index == 4:
+                raise ZeroDivisionError
+
+    filters, show = list(warnings.filters), warnings.showwarning
+    with pytest.raises(ZeroDivisionError):
+        audited(Trips())
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert (warnings.filters, warnings.showwarning) == (filters, show)
+
+
+def test_a_debug_mode_of_somebody_elses_is_left_alone() -> None:
+    @forge.on("step_end")
+    def strict(step: forge.Step) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    report = audited(Guard(), Clip(), strict)
+    assert torch.cuda.get_sync_debug_mode() == 2
+    assert report["syncs"] == []
+
+
+def test_the_audit_can_be_left_out() -> None:
+    ledger = Ledger(audit=False)
+    fit(Fused(), batches(), device="cuda", plugins=[ledger, Planted()])
+    assert ledger.report is not None
+    assert "syncs" not in ledger.report
+
+
+def test_the_weights_are_the_same_to_the_bit() -> None:
+    torch.manual_seed(0)
+    watched = Fused()
+    alone = copy.deepcopy(watched)
+    stack = [Guard(), Clip(0.1), Accumulate(2)]
+    fit(watched, batches(), device="cuda", seed=1, plugins=[Ledger(), Planted(), *stack])
+    fit(alone, batches(), device="cuda", seed=1, plugins=stack)
+    assert_same_weights(watched, alone)

@@ -1,0 +1,121 @@
+"""monitor on a CUDA device: nothing waits, the numbers are the CPU's, and the weights keep their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import forge
+from forge_plugins import AMP, Accumulate, Clip, Monitor
+from tests.support.tasks import Classifier, fit, make_batches
+
+pytestmark = pytest.mark.gpu
+
+
+class Net(Classifier):
+    """Dropout, batch normalisation, a fused optimizer."""
+
+    def __init__(self, width: int = 8, dropout: float = 0.2, kind: str = "AdamW"):
+        super().__init__()
+        self.kind = kind
+        self.net = nn.Sequential(
+            nn.Linear(8, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 3)
+        )
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=1e-2, fused=True)
+
+
+class Keep(forge.Plugin):
+    """Keeps what monitor logs: {update: {name: value}}, and at which update it came."""
+
+    observer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[int, dict[str, Any]] = {}
+        self.came: list[tuple[int, int]] = []
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+        found = {name: value for name, value in metrics.items() if name.startswith("monitor/")}
+        if found:
+            assert trainer.step is not None
+            self.logged[update] = found
+            self.came.append((update, trainer.step.index + 1))
+
+
+def made(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def pinned(count: int) -> list[Any]:
+    return [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(count)]
+
+
+@pytest.mark.parametrize("every", ["1 updates", "3 updates", "1000 updates"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_nothing_waits_for_the_device_not_even_when_an_interval_ends(
+    every: str, window: int, syncs_are_errors: forge.Plugin
+) -> None:
+    plugins = [Monitor(every, histograms=True), Clip(0.1), Accumulate(window), syncs_are_errors]
+    assert fit(made(), pinned(30), max_updates=8, device="cuda", plugins=plugins, log_every=1000).updates == 8
+
+
+def test_numbers_come_with_the_next_update_and_say_where_they_belong() -> None:
+    keep = Keep()
+    fit(made(), make_batches(6), device="cuda", plugins=[Monitor("2 updates"), keep])
+    assert keep.came == [(2, 3), (4, 5), (6, 6)]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_numbers_are_those_of_the_cpu(window: int) -> None:
+    kept = {device: Keep() for device in ("cpu", "cuda")}
+    for device, keep in kept.items():
+        plugins = [Monitor("1 updates", histograms=True), Accumulate(window), keep]
+        fit(made(dropout=0.0, kind="SGD"), make_batches(4), device=device, plugins=plugins)
+    assert kept["cuda"].logged.keys() == kept["cpu"].logged.keys()
+    for update, expected in kept["cpu"].logged.items():
+        found = kept["cuda"].logged[update]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, forge.Histogram):
+                assert found[name].counts.device.type == "cpu"
+                assert found[name].counts.sum() == value.counts.sum()
+            else:
+                assert found[name] == pytest.approx(value, rel=1e-2, abs=1e-4), name
+
+
+@pytest.mark.parametrize("options", [{}, {"histograms": True}])
+def test_the_weights_are_the_same_without_it_bit_for_bit(options: dict[str, Any]) -> None:
+    plain, seen = made(), made()
+    fit(plain, make_batches(8), device="cuda", seed=1)
+    fit(seen, make_batches(8), device="cuda", seed=1, plugins=[Monitor("2 updates", **options)])
+    for (name, a), b in zip(plain.state_dict().items(), seen.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_gradients_of_half_precision_are_read_unscaled() -> None:
+    kept = {dtype: Keep() for dtype in ("fp16", None)}
+    for dtype, keep in kept.items():
+        amp = [AMP(dtype=dtype, init_scale=1024.0)] if dtype else []
+        fit(made(width=64, dropout=0.0), make_batches(2, 32), device="cuda", plugins=[Monitor("1 updates"), *amp, keep])
+    found, expected = (kept[dtype].logged[1]["monitor/grad_norm"] for dtype in ("fp16", None))
+    assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_the_copy_of_the_weights_is_given_back() -> None:
+    used: list[int] = []
+
+    @forge.on("boundary")
+    def watch(trainer: forge.Trainer) -> None:
+        torch.cuda.synchronize()
+        if trainer.progress.update in (3, 7, 11):  # an update after a look
+            used.append(torch.cuda.memory_allocated())
+
+    fit(made(width=100_000), make_batches(12), device="cuda", plugins=[Monitor("2 updates"), watch], log_every=10**6)
+    assert max(used) - min(used) < 600_000

@@ -1,0 +1,255 @@
+"""profiler on a CUDA device: kernels in the trace, the four verdicts, memory over time, and what is left of an OOM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import forge
+from forge.data import Loader
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny
+from forge_plugins import Accumulate, Profiler
+from tests.support.tasks import Classifier, fit, make_batches
+
+pytestmark = pytest.mark.gpu
+
+SHORT: dict[str, Any] = {"wait": 3, "warmup": 2, "active": 3}
+
+
+class Matmuls(forge.TaskModule):
+    """Few kernels, much work in each."""
+
+    def __init__(self, width: int = 4096) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Scale(forge.TaskModule):
+    """Hardly any work for a large batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any) -> Any:
+        return batch[:, 0].mean() * self.weight
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class Heavy(Dataset[Any]):
+    """Each sample is worked out in Python, number by number."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> Any:
+        total = 0
+        for i in range(50_000):
+            total += i % (index + 1)
+        return torch.full((8,), float(total % 7)), index % 3
+
+
+def profiled(task: forge.TaskModule, data: Any, **options: Any) -> Any:
+    """The report of a fit on the device."""
+    plugin = Profiler(**{**SHORT, **options.pop("profiler", {})})
+    fit(task, train=data, device="cuda", plugins=[plugin, *options.pop("beside", ())], log_every=1000, **options)
+    (report,) = plugin.reports
+    return report
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    (file,) = (folder / "profile").glob("*.pt.trace.json")
+    return json.loads(file.read_text())["traceEvents"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trace
+
+
+def test_kernels_and_copies_are_in_the_trace(tmp_path: Path) -> None:
+    report = profiled(Matmuls(512), [torch.randn(256, 512) for _ in range(10)], run_dir=tmp_path)
+    kinds = {event.get("cat") for event in events(tmp_path)}
+    assert {"kernel", "gpu_memcpy", "cpu_op", "user_annotation"} <= kinds
+    ranges = [event["name"] for event in events(tmp_path) if event.get("cat") == "user_annotation"]
+    for name in ("data", "transfer", "forward", "backward", "step"):
+        assert ranges.count(name) == 3, name
+    assert report.trace.copied >= 3 * 256 * 512 * 4
+    assert report.device.startswith("cuda:0 (")
+
+
+def test_operators_have_the_time_of_their_kernels(tmp_path: Path) -> None:
+    data = [torch.randn(2048, 4096, device="cuda") for _ in range(2)] * 5
+    report = profiled(Matmuls(), data, run_dir=tmp_path)
+    products = [each for each in report.trace.operators if each.name in ("aten::mm", "aten::addmm")]
+    total = sum(kernel.device for kernel in report.trace.kernels)
+    assert sum(each.device for each in products) > total / 2
+    assert sum(each.device for each in report.trace.operators) <= total * 1.001
+    assert "self CUDA" in report.text()
+    assert "kernels of an update" in (tmp_path / "profile" / "summary.md").read_text()
+
+
+def test_the_device_never_does_more_than_the_window_has_time_for() -> None:
+    trace = profiled(Classifier(), make_batches(10)).trace
+    assert trace.busy > 0
+    assert trace.busy + trace.copying + trace.starved <= trace.window * 1.001
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def test_large_matrix_products_are_compute_bound() -> None:
+    report = profiled(Matmuls(), [torch.randn(4096, 4096, device="cuda") for _ in range(2)] * 5)
+    assert report.verdict.kind == "compute-bound", report.text()
+    assert "-p amp" in report.text()
+
+
+def test_a_tiny_model_is_host_bound() -> None:
+    data = [(x.cuda(), y.cuda()) for x, y in make_batches(10)]
+    report = profiled(Classifier(), data)
+    assert report.verdict.kind == "host-bound", report.text()
+    assert "compile.mode=reduce-overhead" in report.text()
+
+
+def test_large_batches_for_little_work_are_transfer_bound() -> None:
+    data = [torch.randn(1 << 14, 1 << 12).pin_memory()] * 10  # 256 MiB
+    report = profiled(Scale(), data)
+    assert report.verdict.kind == "transfer-bound", report.text()
+    assert report.measured.pageable < 0.01
+
+
+def test_copies_from_memory_that_is_not_pinned_are_named() -> None:
+    report = profiled(Scale(), [torch.randn(1 << 14, 1 << 10)] * 10)
+    assert report.measured.pageable > 0.99
+
+
+def test_a_heavy_dataset_is_data_bound() -> None:
+    report = profiled(Classifier(), Loader(Heavy(), batch_size=8))
+    assert report.verdict.kind == "data-bound", report.text()
+
+
+def test_a_read_of_the_device_is_counted_and_named() -> None:
+    class Reads(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            outputs = super().training_step(batch)
+            return {**outputs, "read": outputs["loss"].item()}
+
+    data = [(x.cuda(), y.cuda()) for x, y in make_batches(10)]
+    report = profiled(Reads(), data)
+    assert report.measured.waits >= 1
+    assert ".item()" in report.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training does not notice
+
+
+@pytest.mark.parametrize("task", [TinyTask, TinyGAN])
+def test_weights_are_the_same_to_the_bit(task: Any, tmp_path: Path) -> None:
+    alone, _ = fit_tiny([Accumulate(2)], task=task(), max_epochs=6, device="cuda")
+    plugins = [Accumulate(2), Profiler(wait=2, warmup=1, active=2, repeat=2, memory=True, with_stack=True)]
+    watched, _ = fit_tiny(plugins, task=task(), max_epochs=6, device="cuda", run_dir=tmp_path)
+    assert_same_weights(watched, alone)
+    assert len(list((tmp_path / "profile").glob("*.pt.trace.json"))) == 2
+
+
+@pytest.fixture
+def syncs_are_errors() -> Iterator[forge.Plugin]:
+    """A callback that makes every host sync an error once the recording is over."""
+
+    @forge.on("boundary")
+    def strict(step: forge.Step) -> None:
+        if step.index >= 8:
+            torch.cuda.set_sync_debug_mode("error")
+
+    yield strict
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nothing_waits_for_the_device_after_the_last_recording(syncs_are_errors: forge.Plugin) -> None:
+    pinned = [(x.pin_memory(), y.pin_memory()) for x, y in make_batches(30)]
+    report = profiled(Classifier(), pinned, max_epochs=None, max_updates=16, beside=[syncs_are_errors])
+    assert report.updates == 3
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    profiled(Classifier(), make_batches(10), run_dir=tmp_path, profiler={"memory": True})
+    assert not torch.autograd._profiler_enabled()
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_the_memory_of_the_window_is_drawn_and_kept(tmp_path: Path) -> None:
+    report = profiled(Matmuls(1024), [torch.randn(256, 1024)] * 10, run_dir=tmp_path, profiler={"memory": True})
+    folder = tmp_path / "profile"
+    (picture,) = folder.glob("*.memory-timeline.svg")
+    assert "memory in use on cuda:0" in picture.read_text()
+    (snapshot,) = folder.glob("*.memory-snapshot.pickle")
+    assert snapshot.stat().st_size > 1000
+    assert report.peak >= 2 * 1024 * 1024 * 4  # two layers at least
+    track = [event["args"]["bytes"] for event in events(tmp_path) if event.get("ph") == "C"]
+    assert max(track) == report.peak
+    assert "by memory taken" in report.text()
+
+
+def test_a_history_that_the_user_keeps_stays_on() -> None:
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    try:
+        profiled(Classifier(), make_batches(10), profiler={"memory": True})
+        assert torch._C._cuda_isHistoryEnabled()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+class Greedy(Classifier):
+    """Keeps some memory, then asks for more than there is."""
+
+    def training_step(self, batch: Any) -> Any:
+        assert self.trainer is not None
+        if self.trainer.progress.update == 2:
+            self.kept = torch.empty(300 << 20, dtype=torch.uint8, device=batch[0].device)
+            torch.empty(1 << 44, dtype=torch.uint8, device=batch[0].device)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("waits", [1, 5])
+def test_out_of_memory_names_the_lines_that_hold_it(waits: int, tmp_path: Path) -> None:
+    plugin = Profiler(wait=waits, warmup=0, active=3)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(Greedy(), train=make_batches(8), device="cuda", plugins=[plugin], run_dir=tmp_path)
+    note = "\n".join(caught.value.__notes__)
+    assert "Memory of cuda:0 when it ran out (update 2, epoch 0):" in note
+    assert re.search(r"activations and all else +\d+", note)
+    assert re.search(r"\d+ MiB in \d blocks?: \S*test_profiler_cuda\.py:\d+ in training_step", note)
+    assert "-p accumulate" in note
+    assert (tmp_path / "profile" / "rank0.out-of-memory.txt").is_file()
+    assert (tmp_path / "profile" / "rank0.out-of-memory.pickle").stat().st_size > 1000
+    assert not torch.autograd._profiler_enabled()
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_out_of_memory_without_a_history_still_has_the_parts(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(Greedy(), train=make_batches(8), device="cuda", plugins=[Profiler(oom=False)], run_dir=tmp_path)
+    note = "\n".join(caught.value.__notes__)
+    assert re.search(r"parameters +\d+", note)
+    assert "a block of 300 MiB" in note

@@ -1,0 +1,500 @@
+"""progress: a live bar on a terminal, plain lines anywhere else, and never a trace of it in the run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+import torch
+
+import forge
+from forge.env import Env
+from forge.errors import ForgeError
+from forge.metrics.means import PendingMeans
+from forge_plugins import Checkpoint, Progress, Tensorboard
+from forge_plugins.progress.reading import clock, grouped, ordered, short, speed_of
+from forge_plugins.progress.status import Status
+from tests.support.tasks import Classifier, fit, make_batches, second_rank
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers everything."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def show(self, run: Callable[[], Any], stdout: TextIO | None = None) -> None:
+        """Run with stderr, and stdout unless it goes elsewhere, on this terminal; both must come back as they were."""
+        stdout = stdout or self
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(self):
+            try:
+                run()
+            finally:
+                assert sys.stdout is stdout, "the bar did not give stdout back"
+                assert sys.stderr is self, "the bar did not give stderr back"
+
+    @property
+    def text(self) -> str:
+        """What was written, without colours and cursor movements."""
+        return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self.getvalue())
+
+    @property
+    def pictures(self) -> list[str]:
+        """Every picture of the bars, one after the other."""
+        drawn = re.split(r"\r?\x1b\[2K(?:\x1b\[1A\x1b\[2K)*", self.getvalue())
+        return [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text) for text in drawn]
+
+    @property
+    def last_picture(self) -> str:
+        """What is on the screen at the end: what follows the last erased line."""
+        return re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", self.getvalue().rpartition("\x1b[2K")[2])
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 80 columns."""
+    for name, value in {"COLUMNS": "80", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+class Fails(Classifier):
+    """Fails in its third update."""
+
+    error: BaseException = RuntimeError("on purpose")
+
+    def training_step(self, batch: Any) -> Any:
+        if self.trainer is not None and self.trainer.progress.update == 2:
+            raise self.error
+        return super().training_step(batch)
+
+
+class TestLines:
+    def test_an_epochs_end_is_one_line_with_the_metrics_of_training_and_validation(self, capsys: Any) -> None:
+        fit(val=make_batches(1), max_epochs=2, plugins=[Progress()])
+        first, second, _ = _lines(capsys)
+        assert first.startswith("epoch 1/2  update 4/8")
+        assert second.startswith("epoch 2/2  update 8/8")
+        for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"):
+            assert f"  {name} " in first
+
+    def test_the_last_line_says_how_the_run_ended(self, capsys: Any) -> None:
+        fit(plugins=[Progress()])
+        assert _lines(capsys)[-1].startswith("done  epoch 1/1  update 4/4  in 0:0")
+
+    def test_an_interval_brings_more_lines(self, capsys: Any) -> None:
+        fit(train=make_batches(6), plugins=[Progress(every="2 updates")], log_every=1)
+        assert _updates(capsys) == ["2/6", "4/6", "6/6"]
+
+    def test_an_interval_in_seconds_brings_none_before_its_time(self, capsys: Any) -> None:
+        fit(train=make_batches(6), plugins=[Progress(every="1 h")], log_every=1)
+        assert _updates(capsys) == ["6/6"]
+
+    def test_a_validation_inside_an_epoch_has_a_line(self, capsys: Any) -> None:
+        options: dict[str, Any] = {"val": make_batches(1), "validate_every": "3 updates"}
+        fit(train=make_batches(8), plugins=[Progress(every="1 h")], **options)
+        assert _updates(capsys) == ["3/8", "6/8", "8/8"]
+
+    def test_metrics_that_arrive_late_are_waited_for(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on an accelerator, where an epoch's last metrics come with the next update."""
+        monkeypatch.setattr(PendingMeans, "here", False)
+        fit(max_epochs=2, plugins=[Progress(every="1 h")])
+        lines = _lines(capsys)
+        assert len(lines) == 2
+        assert lines[0].startswith("epoch 2/2  update 5/8")
+        assert all("train/loss" in line for line in lines)
+
+    def test_a_run_of_unknown_length_says_how_far_it_is(self, capsys: Any) -> None:
+        fit(train=iter(make_batches(4)), plugins=[Progress()])
+        assert _lines(capsys)[0].startswith("epoch 1/1  update 4 ")
+
+    def test_a_failed_run_ends_with_a_line_that_says_so(self, capsys: Any) -> None:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            fit(Fails(), plugins=[Progress()])
+        assert _lines(capsys)[-1].startswith("failed  epoch 1/1  update 2/4")
+
+    def test_nothing_goes_to_stdout(self, capsys: Any) -> None:
+        fit(plugins=[Progress()])
+        assert capsys.readouterr().out == ""
+
+    def test_there_is_no_control_code_in_a_file_even_when_colours_are_forced(
+        self, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        fit(plugins=[Progress()])
+        assert "\x1b" not in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("verb", "stage"), [("validate", "val"), ("test", "test")])
+    def test_an_evaluation_is_one_line_with_its_metrics(self, capsys: Any, verb: str, stage: str) -> None:
+        trainer = forge.Trainer(plugins=[Progress()], device="cpu")
+        getattr(trainer, verb)(Classifier(), make_batches(2))
+        (line,) = _lines(capsys)
+        assert line.startswith(f"{verb} done in 0:0")
+        assert f"  {stage}/loss " in line
+
+    def test_a_prediction_is_one_line(self, capsys: Any) -> None:
+        forge.Trainer(plugins=[Progress()], device="cpu").predict(Classifier(), make_batches(2))
+        assert len(_lines(capsys)) == 1
+
+    def test_a_line_says_how_many_samples_a_second(self, capsys: Any) -> None:
+        fit(max_epochs=3, plugins=[Progress()])
+        assert re.search(r"/s  \S+ samples/s  0:00 left", _lines(capsys)[1])
+
+    def test_a_log_that_holds_warnings_alone_holds_no_progress(self, capsys: Any) -> None:
+        logger = logging.getLogger("forge")
+        before = logger.level
+        logger.setLevel(logging.WARNING)
+        try:
+            fit(plugins=[Progress()])
+        finally:
+            logger.setLevel(before)
+        assert capsys.readouterr().err == ""
+
+    def test_other_processes_show_nothing(self, capsys: Any) -> None:
+        fit(plugins=[Progress(), SecondRank()])
+        assert capsys.readouterr().err == ""
+
+    def test_an_interval_that_is_none_is_refused_before_any_work(self) -> None:
+        with pytest.raises(ForgeError, match="'often' is not an interval"):
+            Progress("often")
+
+
+class TestBar:
+    def test_the_last_picture_has_counters_and_metrics(self, terminal: Terminal) -> None:
+        terminal.show(lambda: fit(val=make_batches(1), max_epochs=2, plugins=[Progress()]))
+        bar = terminal.last_picture.splitlines()[0]
+        assert bar.startswith(" epoch 2/2 done ━━━")
+        assert "  8/8  " in bar.replace("━ 8/8", "━  8/8")
+        assert re.search(r"train loss \S+ accuracy \S+  val loss \S+ accuracy", terminal.text)
+
+    def test_while_it_runs_there_is_a_bar_for_the_epoch_and_one_for_the_run(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+        terminal.show(lambda: fit(train=make_batches(5, size=3), max_epochs=2, plugins=[Progress()], log_every=1))
+        picture = next(text for text in terminal.pictures if "update  8/10" in text)
+        epoch, update, metrics = picture.splitlines()
+        assert re.match(r" epoch 2/2    ━+.*━ 3/5 ", epoch)
+        assert re.match(r" update  8/10 ━+.*━ 80 % .* left", update)
+        assert re.search(r"\d updates?/s|\d/s", epoch)
+        assert "samples/s" in epoch
+        assert metrics.startswith(" train loss")
+        assert epoch.index("3/5") == update.index("80 %")
+
+    def test_one_epoch_is_one_bar(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+        terminal.show(lambda: fit(plugins=[Progress()], log_every=1))
+        assert not [text for text in terminal.pictures if " update " in text]
+
+    def test_the_end_is_a_table_with_the_last_and_the_best_of_every_validation(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        losses = iter([3.0, 1.0, 2.0])
+
+        class Scripted(Classifier):
+            def evaluation_end(self, stage: str) -> dict[str, Any]:
+                return {"error": next(losses), "score": math.nan}
+
+        options: dict[str, Any] = {"plugins": [Progress(), Checkpoint(), Tensorboard()], "run_dir": tmp_path / "run"}
+        terminal.show(lambda: fit(Scripted(), val=make_batches(1), max_epochs=3, **options))
+        end = terminal.last_picture
+        assert re.search(r"metric +last +best +update", end)
+        assert re.search(r"val/error +2 +1 +8\n", end)
+        assert re.search(r"val/score +not finite *\n", end)
+        assert re.search(r"train/loss +0\.\d+ *\n", end)
+        assert "trained     3 epochs, 12 updates in " in end
+        assert "s, as planned (max_epochs)" in end
+        assert re.search(r"speed +\S+ updates/s, \S+ samples/s", end)
+        folded = end.replace("\n", "")
+        assert f"run folder  {tmp_path}/run" in folded
+        assert "checkpoints update-00000008, update-00000012 (latest)" in end
+        assert f"forge board {tmp_path}/run" in folded
+
+    def test_what_was_rewound_is_no_best(self) -> None:
+        trainer, status = forge.Trainer(max_epochs=1, plugins=[]), Status("fit")
+        for update, loss in ((2, 3.0), (4, 1.0)):
+            trainer.progress.update = update
+            status.move(trainer)
+            status.log(update, {"val/loss": loss})
+        trainer.progress.update = trainer.resumed_from = 2
+        trainer.restores += 1
+        status.move(trainer)
+        assert status.best == {"val/loss": (2, 3.0)}
+
+    def test_a_resumed_run_says_from_where_on_its_best_is_known(self, terminal: Terminal, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"plugins": [Progress(), Checkpoint()], "run_dir": tmp_path, "val": make_batches(1)}
+        fit(max_epochs=1, **options)
+        terminal.show(lambda: fit(max_epochs=2, resume=True, **options))
+        assert "best since 4" in terminal.last_picture
+
+    def test_every_line_fits_the_terminal(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Talks(Classifier):
+            def training_step(self, batch: Any) -> Any:
+                return {**super().training_step(batch), **{f"metric_number_{i}": torch.tensor(i / 7) for i in range(9)}}
+
+        for columns in (20, 40, 80, 120):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            terminal.show(lambda: fit(Talks(), max_epochs=2, plugins=[Progress()]))
+            pictures = [text.partition("trained ")[0] for text in terminal.pictures]  # under it are lines to be copied
+            assert max(len(line) for text in pictures for line in text.splitlines()) <= columns
+            terminal.truncate(terminal.seek(0))
+
+    def test_the_cursor_comes_back(self, terminal: Terminal) -> None:
+        terminal.show(lambda: fit(plugins=[Progress()]))
+        assert terminal.getvalue().count(HIDE_CURSOR) == terminal.getvalue().count(SHOW_CURSOR) == 1
+        assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+
+    @pytest.mark.parametrize(
+        ("error", "word"), [(RuntimeError("on purpose"), "failed"), (KeyboardInterrupt(), "interrupted")]
+    )
+    def test_an_error_ends_the_bar_cleanly(self, terminal: Terminal, error: BaseException, word: str) -> None:
+        task = Fails()
+        task.error = error
+        with pytest.raises(type(error)):
+            terminal.show(lambda: fit(task, plugins=[Progress()]))
+        assert terminal.last_picture.startswith(f" epoch 1/1 {word} ━")
+        assert terminal.getvalue().endswith(SHOW_CURSOR)
+
+    def test_an_error_while_the_run_is_built_leaves_the_terminal_alone(self, terminal: Terminal) -> None:
+        class NoStart(forge.Plugin):
+            @forge.hookimpl
+            def forge_start(self) -> None:
+                raise RuntimeError("on purpose")
+
+        with pytest.raises(RuntimeError, match="on purpose"):
+            terminal.show(lambda: fit(plugins=[Progress(), NoStart()]))
+        assert terminal.getvalue().count(HIDE_CURSOR) == terminal.getvalue().count(SHOW_CURSOR)
+
+    def test_what_the_user_prints_stays_on_lines_of_its_own(self, terminal: Terminal) -> None:
+        @forge.on("step_end")
+        def say(step: forge.Step) -> None:
+            print("update", step.index)
+            print("to stderr", step.index, file=sys.stderr)
+
+        terminal.show(lambda: fit(plugins=[Progress(), say]))
+        lines = [line.strip() for line in terminal.text.splitlines()]
+        for i in range(4):
+            assert [line for line in lines if line.endswith(f"update {i}")]
+            assert f"to stderr {i}" in lines
+
+    def test_a_stdout_that_goes_to_a_file_keeps_what_is_printed(self, terminal: Terminal) -> None:
+        file = io.StringIO()
+
+        @forge.on("step_end")
+        def say(step: forge.Step) -> None:
+            print("update", step.index)
+
+        terminal.show(lambda: fit(plugins=[Progress(), say]), stdout=file)
+        assert file.getvalue() == "update 0\nupdate 1\nupdate 2\nupdate 3\n"
+
+    def test_validation_is_visible(self, terminal: Terminal) -> None:
+        terminal.show(lambda: fit(val=make_batches(1), plugins=[Progress()]))
+        assert "validating" in terminal.text
+
+    def test_a_run_of_unknown_length_has_a_bar_too(self, terminal: Terminal) -> None:
+        terminal.show(lambda: fit(train=iter(make_batches(4)), plugins=[Progress()]))
+        assert terminal.last_picture.startswith(" epoch 1/1 done ━")
+
+    @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+    def test_the_other_verbs_have_a_bar_too(self, terminal: Terminal, verb: str) -> None:
+        run = getattr(forge.Trainer(plugins=[Progress()], device="cpu"), verb)
+        terminal.show(lambda: run(Classifier(), make_batches(2)))
+        assert terminal.last_picture.startswith(f" {verb} done ━")
+
+    def test_a_dumb_terminal_gets_lines(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TERM", "dumb")
+        terminal.show(lambda: fit(plugins=[Progress()]))
+        assert "\x1b" not in terminal.getvalue()
+        assert terminal.text.startswith("epoch 1/1  update 4/4")
+
+    def test_many_updates_are_few_pictures(self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 3600.0)
+        terminal.show(lambda: fit(train=make_batches(50), max_epochs=2, plugins=[Progress()], log_every=1))
+        # one when it starts, one after the first update, one at the end
+        assert terminal.text.count("epoch 1/2") + terminal.text.count("epoch 2/2") == 3
+
+
+class Gone:
+    """A stderr that can be written a few times, and then no more: its reader has left, or the disk is full."""
+
+    def __init__(self, stream: Any, writes: int, error: OSError):
+        self.stream, self.left, self.error, self.tried = stream, writes, error, 0
+
+    def write(self, text: str) -> int:
+        self.tried += 1
+        if self.tried > self.left:
+            raise self.error
+        return self.stream.write(text)
+
+    def flush(self) -> None:
+        if self.tried > self.left:
+            raise self.error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("writes", [0, 1, 3])
+class TestASilentEnd:
+    """Who runs `forge fit ... 2>&1 | tee log` and ends tee has a run that goes on."""
+
+    def test_lines_stop_at_the_first_error_and_the_run_goes_on(self, writes: int, error: OSError) -> None:
+        stderr = Gone(io.StringIO(), writes, error)
+        with contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
+            result = fit(max_epochs=5, plugins=[Progress(every="1 updates")])
+        assert result.updates == 20
+        assert stderr.tried == writes + 1
+
+    def test_a_bar_stops_at_the_first_error_and_the_run_goes_on(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, writes: int, error: OSError
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+        stderr, stdout = Gone(terminal, writes, error), Terminal()
+        printed_to: list[Any] = []
+
+        @forge.on("step_end")
+        def see(step: forge.Step) -> None:
+            printed_to.append(sys.stdout)
+
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):  # pyright: ignore[reportArgumentType]
+            result = fit(max_epochs=5, plugins=[Progress(), see])
+            assert (sys.stdout, sys.stderr) == (stdout, stderr)
+        assert result.updates == 20
+        assert stderr.tried == writes + 1
+        assert printed_to[-1] is stdout
+
+
+class TestNobodyThere:
+    """A service has no stderr; a notebook or a test may close the one that there was."""
+
+    @pytest.mark.parametrize("stderr", [None, io.StringIO()])
+    def test_without_a_stderr_and_with_a_closed_one_the_run_goes_on(self, stderr: io.StringIO | None) -> None:
+        if stderr is not None:
+            stderr.close()
+        with contextlib.redirect_stderr(stderr):
+            assert fit(max_epochs=2, plugins=[Progress(every="1 updates")]).updates == 8
+
+    def test_a_terminal_that_is_closed_meanwhile_ends_the_bar_alone(
+        self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
+
+        @forge.on("step_end")
+        def close(step: forge.Step) -> None:
+            terminal.close()
+
+        with contextlib.redirect_stderr(terminal), contextlib.redirect_stdout(io.StringIO()):
+            assert fit(max_epochs=2, plugins=[Progress(), close]).updates == 8
+
+
+class TestHowThingsRead:
+    @pytest.mark.parametrize(
+        ("name", "value", "text"),
+        [
+            ("train/loss", 0.034567, "0.0346"),
+            ("train/loss", 2.5, "2.5000"),
+            ("train/loss", 123.456, "123.5"),
+            ("train/loss", 0.00123456, "0.001235"),
+            ("train/loss", 1.23e-7, "1.23e-07"),
+            ("train/loss", 0.0, "0.0000"),
+            ("train/loss", float("nan"), "nan"),
+            ("train/loss", float("inf"), "inf"),
+            ("train/loss", -0.5, "-0.5000"),
+            ("tokens_per_second", 123456.7, "123,457"),
+            ("val/count", 12, "12"),
+            ("lr", 0.003, "0.003"),
+            ("lr/generator", 1.5e-5, "1.5e-05"),
+        ],
+    )
+    def test_a_number_is_short(self, name: str, value: float, text: str) -> None:
+        assert short(name, value) == text
+
+    def test_training_comes_first_then_validation_then_the_rate(self) -> None:
+        names = ["grad_norm/before", "lr", "val/loss", "train/loss"]
+        assert [name for name, _ in ordered(dict.fromkeys(names, 1.0))] == [*reversed(names)]
+
+    def test_metrics_are_grouped_by_what_is_before_the_slash(self) -> None:
+        groups = grouped({"val/a/loss": 1.0, "train/loss": 2.0, "lr": 0.1, "train/acc": 3.0})
+        assert list(groups) == [
+            ("train", [("loss", "2.0000"), ("acc", "3.0000")]),
+            ("val", [("a/loss", "1.0000")]),
+            ("", [("lr", "0.1")]),
+        ]
+
+    @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+    def test_a_time_reads_like_a_clock(self, seconds: float, text: str) -> None:
+        assert clock(seconds) == text
+
+    @pytest.mark.parametrize(
+        ("speed", "wide", "text"),
+        [(0.0, True, ""), (0.25, True, "4 s/update"), (12.34, False, "12.3/s"), (1234.5, True, "1,234 updates/s")],
+    )
+    def test_a_speed_is_per_second_or_a_slow_updates_seconds(self, speed: float, wide: bool, text: str) -> None:
+        assert speed_of(speed, wide) == text
+
+
+class TestSpeed:
+    """On a clock that the test moves."""
+
+    def test_the_time_left_follows_from_the_updates_after_the_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        status = self._after(monkeypatch, [(0.0, 0), (100.0, 1), (110.0, 11)])
+        assert status.speed == pytest.approx(1.0)
+        assert status.remaining == pytest.approx(89.0)
+
+    def test_time_spent_in_evaluation_makes_updates_no_slower(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        status = self._after(monkeypatch, [(0.0, 1), (10.0, 11)], paused=5.0)
+        assert status.speed == pytest.approx(2.0)
+
+    def _after(self, monkeypatch: pytest.MonkeyPatch, moves: list[tuple[float, int]], paused: float = 0.0) -> Status:
+        now = [0.0]
+        monkeypatch.setattr("forge_plugins.progress.status.time.monotonic", lambda: now[0])
+        trainer, status = forge.Trainer(max_epochs=1, plugins=[]), Status("fit", planned=100)
+        for now[0], trainer.progress.update in moves:
+            status.paused = paused
+            status.move(trainer)
+        return status
+
+
+class SecondRank(forge.Plugin):
+    """Plays the second of two processes."""
+
+    @forge.hookimpl
+    def forge_setup_env(self) -> Env:
+        return second_rank()
+
+
+def _lines(capsys: Any) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def _updates(capsys: Any) -> list[str]:
+    """The counters of every line but the final one."""
+    return [re.findall(r"update +(\S+)", line)[0] for line in _lines(capsys)[:-1]]
+
+
+def test_what_plugins_say_of_themselves_is_not_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    class Chatty(forge.Plugin):
+        """Records under its own name, and under another."""
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            step.record("chatty/detail", 1.0)
+            step.record("speed/limit", 2.0)
+
+    fit(plugins=[Chatty(), Progress()])
+    shown = capsys.readouterr().err
+    assert "speed/limit" in shown
+    assert "chatty" not in shown

@@ -1,0 +1,524 @@
+"""remat: the same bits with less kept for backward, and a task that is handed back as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import forge
+from forge.errors import RecipeError
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge_plugins import Accumulate, Remat
+from forge_plugins.remat.budget import Meter, size_in_bytes
+from tests.support import reference
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Dropout shows who draws random numbers, BatchNorm who runs a forward of their own."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.widen, self.norm = nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width)
+        self.dropout, self.narrow = nn.Dropout(0.3), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * self.narrow(self.dropout(torch.relu(self.norm(self.widen(x)))))
+
+
+class Deep(forge.TaskModule):
+    """Repeated blocks between an embedding and a head."""
+
+    autocast = False
+
+    def __init__(self, blocks: int = 4):
+        super().__init__()
+        self.embed = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return {"loss": F.cross_entropy(self(x).float(), y)}
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Autocast(Deep):
+    autocast = True
+
+
+def deep(kind: type[Deep] = Deep, **options: Any) -> Deep:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(**options)
+
+
+class Kept(forge.Plugin):
+    """Bytes that autograd keeps after the forward of each micro-batch, by the hooks that torch gives for it.
+
+    What a checkpointed block keeps of its inputs passes by these hooks, and is added by hand.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.calls = 0
+
+    @forge.hookimpl(wrapper=True)
+    def forge_forward(self, step: forge.Step) -> Any:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = yield
+        self.sizes.append(sum(kept.values()))
+        return output
+
+
+def kept_bytes(plugins: list[forge.Plugin], task: forge.TaskModule | None = None) -> int:
+    kept = Kept()
+    fit_tiny([*plugins, kept], task=task or deep(), train=tiny_batches([64]), val=tiny_batches([8]), max_updates=1)
+    return kept.sizes[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same bits
+
+
+@pytest.mark.parametrize("kind", [Deep, Autocast])
+@pytest.mark.parametrize(
+    "options", [{}, {"every": 2}, {"modules": "Block"}, {"modules": "blocks.[12]"}, {"budget": 0.5}]
+)
+def test_weights_and_buffers_are_bit_for_bit_those_without_it(kind: type[Deep], options: dict[str, Any]) -> None:
+    plain, again = deep(kind), deep(kind)
+    fit_tiny(task=plain)
+    fit_tiny([Remat(**options)], task=again)
+    assert_same_weights(again, plain)
+
+
+def test_they_are_those_of_a_hand_written_loop_with_torchs_own_checkpoint() -> None:
+    class ByHand(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, scale=0.5)  # pyright: ignore[reportAssignmentType]
+            return self.head(x)
+
+    ours, theirs = deep(), deep(ByHand)
+    batches = tiny_batches()
+    for norm in (module for task in (ours, theirs) for module in task.modules() if isinstance(module, nn.BatchNorm1d)):
+        norm.track_running_stats = False  # torch's own counts every batch twice
+        norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    fit_tiny([Remat()], task=ours, train=batches)
+    loss_of: Any = lambda model, batch: model.training_step(batch)["loss"]  # noqa: E731
+    reference.train(theirs, loss_of, theirs.configure_optimizers(), batches, 2, seed=0)
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_accumulation_gives_the_same_bits(window: int) -> None:
+    plain, again = deep(), deep()
+    fit_tiny([Accumulate(window)], task=plain)
+    fit_tiny([Remat(), Accumulate(window)], task=again)
+    assert_same_weights(again, plain)
+
+
+@pytest.mark.parametrize("options", [{"modules": "Sequential"}, {"modules": "Sequential", "budget": 0.2}])
+def test_two_optimizers_train_as_without_it(options: dict[str, Any]) -> None:
+    plain, again = TinyGAN(), TinyGAN()
+    fit_tiny(task=plain)
+    fit_tiny([Remat(**options)], task=again)
+    assert_same_weights(again, plain)
+
+
+@given(
+    names=st.sets(
+        st.sampled_from(["blocks.0", "blocks.1.norm", "blocks.1", "Linear", "Dropout", "blocks", "*"]), min_size=1
+    )
+)
+def test_any_choice_of_modules_gives_the_same_bits(names: set[str]) -> None:
+    plain, again = deep(blocks=2), deep(blocks=2)
+    fit_tiny(task=plain, max_updates=3)
+    fit_tiny([Remat(sorted(names))], task=again, max_updates=3)
+    assert_same_weights(again, plain)
+
+
+def test_a_buffer_that_steers_the_forward_is_the_same_in_both_runs() -> None:
+    class Steered(Block):
+        """Scales by how often it was called: a second run that saw the count of the first would give other bits."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: Tensor
+            self.register_buffer("calls", torch.ones(()))
+            self.register_buffer("mask", torch.ones(1000))
+
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            self.calls.add_(1)
+            return super().forward(x, scale=scale) * torch.log(self.calls)
+
+    def make() -> Deep:
+        task = deep()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            task.blocks = nn.ModuleList(Steered() for _ in range(2))
+        return task
+
+    plain, again = make(), make()
+    fit_tiny(task=plain)
+    fit_tiny([Remat()], task=again)
+    assert_same_weights(again, plain)
+
+
+def test_a_norm_that_is_frozen_on_the_way_keeps_the_bits() -> None:
+    @forge.on("step_end", mutates=True)
+    def freeze(step: forge.Step) -> None:
+        for module in step.trainer.task.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.train(step.index % 3 != 1)
+
+    plain, again = deep(), deep()
+    fit_tiny([freeze], task=plain)
+    fit_tiny([freeze, Remat()], task=again)
+    assert_same_weights(again, plain)
+
+
+def test_a_compiled_task_gives_the_same_bits() -> None:
+    class Compiles(forge.Plugin):
+        @forge.hookimpl
+        def forge_build_model(self, build: Any, phase: str) -> None:
+            if phase == "compile":
+                build.model.compile(backend="aot_eager", dynamic=False)
+
+    plain, again = deep(blocks=2), deep(blocks=2)
+    fit_tiny(task=plain, max_updates=3)
+    fit_tiny([Compiles(), Remat()], task=again, max_updates=3)
+    torch.compiler.reset()
+    assert_same_weights(again, plain)
+
+
+def test_blocks_that_are_called_with_the_keywords_of_checkpoint_get_them() -> None:
+    seen: list[Any] = []
+
+    class Debuggable(Block):
+        def forward(self, x: Tensor, *, debug: bool = False, context_fn: str = "") -> Tensor:  # pyright: ignore
+            seen.append((debug, context_fn))
+            return super().forward(x)
+
+    class Task(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x, debug=True, context_fn="mine")
+            return self.head(x)
+
+    task = deep(Task)
+    task.blocks = nn.ModuleList(Debuggable() for _ in range(2))
+    fit_tiny([Remat()], task=task, max_updates=1)
+    assert set(seen) == {(True, "mine")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_less_is_kept_for_backward() -> None:
+    everything, half, nothing = kept_bytes([]), kept_bytes([Remat(every=2)]), kept_bytes([Remat()])
+    assert nothing < half < everything
+    # each of the four blocks keeps about five tensors of 64 x 64 floats
+    assert everything - nothing > 4 * 4 * 64 * 64 * 4
+
+
+def test_every_takes_each_kth_block() -> None:
+    taken = forwards([Remat(every=3)], deep(blocks=7))
+    assert taken == ["blocks.0", "blocks.3", "blocks.6"]
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.6, 0.35])
+def test_a_budget_takes_as_few_blocks_as_it_needs(budget: float, caplog: pytest.LogCaptureFixture) -> None:
+    task = deep(blocks=6)
+    batch = tiny_batches([64])
+    with caplog.at_level(logging.INFO):
+        taken = forwards([Remat(budget=budget)], task, train=batch)
+    meter = Meter(task, dict(task.blocks.named_children()))
+    with meter.measuring():
+        task.training_step(batch[0])
+    whole = meter.kept()
+    assert meter.kept(name.removeprefix("blocks.") for name in taken) <= budget * whole
+    assert meter.kept(name.removeprefix("blocks.") for name in taken[1:]) > budget * whole
+    assert f"remat computes {len(taken)} of 6 blocks (Block) again" in caplog.text
+
+
+def test_the_measured_bytes_are_those_that_autograd_keeps() -> None:
+    task, batch = deep(), tiny_batches([64])[0]
+    meter = Meter(task, dict(task.blocks.named_children()))
+    kept: dict[int, int] = {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*task.parameters(), *task.buffers()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.random.fork_rng(devices=[]), meter.measuring():
+        task.training_step(batch)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.training_step(batch)["loss"]
+    assert meter.kept() == sum(kept.values())
+    del loss
+
+
+def test_a_budget_in_bytes_is_met(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        forwards([Remat(budget="200 kB")], deep(), train=tiny_batches([64]))
+    assert "again in backward: blocks.0" in caplog.text
+    assert "cannot be met" not in caplog.text
+
+
+def test_a_budget_that_cannot_be_met_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    taken = forwards([Remat(budget="1 kB")], deep(), train=tiny_batches([64]))
+    assert taken == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert "remat.budget=1 kB cannot be met" in caplog.text
+
+
+def test_a_budget_of_everything_takes_nothing() -> None:
+    assert forwards([Remat(budget=1.0)], deep()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2 GB", 2_000_000_000), ("1.5MiB", 1_572_864), ("100 kb", 100_000), ("7 b", 7), ("2", None), ("much", None)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int | None) -> None:
+    assert size_in_bytes(text) == size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which blocks
+
+
+def forwards(plugins: list[forge.Plugin], task: forge.TaskModule, **options: Any) -> list[str]:
+    """The modules whose forward is another one during the second update."""
+    changed: list[str] = []
+
+    @forge.on("step_end")
+    def look(step: forge.Step) -> None:
+        changed[:] = [name for name, module in step.trainer.task.named_modules() if "forward" in vars(module)]
+
+    fit_tiny([*plugins, look], task=task, max_updates=2, **options)
+    assert not any("forward" in vars(module) for module in task.modules())
+    return changed
+
+
+class Nest(forge.TaskModule):
+    """Stages of blocks in a plain attribute each, experts in the blocks, and lists that repeat no blocks."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([expert(x) for expert in self.experts]).sum(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Nest.Block(), Nest.Block(), nn.ReLU())
+        self.second = nn.Sequential(Nest.Block(), Nest.Block(), Nest.Block())
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def training_step(self, batch: Any) -> Any:
+        return F.cross_entropy(self.head(self.second(self.first(batch[0]))), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "taken"),
+    [
+        (Deep, None, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (Deep, "Block", ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (Deep, "blocks", ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (
+            Deep,
+            ["blocks.1", "blocks.1.*", "Dropout"],
+            ["blocks.0.dropout", "blocks.1", "blocks.2.dropout", "blocks.3.dropout"],
+        ),
+        (Deep, "*", ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]),
+        (Nest, None, ["first.0", "first.1", "second.0", "second.1", "second.2"]),
+        (TinyTask, "net", ["net"]),
+    ],
+)
+def test_blocks_are_chosen_by_class_by_name_or_for_being_repeated(
+    make: Callable[[], forge.TaskModule], modules: Any, taken: list[str]
+) -> None:
+    assert forwards([Remat(modules)], make()) == taken
+
+
+def test_the_log_says_which_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        fit_tiny([Remat()], task=deep(), max_updates=1)
+    assert "remat computes 4 blocks (Block) again in backward: blocks.0-3." in caplog.text
+
+
+def test_a_task_without_repeated_blocks_is_told_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    fit_tiny([Remat()], max_updates=1)
+    assert "remat does nothing: TinyTask repeats no blocks. Name some" in caplog.text
+    assert "remat.modules=net" in caplog.text
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is() -> None:
+    with pytest.raises(RecipeError) as refused:
+        fit_tiny([Remat("Blok")], task=deep())
+    for text in (
+        "remat.modules: 'Blok' is neither",
+        "Did you mean 'Block'?",
+        "Classes: Linear, ModuleList, Block",
+        "embed",
+    ):
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, r"remat\.every is 0; it must be at least 1"),
+        ({"modules": []}, r"remat\.modules is an empty list"),
+        ({"budget": 1.5}, r"remat\.budget is 1\.5; a share is between 0 and 1\. For a size write '2 GB'"),
+        ({"budget": "half"}, r"remat\.budget is 'half'; write a share"),
+        ({"budget": 0.5, "every": 2}, r"remat\.every and remat\.budget both"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Remat(**options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around a run
+
+
+def test_names_in_a_checkpoint_stay_clean() -> None:
+    names: list[list[str]] = []
+
+    @forge.on("step_end")
+    def look(step: forge.Step) -> None:
+        names.append(list(step.trainer.task.state_dict()))
+
+    task = deep()
+    fit_tiny([Remat(), look], task=task, max_updates=1)
+    assert names == [list(task.state_dict())]
+
+
+def test_forwards_are_put_back_after_an_error() -> None:
+    class Fails(Deep):
+        def training_step(self, batch: Any) -> Any:
+            raise ZeroDivisionError
+
+    task = deep(Fails)
+    with pytest.raises(ZeroDivisionError):
+        fit_tiny([Remat()], task=task)
+    assert not any("forward" in vars(module) for module in task.modules())
+
+
+def test_a_forward_of_the_blocks_own_is_used_and_put_back() -> None:
+    calls: list[float] = []
+    task = deep()
+
+    def forward(x: Tensor, *, scale: float = 1.0) -> Tensor:
+        calls.append(scale)
+        return x * scale
+
+    task.blocks[0].forward = forward
+    fit_tiny([Remat()], task=task, max_updates=1)
+    assert set(calls) == {0.5}
+    assert vars(task.blocks[0])["forward"] is forward
+
+
+def test_a_copy_of_the_task_made_on_the_way_runs_with_its_own_weights() -> None:
+    outputs: list[Tensor] = []
+
+    @forge.on("step_end")
+    def compare(step: forge.Step) -> None:
+        x, task = tiny_batches([8])[0][0], step.trainer.task
+        twin = copy.deepcopy(task)
+        for parameter in task.parameters():
+            parameter.data.zero_()
+        assert not task.eval()(x).any()
+        outputs.append(twin.eval()(x))
+        assert outputs[0].any()
+
+    fit_tiny([Remat(), compare], task=deep(), max_updates=1)
+    assert len(outputs) == 1
+
+
+def test_evaluation_runs_the_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("checkpoint was called in evaluation")
+
+    @forge.on("step_end")
+    def from_now_on(step: forge.Step) -> None:
+        monkeypatch.setattr("forge_plugins.remat.block.checkpoint", refuse)
+
+    result = fit_tiny([Remat(), from_now_on], task=deep(), max_updates=1, validate_every="1 updates")[1]
+    assert "val/loss" in result.metrics
+
+
+def test_measuring_leaves_random_numbers_buffers_and_gradients_alone() -> None:
+    plain, again = deep(), deep()
+    drawn: list[tuple[float, float]] = []
+
+    class Draws(forge.Plugin):
+        @forge.hookimpl(wrapper=True)
+        def forge_prepare_batch(self) -> Any:
+            batch = yield
+            drawn.append((random.random(), float(torch.rand(()))))
+            return batch
+
+    fit_tiny([Draws()], task=plain, max_updates=2, validate_every=None)
+    first, drawn = drawn, []
+    fit_tiny([Remat(budget=0.5), Draws()], task=again, max_updates=2, validate_every=None)
+    assert drawn == [first[0], *first]  # the measurement draws what the first batch draws again
+    assert_same_weights(again, plain)
+
+
+def test_blocks_are_freed_with_their_task() -> None:
+    import gc
+    import weakref
+
+    task = deep()
+    fit_tiny([Remat()], task=task, max_updates=1)
+    block = weakref.ref(task.blocks[0])
+    del task
+    gc.collect()
+    assert block() is None

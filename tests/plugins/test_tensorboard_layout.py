@@ -1,0 +1,202 @@
+"""The layout of TensorBoard's CUSTOM SCALARS page: what belongs together stands in one chart."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+
+import forge
+from forge.errors import StackError
+from forge_plugins import Checkpoint, Clip, Ledger, Monitor, Tensorboard, Throughput
+from forge_plugins.tensorboard import layout
+from tests.support.tasks import Classifier, fit, make_batches
+
+Shown = dict[str, dict[str, list[str]]]
+
+
+def page(folder: Path) -> dict[str, dict[str, str]]:
+    """Sections, titles and patterns as TensorBoard's page gets them, of all runs below a folder."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, str(folder))
+    answer: Any = CustomScalarsPlugin(TBContext(data_provider=provider)).layout_impl(RequestContext(), "")
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    return {
+        section["title"]: {chart["title"]: "".join(chart["multiline"]["tag"]) for chart in section["chart"]}
+        for section in answer.get("category", [])
+    }
+
+
+def drawn(folder: Path) -> Shown:
+    """The names that are drawn in each chart, found as TensorBoard finds them."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {
+        section: {title: [name for name in names if re.match(pattern, name)] for title, pattern in charts.items()}
+        for section, charts in page(folder).items()
+    }
+
+
+def test_a_metric_of_training_and_validation_has_one_chart_and_the_loss_comes_first(tmp_path: Path) -> None:
+    fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    shown = drawn(tmp_path)["training and validation"]
+    assert list(shown) == ["loss", "accuracy"]
+    assert shown["loss"] == ["train/loss", "val/loss"]
+    assert shown["accuracy"] == ["train/accuracy", "val/accuracy"]
+
+
+def test_several_validation_sets_are_in_the_chart_of_their_metric(tmp_path: Path) -> None:
+    val = {"near": make_batches(1), "far": make_batches(1, seed=1)}
+    fit(val=val, plugins=[Tensorboard()], run_dir=tmp_path)
+    assert drawn(tmp_path)["training and validation"]["loss"] == ["train/loss", "val/near/loss", "val/far/loss"]
+
+
+def test_a_metric_of_one_stage_alone_has_no_such_chart(tmp_path: Path) -> None:
+    class Own(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "entropy (bits)": 1.0}
+
+        def validation_step(self, batch: Any) -> Any:
+            return {"f1": 0.5}
+
+    fit(Own(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    assert "training and validation" not in drawn(tmp_path)
+
+
+def test_a_name_is_taken_literally(tmp_path: Path) -> None:
+    class Own(Classifier):
+        def training_step(self, batch: Any) -> Any:
+            return {**super().training_step(batch), "f.1 (%)": 1.0, "f-1 (%)": 2.0}
+
+        validation_step = training_step
+
+    fit(Own(), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
+    shown = drawn(tmp_path)["training and validation"]
+    assert shown["f.1 (%)"] == ["train/f.1 (%)", "val/f.1 (%)"]
+    assert shown["f-1 (%)"] == ["train/f-1 (%)", "val/f-1 (%)"]
+
+
+def test_learning_rate_gradients_throughput_and_ledger_have_their_sections(tmp_path: Path) -> None:
+    plugins = [Ledger(), Clip(), Throughput(), Monitor("2 updates"), Tensorboard()]
+    fit(train=make_batches(6), plugins=plugins, run_dir=tmp_path, log_every=2)
+    shown = drawn(tmp_path)
+    assert list(shown) == ["learning rate", "gradient norm", "plugin ledger", "size of an update", "throughput"]
+    assert shown["learning rate"] == {"learning rate": ["lr"]}
+    assert shown["gradient norm"] == {
+        "before and after clipping": ["grad_norm/before", "grad_norm/after"],
+        "of all parameters": ["monitor/grad_norm"],
+    }
+    assert "ledger/clip" in shown["plugin ledger"]["each plugin, in µs per update"]
+    assert "ledger/total_share" not in shown["plugin ledger"]["each plugin, in µs per update"]
+    assert shown["plugin ledger"]["all plugins, as a share of an update"] == ["ledger/total_share"]
+    assert shown["throughput"]["samples per second"] == ["throughput/samples_per_s"]
+    assert len(shown["throughput"]["step time, in ms"]) == 3
+    assert "throughput/peak_gb" in shown["throughput"]["memory, in GB"]
+    assert "tokens or items per second" not in shown["throughput"]  # none was logged
+
+
+def test_a_plugin_of_a_third_party_declares_charts_of_its_own(tmp_path: Path) -> None:
+    class Noise(forge.Plugin):
+        """Log a number."""
+
+        observer = True
+        charts = {"noise/how loud": r"noise/(low|high)"}
+
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            for name in ("low", "high", "higher"):
+                step.record(f"noise/{name}", 1.0)
+
+    fit(plugins=[Noise(), Tensorboard()], run_dir=tmp_path)
+    assert drawn(tmp_path)["noise"] == {"how loud": ["noise/low", "noise/high"]}
+
+
+@pytest.mark.parametrize(
+    ("charts", "said"),
+    [({"loud": "x"}, "write its section and its title"), ({"noise/loud": "("}, "which is none: ")],
+)
+def test_a_chart_that_cannot_be_drawn_is_refused_before_the_run(charts: dict[str, str], said: str) -> None:
+    class Noise(forge.Plugin):
+        """Nothing."""
+
+    Noise.charts = charts
+    with pytest.raises(StackError, match=said):
+        fit(plugins=[Noise()])
+
+
+def test_the_charts_of_all_runs_stand_together_once(tmp_path: Path) -> None:
+    fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path / "a")
+    fit(val=make_batches(1), plugins=[Clip(), Tensorboard()], run_dir=tmp_path / "b")
+    assert page(tmp_path / "a").items() <= page(tmp_path).items()
+    assert page(tmp_path / "b") == page(tmp_path)
+
+
+def test_the_layout_is_written_when_it_changes_and_not_at_every_log(tmp_path: Path) -> None:
+    fit(train=make_batches(6), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("custom_scalars__config__")] == [1, 6]
+
+
+def test_a_resumed_run_has_the_whole_layout_before_its_first_validation(tmp_path: Path) -> None:
+    saves = Checkpoint(every="3 updates", background=False)
+    options: dict[str, Any] = {"run_dir": tmp_path, "log_every": 1, "max_epochs": None}
+
+    def live(updates: int, **more: Any) -> None:
+        plugins = [Tensorboard(), saves]
+        fit(train=make_batches(8), val=make_batches(1), plugins=plugins, max_updates=updates, **options, **more)
+
+    live(3, validate_every="3 updates")
+    before = page(tmp_path)
+    assert "training and validation" in before
+    live(5, validate_every="100 updates", resume="auto")
+    assert page(tmp_path) == before
+
+
+def test_a_rewind_does_not_take_the_layout_back(tmp_path: Path) -> None:
+    @forge.on("boundary")
+    def back(trainer: forge.Trainer) -> None:
+        if trainer.progress.update == 5 and trainer.restores == 0:
+            trainer.request_rewind("once")
+
+    saves = Checkpoint(every="2 updates", background=False)
+    fit(
+        train=make_batches(8),
+        val=make_batches(1),
+        plugins=[Tensorboard(), saves, back],
+        run_dir=tmp_path,
+        log_every=1,
+        validate_every="5 updates",
+    )
+    assert list(drawn(tmp_path)["training and validation"]) == ["loss", "accuracy"]
+
+
+def test_an_evaluation_writes_no_layout(tmp_path: Path) -> None:
+    forge.Trainer(plugins=[Tensorboard()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(2))
+    assert page(tmp_path) == {}
+
+
+def test_the_order_of_the_stack_does_not_matter() -> None:
+    names = ["train/loss", "val/loss", "lr", "grad_norm/before", "monitor/grad_norm", "ledger/clip"]
+    one, other = ([Clip(), Ledger(), Monitor()], [Monitor(), Ledger(), Clip()])
+    assert str(layout.make(names, one)) == str(layout.make(reversed(names), other))
+
+
+def test_within_a_section_charts_stand_as_their_plugin_declares_them() -> None:
+    names = ["throughput/tflops", "throughput/samples_per_s", "throughput/peak_gb"]
+    assert list(layout.make(names, [Throughput()])["throughput"]) == [
+        "samples per second",
+        "TFLOP per second",
+        "memory, in GB",
+    ]

@@ -1,0 +1,198 @@
+"""throughput on a CUDA device: the device's own times, its peak and its memory, and nothing waits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import forge
+from forge.testing import assert_same_weights
+from forge_plugins import AMP, Accumulate, Clip, Prefetch, Throughput
+from forge_plugins.throughput.peaks import peak_of
+from tests.support.tasks import fit
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, SAMPLES = 1024, 256
+
+
+@pytest.fixture(autouse=True)
+def default_mode() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("default")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Strict(forge.Plugin):
+    """From the second update to the end of the last, a wait is an error."""
+
+    @forge.hookimpl
+    def forge_step_end(self) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    @forge.hookimpl
+    def forge_end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class MLP(forge.TaskModule):
+    """Three layers without a bias, large enough to keep a device busy for a moment."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.second(self.first(x).relu()).relu()))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+FLOPS = (3 * 3 - 1) * 2 * SAMPLES * WIDTH * WIDTH
+"""Three products a layer, but the data need no gradient."""
+WEIGHTS = 4 * 3 * WIDTH * WIDTH
+
+
+def batches(count: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SAMPLES, WIDTH, generator=generator).pin_memory() for _ in range(count)]
+
+
+def measured(*plugins: forge.Plugin, task: forge.TaskModule | None = None, **options: Any) -> dict[str, float]:
+    train = options.pop("train", None) or batches()
+    return fit(task or MLP(), train, device="cuda", plugins=[Throughput(), *plugins], **options).metrics
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_nothing_waits_for_the_device(window: int) -> None:
+    metrics = measured(Accumulate(window), Strict(), train=batches(12), log_every=2)
+    assert metrics["throughput/samples_per_s"] > 0
+    assert metrics["throughput/step_ms_p50"] <= metrics["throughput/step_ms_p95"] <= metrics["throughput/step_ms_max"]
+
+
+def test_items_that_are_on_the_device_are_not_read() -> None:
+    class Counts(MLP):
+        def num_items(self, batch: torch.Tensor) -> torch.Tensor:
+            return (batch == batch).sum()
+
+    metrics = measured(Prefetch(), Strict(), task=Counts(), train=batches(12), log_every=4)
+    assert metrics["throughput/items_per_s"] == pytest.approx(WIDTH * metrics["throughput/samples_per_s"], rel=1e-4)
+
+
+def test_a_step_lasts_as_long_as_the_device_works_on_it() -> None:
+    """The host is done at once; the device sleeps for 20 million cycles, several milliseconds at any clock rate."""
+
+    class Sleeps(MLP):
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(20_000_000)
+            return super().training_step(batch)
+
+    metrics = measured(task=Sleeps(), train=batches(30), log_every=10)
+    assert metrics["throughput/step_ms_p50"] > 2
+    assert metrics["throughput/samples_per_s"] < SAMPLES / 2e-3
+
+
+def test_a_validation_is_no_time_of_a_step() -> None:
+    class Sleeps(MLP):
+        def validation_step(self, batch: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(400_000_000)
+            return super().training_step(batch)
+
+    metrics = measured(task=Sleeps(), train=batches(12), val=batches(1), validate_every="2 updates", log_every=4)
+    assert metrics["throughput/step_ms_max"] < 100
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_mfu_is_of_the_devices_peak_for_the_type_of_number_in_use(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    name = torch.cuda.get_device_name()
+    peak = peak_of(name, dtype)
+    if peak is None:
+        pytest.skip(f"the peak of {name} is not in the table")
+    metrics = measured(*([AMP("bf16")] if dtype == "bf16" else []), train=batches(30), log_every=10)
+    assert f"{peak:g} TFLOP/s, the data sheet's dense {dtype} peak of {name}." in caplog.text
+    assert metrics["throughput/mfu"] == pytest.approx(metrics["throughput/tflops"] / peak, rel=1e-4)
+    assert 0 < metrics["throughput/mfu"] < 1
+    per_sample = 1e12 * metrics["throughput/tflops"] / metrics["throughput/samples_per_s"]
+    assert per_sample == pytest.approx(FLOPS / SAMPLES, rel=1e-4)
+
+
+def test_an_h200_is_known() -> None:
+    if "H200" not in torch.cuda.get_device_name():
+        pytest.skip("this is no H200")
+    assert peak_of(torch.cuda.get_device_name(), "bf16") == 989.4
+
+
+def test_compiled_code_is_counted_in_the_type_of_its_autocast(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    task = MLP(dropout=0.1)
+    task.second.compile(backend="aot_eager")
+    metrics = measured(AMP("bf16"), task=task, train=batches(12))
+    assert "(100% bf16)" in caplog.text
+    per_sample = 1e12 * metrics["throughput/tflops"] / metrics["throughput/samples_per_s"]
+    assert per_sample == pytest.approx(FLOPS / SAMPLES, rel=1e-4)
+
+
+def test_the_parts_of_the_memory_add_up_to_its_peak() -> None:
+    plugin = Throughput()
+    fit(MLP(), batches(), device="cuda", plugins=[plugin, Clip()])
+    found = plugin._breakdown
+    assert found is not None
+    assert (found.parameters, found.gradients, found.optimizer) == (WEIGHTS, WEIGHTS, WEIGHTS)
+    assert sum(found.parts().values()) == found.peak
+    assert found.peak <= torch.cuda.max_memory_allocated()
+    assert found.activations is not None
+    assert found.activations >= 0.99 * 2 * 4 * SAMPLES * WIDTH  # what is between the layers; blocks are rounded
+
+
+def test_the_peak_is_that_of_this_run() -> None:
+    torch.empty(10 * WEIGHTS, dtype=torch.uint8, device="cuda")
+    plugin = Throughput()
+    fit(MLP(), batches(), device="cuda", plugins=[plugin])
+    assert plugin._breakdown is not None
+    assert plugin._breakdown.peak < 10 * WEIGHTS + torch.cuda.memory_allocated()
+
+
+def test_what_is_held_between_steps_is_told_apart() -> None:
+    class Holds(forge.Plugin):
+        @forge.hookimpl
+        def forge_start(self, trainer: forge.Trainer) -> None:
+            self.copies = [parameter.detach().clone() for parameter in trainer.task.parameters()]
+
+    plugin = Throughput()
+    fit(MLP(), batches(), device="cuda", plugins=[plugin, Holds()])
+    assert plugin._breakdown is not None
+    assert plugin._breakdown.other >= WEIGHTS
+
+
+def test_the_weights_are_the_same_to_the_bit() -> None:
+    torch.manual_seed(0)
+    watched = MLP(dropout=0.3)
+    alone = copy.deepcopy(watched)
+    stack = [AMP("bf16"), Clip(0.1), Accumulate(2)]
+    fit(watched, batches(), device="cuda", seed=1, plugins=[Throughput(), *stack])
+    fit(alone, batches(), device="cuda", seed=1, plugins=stack)
+    assert_same_weights(watched, alone)
+
+
+def test_a_run_that_fails_is_not_waited_for() -> None:
+    @forge.on("step_end")
+    def trip(step: forge.Step) -> None:
+        if step.index == 4:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        measured(trip)

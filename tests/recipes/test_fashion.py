@@ -1,0 +1,344 @@
+"""The FashionMNIST recipes: data against torchvision's reading of it, training against a loop by hand, resume."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import forge
+from forge.config import load_recipe
+from forge.data import Splits, TensorLoader
+from forge.testing import assert_same_weights
+from forge_recipes.fashion_cnn import FashionCNN, moved
+from forge_recipes.fashion_mlp import FashionMLP
+from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
+from tests.conftest import Run
+from tests.support.small_data import TEST, TRAIN, write_idx
+
+TINY: dict[str, Any] = {"widths": (4, 8), "depths": (0, 1)}
+
+
+def unpacked(folder: Path, to: Path) -> Path:
+    """The same files as torchvision wants them: unpacked, in a folder that may be written to."""
+    raw = to / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for file in (folder / "FashionMNIST" / "raw").glob("*.gz"):
+        (raw / file.stem).write_bytes(gzip.decompress(file.read_bytes()))
+    return to
+
+
+def loader(of: Any) -> TensorLoader:
+    assert isinstance(of, TensorLoader)
+    return of
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_image_and_label_is_torchvisions_bit_for_bit(small_data: Path, tmp_path: Path) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    transforms = torchvision.transforms
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
+    splits, root = fashion_mnist(), unpacked(small_data, tmp_path)
+    for train, split, count in ((True, splits.train, TRAIN), (False, splits.test, TEST)):
+        peer = torchvision.datasets.FashionMNIST(str(root), train=train, transform=transform)
+        images, labels = next(iter(DataLoader(peer, batch_size=count)))
+        mine = loader(split).tensors
+        assert torch.equal(mine[0], images)
+        assert torch.equal(mine[1], labels)
+
+
+def test_unpacked_files_are_read_too_and_nothing_is_written_beside_them(small_data: Path, tmp_path: Path) -> None:
+    root = unpacked(small_data, tmp_path)
+    raw = root / "FashionMNIST" / "raw"
+    there = sorted(raw.iterdir())
+    raw.chmod(0o500)
+    try:
+        mine = loader(fashion_mnist(root=str(root)).train)
+    finally:
+        raw.chmod(0o700)
+    assert sorted(raw.iterdir()) == there
+    assert torch.equal(mine.tensors[0], loader(fashion_mnist().train).tensors[0])
+
+
+def test_without_a_share_for_validation_all_is_trained_on_and_validation_is_the_test_set(small_data: Path) -> None:
+    splits = fashion_mnist()
+    assert (loader(splits.train).samples, loader(splits.val).samples) == (TRAIN, TEST)
+    assert splits.val is splits.test
+
+
+def test_a_share_for_validation_comes_from_the_training_images_the_same_every_time(small_data: Path) -> None:
+    whole = loader(fashion_mnist().train).tensors[0].flatten(1)
+    first, second = fashion_mnist(val_share=0.25), fashion_mnist(val_share=0.25)
+    train, val = loader(first.train).tensors[0].flatten(1), loader(first.val).tensors[0].flatten(1)
+    assert (len(train), len(val), loader(first.test).samples) == (TRAIN * 3 // 4, TRAIN // 4, TEST)
+    assert torch.equal(val, loader(second.val).tensors[0].flatten(1))
+    assert sorted(map(bytes, torch.cat([train, val]).numpy())) == sorted(map(bytes, whole.numpy()))
+    with pytest.raises(forge.DataError, match=r"val_share is 1\.5"):
+        fashion_mnist(val_share=1.5)
+
+
+def test_without_data_and_without_a_network_the_error_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FORGE_DATA", raising=False)
+    with pytest.raises(forge.DataError) as told:
+        fashion_mnist()
+    assert str(told.value).startswith("fashion_mnist has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where ")
+    assert "\n" not in str(told.value)
+
+
+class Fetches:
+    """torchvision's data set as far as it is downloaded: packed and unpacked files, one after the other."""
+
+    left: int
+
+    def __init__(self, source: Path, root: str, download: bool):
+        raw = Path(root) / "FashionMNIST" / "raw"
+        raw.mkdir(parents=True)
+        for file in sorted((source / "FashionMNIST" / "raw").glob("*.gz")):
+            if not type(self).left:
+                (raw / file.name).write_bytes(b"half of")
+                raise OSError("connection lost")
+            type(self).left -= 1
+            (raw / file.name).write_bytes(file.read_bytes())
+
+
+def test_a_download_that_breaks_off_leaves_nothing_and_is_fetched_again(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = ModuleType("torchvision.datasets")
+    stub.FashionMNIST = lambda root, download: Fetches(small_data, root, download)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", stub)
+    root = tmp_path / "root"
+    Fetches.left = 2
+    with pytest.raises(forge.DataError, match="connection lost"):
+        fashion_mnist(root=str(root))
+    assert not [path for path in root.rglob("*") if path.is_file()]
+    (root / "FashionMNIST" / "raw").mkdir(parents=True)
+    (root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(b"half of it, by another program")
+    Fetches.left = 4
+    assert loader(fashion_mnist(root=str(root)).train).samples == TRAIN
+    assert Fetches.left == 0
+    assert loader(fashion_mnist(root=str(root)).train).samples == TRAIN  # it is there now
+    assert [path.name for path in root.iterdir()] == ["FashionMNIST"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\x08\x01\0\0\0\x09only", b"\x89PNG and so on"])
+def test_a_file_that_is_broken_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(content)
+    with pytest.raises(forge.DataError, match="train-labels-idx1-ubyte is no idx file"):
+        read_idx(tmp_path / "train-labels-idx1-ubyte")
+    packed = gzip.compress(bytes(range(256)))
+    for broken in (b"no gzip", packed[:-40], packed[:10] + b"\xff" * 30 + packed[40:]):
+        (tmp_path / "x-ubyte.gz").write_bytes(broken)
+        with pytest.raises(forge.DataError, match=r"x-ubyte\.gz cannot be read"):
+            read_idx(tmp_path / "x-ubyte")
+
+
+def test_images_and_labels_that_differ_in_number_are_refused(small_data: Path, tmp_path: Path) -> None:
+    root = unpacked(small_data, tmp_path)
+    labels = read_idx(root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte")
+    write_idx(root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte", labels[:-1])
+    with pytest.raises(forge.DataError, match="640 images and 639 labels"):
+        fashion_mnist(root=str(root))
+
+
+def test_the_data_and_both_tasks_need_no_torchvision(small_data: Path, run_python: Run) -> None:
+    code = (
+        "import sys; sys.modules['torchvision'] = None\n"
+        "import forge\n"
+        "from forge_recipes.fashion_mlp import FashionMLP; from forge_recipes.fashion_cnn import FashionCNN\n"
+        "from forge_recipes.fashion_mnist import fashion_mnist\n"
+        "assert len(fashion_mnist().train) == 10\n"
+        "FashionMLP(), FashionCNN()\n"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_perceptron_has_the_labs_269_322_parameters() -> None:
+    assert sum(parameter.numel() for parameter in FashionMLP().parameters()) == 269_322
+
+
+def test_the_recipe_is_the_labs() -> None:
+    recipe = load_recipe("fashion_mlp").resolved
+    expected = {"hidden": 256, "dropout": 0.2, "lr": 1e-3, "fused": False}
+    assert {key: recipe["task"][key] for key in expected} == expected
+    assert recipe["data"]["batch_size"] == 64
+    assert recipe["data"]["val_share"] == 0
+    assert recipe["trainer"]["max_epochs"] == 10
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fashion_mlp_trains_as_the_loop_by_hand_does_bit_for_bit(fused: bool, small_data: Path) -> None:
+    torch.manual_seed(5)
+    task = FashionMLP(fused=fused)
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+    for mine, its in zip(task.parameters(), net.parameters(), strict=True):
+        its.data.copy_(mine.data)
+    train = loader(fashion_mnist().train)
+    forge.Trainer(max_updates=12, seed=9, plugins=[], run_dir=False, device="cpu").fit(task, train)
+
+    torch.manual_seed(9)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=fused)
+    images, labels = train.tensors
+    for update in range(12):
+        epoch, batch = divmod(update, TRAIN // 64)
+        chosen = train.sample_indices(epoch, batch * 64, batch * 64 + 64)
+        loss = F.cross_entropy(net(images[chosen]), labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for mine, its in zip(task.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> tuple[forge.Trainer, Any, Splits]:
+    recipe = load_recipe(name, ["trainer.device=cpu", "trainer.seed=3", *overrides])
+    torch.manual_seed(3)
+    task, data = recipe.make_task(), recipe.make_data()
+    return forge.Trainer(recipe=recipe, max_updates=updates, **given), task, data
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("fashion_mlp", ["task.hidden=16"]),
+        ("fashion_cnn", ["task.widths=[4,8]", "task.depths=[0,1]", "data.batch_size=64"]),
+    ],
+)
+def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str, overrides: list[str], small_data: Path) -> None:
+    straight, task, data = recipe_run(name, overrides, 14, run_dir="straight")
+    straight.fit(task, data.train, data.val)
+
+    @forge.on("boundary")
+    def cut(trainer: forge.Trainer) -> None:
+        if trainer.progress.update == 7:
+            trainer.request_stop("cut")
+
+    cut.observer = True
+    first, begun, data = recipe_run(name, overrides, 14, run_dir="cut")
+    first.stack.add(cut)
+    first.fit(begun, data.train, data.val)
+    assert first.progress.update == 7
+    second, resumed, data = recipe_run(name, overrides, 14, run_dir="cut", resume=True)
+    second.fit(resumed, data.train, data.val)
+    assert_same_weights(resumed, task)
+    assert second.metrics["val/accuracy"] == straight.metrics["val/accuracy"]
+    assert (
+        Path("cut/weights.safetensors").read_bytes()[-4096:]
+        == Path("straight/weights.safetensors").read_bytes()[-4096:]
+    )
+
+
+@pytest.mark.parametrize("name", ["fashion_mlp", "fashion_cnn"])
+def test_the_recipe_learns_and_draws_what_there_is_to_see(name: str, small_data: Path) -> None:
+    small = ["task.hidden=64"] if name == "fashion_mlp" else ["task.widths=[8,16]", "task.depths=[0,1]", "task.lr=0.02"]
+    trainer, task, data = recipe_run(name, [*small, "data.batch_size=32"], 60, run_dir=False, plugins=[])
+    seen: dict[str, Any] = {}
+
+    @forge.on("log")
+    def keep(metrics: dict[str, Any]) -> None:
+        seen.update(metrics)
+
+    trainer.stack.add(keep)
+    trainer.fit(task, data.train, data.val)
+    assert seen["val/accuracy"] > 0.7  # by chance: 0.1
+    assert {"val/predictions", "val/confusion", "val/embedding"} <= seen.keys()
+    assert seen["val/embedding"].vectors.shape[0] == TEST
+    assert not list(task.buffers()) or all("running" in n or "tracked" in n for n, _ in task.named_buffers())
+
+
+# -- augmentation -----------------------------------------------------------------------------------------------------
+
+
+def test_moved_images_are_shifted_and_flipped_ones_with_a_border_of_background() -> None:
+    images = torch.rand(400, 1, 6, 5)
+    background = -MEAN / STD
+    padded = F.pad(images, (2, 2, 2, 2), value=background)
+    ways = {
+        (flip, top, left): padded[:, :, top : top + 6, left : left + 5].flip(3)
+        if flip
+        else padded[:, :, top : top + 6, left : left + 5]
+        for flip in (False, True)
+        for top in range(5)
+        for left in range(5)
+    }
+    out = moved(images, shift=2, flip=True)
+    hits = torch.stack([(out == way).flatten(1).all(1) for way in ways.values()])
+    assert (hits.sum(0) == 1).all()  # every image is one of the 50, and only one
+    assert (hits.sum(1) > 0).all()  # and in 400 each of them comes up
+    assert torch.equal(moved(images, shift=0, flip=False), images)
+
+
+def test_augmentation_draws_from_the_torch_generator_alone() -> None:
+    images = torch.rand(8, 1, 28, 28)
+    torch.manual_seed(1)
+    first = moved(images, 2, True)
+    torch.manual_seed(1)
+    assert torch.equal(first, moved(images, 2, True))
+    assert not torch.equal(first, moved(images, 2, True))
+
+
+def test_evaluation_sees_images_as_they_are(small_data: Path) -> None:
+    task = FashionCNN(**TINY).eval()
+    batch = next(iter(loader(fashion_mnist().val)))
+    with torch.inference_mode():
+        first, second = task.validation_step(batch), task.validation_step(batch)
+    assert first == {key: pytest.approx(value.item()) for key, value in second.items()}
+
+
+def test_one_cycle_leaves_momentum_alone_so_that_a_graph_can_hold_it(small_data: Path) -> None:
+    rates, betas = [], set()
+
+    @forge.on("step_end")
+    def note(step: forge.Step) -> None:
+        group = step.trainer.optimizers[None].param_groups[0]
+        rates.append(group["lr"])
+        betas.add(group["betas"])
+
+    task = FashionCNN(**TINY, lr=0.01, warmup=0.4)
+    trainer = forge.Trainer(max_updates=10, seed=1, plugins=[note], run_dir=False, device="cpu")
+    trainer.fit(task, loader(fashion_mnist(batch_size=16).train))
+    assert betas == {(0.9, 0.999)}
+    assert rates.index(max(rates)) == 3
+    assert max(rates) == pytest.approx(0.01)
+    assert rates[-1] < 1e-6 < rates[0]
+
+
+def test_stages_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(forge.TaskError, match="as many stages"):
+        FashionCNN(widths=(4, 8), depths=(0,))
+
+
+def test_the_compiled_task_gives_the_same_evaluation(small_data: Path) -> None:
+    torch.manual_seed(2)
+    task, data = FashionMLP(hidden=8), fashion_mnist()
+    results = [
+        forge.Trainer(plugins=plugins, run_dir=False, device="cpu").validate(task, data.val)
+        for plugins in ([], {"compile": {"backend": "eager"}})
+    ]
+    assert results[0].keys() == results[1].keys()
+    assert results[0]["val/loss"] == results[1]["val/loss"]
+    assert torch.equal(results[0]["val/confusion"].data, results[1]["val/confusion"].data)

@@ -1,0 +1,135 @@
+"""A run goes on with another number of ranks and another strategy; with the same ones it goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import TensorDataset
+
+import forge
+from forge.checkpoint import Checkpoints
+from forge.data import Loader
+from forge.testing import TinyTask
+from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule
+from tests.support.lasting_ranks import ranks
+
+EXACT = 1e-11
+"""The tolerance in float64 over the whole chain: sums over samples are taken in another order, and nothing else."""
+CHAIN = [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)]
+
+
+class Wide(TinyTask):
+    """Layers to shard, uneven ones too; nothing that depends on the rank; AdamW, whose state must come along."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(0, dropout)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = nn.Sequential(
+                nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Dropout(dropout), nn.Linear(7, 5), nn.Linear(5, 3)
+            )
+        self.double()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any) -> Any:
+        x, y, number = batch
+        self.seen += number.tolist()
+        return super().training_step((x, y))
+
+    def validation_step(self, batch: Any) -> Any:
+        return super().training_step(batch[:2])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data() -> Loader:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(45, 6, generator=generator).double(), torch.randint(3, (45,), generator=generator)
+    return Loader(TensorDataset(x, y, torch.arange(45)), 8, shuffle=True)
+
+
+def go_on(
+    folder: str, updates: int, strategy: str | None, dropout: float = 0.0, stop_at: int | None = None, every: int = 2
+) -> dict[str, Any]:
+    """Train up to `updates`, from where the folder's run is; `stop_at` leaves as an interrupted run does."""
+    kinds: dict[str, list[Any]] = {"ddp": [DDP()], "fsdp": [FSDP(min_size=0)]}
+    plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
+    plugins += [Checkpoint(every=f"{every} updates", keep=20), *kinds.get(strategy or "", [])]
+    if stop_at is not None:
+        plugins.append(forge.on("boundary")(stop_after(stop_at)))
+    task = Wide(dropout)
+    trainer = forge.Trainer(
+        max_updates=updates, seed=5, device="cpu", run_dir=folder, resume="auto", log_every=3, plugins=plugins
+    )
+    result = trainer.fit(task, data(), data())
+    return {"seen": task.seen, "metrics": result.metrics, "updates": result.updates, "sharded": sharded(task)}
+
+
+def stop_after(update: int) -> Any:
+    def leave(trainer: forge.Trainer, step: forge.Step) -> None:
+        if trainer.progress.update == update:
+            trainer.request_stop("cut off", everywhere=True)
+
+    return leave
+
+
+def sharded(task: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) for p in task.parameters())
+
+
+def alone(*arguments: Any) -> list[dict[str, Any]]:
+    """One process, whatever the environment of this one says."""
+    for name in ("RANK", "WORLD_SIZE"):
+        assert name not in os.environ
+    return [go_on(*arguments)]
+
+
+def saved(folder: Path, update: int) -> dict[str, Any]:
+    return forge.checkpoint.Checkpoint(Checkpoints(folder / "checkpoints").path(update)).load()
+
+
+def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
+    if isinstance(tree, Tensor):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {name: value for key, item in items for name, value in flat(item, f"{path}.{key}").items()}
+
+
+def test_a_run_goes_on_over_any_number_of_ranks_and_either_strategy(tmp_path: Path) -> None:
+    straight = alone(str(tmp_path / "straight"), 3 * len(CHAIN), None)[0]
+    seen: list[int] = []
+    for link, (count, strategy) in enumerate(CHAIN):
+        arguments = (str(tmp_path / "chain"), 3 * (link + 1), strategy)
+        outcomes = alone(*arguments) if count == 1 else ranks(count)(go_on, *arguments)
+        assert {outcome["updates"] for outcome in outcomes} == {3 * (link + 1)}
+        seen += sorted(number for outcome in outcomes for number in outcome["seen"])
+    assert sorted(seen) == sorted(straight["seen"])
+    last = 3 * len(CHAIN)
+    ours, theirs = (saved(tmp_path / name, last) for name in ("chain", "straight"))
+    assert ours["progress"] == theirs["progress"]
+    assert ours["data"] == theirs["data"]
+    for part in ("model", "optimizers", "plugins"):
+        mine, yours = flat(ours[part]), flat(theirs[part])
+        assert mine.keys() == yours.keys()
+        for name, value in yours.items():
+            torch.testing.assert_close(mine[name], value, rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_same_ranks_go_on_bit_for_bit_with_random_numbers_of_their_own(strategy: str, tmp_path: Path) -> None:
+    ranks(2)(go_on, str(tmp_path / "straight"), 9, strategy, 0.3)
+    ranks(2)(go_on, str(tmp_path / "cut"), 9, strategy, 0.3, 5)
+    ranks(2)(go_on, str(tmp_path / "cut"), 9, strategy, 0.3)
+    ours, theirs = (saved(tmp_path / name, 9) for name in ("cut", "straight"))
+    assert flat(ours).keys() == flat(theirs).keys()
+    assert [name for name, value in flat(theirs).items() if not torch.equal(flat(ours)[name], value)] == []
+    assert ours["metrics"] == theirs["metrics"]
+    first, second = (rng["torch"] for rng in ours["rng"])
+    assert not torch.equal(first, second)

@@ -1,0 +1,78 @@
+"""Files that are replaced in one go: after an error the old one is there, and nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.util.files import replacing
+from forge_plugins import JSONL
+from forge_plugins.jsonl import drop_after
+from forge_plugins.tensorboard import projector
+from tests.support.tasks import fit
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    with replacing(file) as beside:
+        beside.write_text("new")
+        assert file.read_text() == "old"
+    assert (file.read_text(), names(tmp_path)) == ("new", ["file"])
+
+
+def metrics_lines(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"update": 1}\n{"update": 2}\n')
+    drop_after(folder / "metrics.jsonl", 1)
+
+
+def points(folder: Path) -> None:
+    projector.write(folder, "points", forge.Embedding(torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize(("write", "left"), [(metrics_lines, ["metrics.jsonl"]), (points, [])])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_error_leaves_no_file_beside_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[Path], None],
+    left: list[str],
+    error: BaseException,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(type(error)):
+        write(tmp_path)
+    assert names(tmp_path) == left
+
+
+def test_an_end_that_cannot_be_written_leaves_nothing_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace = os.replace
+
+    def fail(source: Path, file: Path) -> None:
+        if file.name == "end.json":
+            raise OSError(28, "No space left on device")
+        replace(source, file)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with caplog.at_level(logging.ERROR, "forge"):
+        assert fit(plugins=[JSONL()], run_dir=tmp_path).updates == 4
+    assert "end.json cannot be written" in caplog.text
+    assert not [name for name in names(tmp_path) if "end.json" in name]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["update"] == 4
