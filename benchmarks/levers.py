@@ -34,7 +34,7 @@ import forge
 from benchmarks import machine
 from benchmarks.command_line import some_of
 from benchmarks.overhead import silence
-from forge.contract.stack import make_plugins
+from forge.config.build import make_plugins
 
 SIZES = {
     "gpt": {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 32768, "batch": 8},

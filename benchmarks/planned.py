@@ -29,7 +29,7 @@ import forge
 from benchmarks import machine
 from benchmarks.levers import GPT
 from benchmarks.overhead import silence
-from forge.contract.stack import make_plugins
+from forge.config.build import make_plugins
 from forge.planning import rehearse
 
 UPDATES = 4

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forge.config import load_recipe
     from forge.contract.hooks import hookimpl
     from forge.contract.plugin import Plugin, on
+    from forge.contract.run import Run
     from forge.contract.step import Step
     from forge.contract.task import TaskModule
     from forge.engine.trainer import FitResult, Trainer
@@ -57,6 +58,7 @@ _HOME = {
     "NonFiniteError": "forge.errors",
     "Plugin": "forge.contract.plugin",
     "RecipeError": "forge.errors",
+    "Run": "forge.contract.run",
     "StackError": "forge.errors",
     "Step": "forge.contract.step",
     "TaskError": "forge.errors",
@@ -84,6 +86,7 @@ __all__ = [
     "NonFiniteError",
     "Plugin",
     "RecipeError",
+    "Run",
     "StackError",
     "Step",
     "TaskError",

@@ -31,9 +31,9 @@ class Env:
     world: int = 1
     local_rank: int = 0
     "Which of the processes on this host."
-    share: int = 0
+    data_rank: int = 0
     "Which share of every global batch is trained on here."
-    shares: int = 1
+    data_world: int = 1
     "How many shares there are: as many as ranks, unless several ranks hold one model between them."
     mesh: DeviceMesh | None = None
     "The processes as torch's device mesh."
@@ -81,14 +81,14 @@ class Env:
         """What rank 0 gets from calling `make`; the other ranks wait for it."""
         return make()
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
+    def all_max(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all ranks, over the host: small, and without a look at the device."""
         return list(numbers)
 
     def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
         """Give every rank rank 0's buffers, and its parameters unless they are left out; in place."""
 
-    def patience(self) -> AbstractContextManager[None]:
+    def no_timeout(self) -> AbstractContextManager[None]:
         """Around what may take long on one rank while the others wait: it is not taken for a stall."""
         return nullcontext()
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.errors import RecipeError, did_you_mean
+from forge.errors import RecipeError, TaskError, did_you_mean
 
 REQUIRED: Any = inspect.Parameter.empty
 INTERVALS = (".every", ".thaw", ".after", ".start")
@@ -210,3 +210,76 @@ def _hint(value: Any, kind: Any, where: str) -> str:
     if type(value) is int and str in kinds and option.endswith(INTERVALS):
         return " An interval has a unit: '2 updates', '1 epoch'."
     return ""
+
+
+def bound_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call to `cls`, defaults included, by name."""
+    bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(list(bound.arguments.items())[1:])  # without self
+    for parameter in inspect.signature(cls.__init__).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
+
+
+def saved_arguments(
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return what to call `cls` with, by position and by name: the saved arguments, with `overrides` over them."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
+    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
+    values = {**_as_made(cls, saved["options"]), **overrides}
+    if len(named) == len(parameters):
+        for name in [name for name in values if name not in named]:
+            if name in overrides:
+                raise TaskError(f"{cls.__name__} takes no argument {name!r}.{did_you_mean(name, named)}")
+            raise TaskError(
+                f"{source} was saved by a {saved['class']} made with {name}={values[name]!r}, which {cls.__name__} "
+                "does not take. Make the task yourself, and use forge.load_weights(task, path)."
+            )
+    lost = [name for name in saved.get("not_saved", ()) if name not in values]
+    required = [p.name for p in named.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    lost += [name for name in required if name not in {*values, *lost}]
+    if lost:
+        given = ", ".join(f"{name}=..." for name in lost)
+        raise TaskError(
+            f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
+            f"Say {cls.__name__}.from_checkpoint(path, {given})."
+        )
+    return _split(parameters, values)
+
+
+def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Split values by position and by name: before a `*rest` that is not empty, all go by position."""
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    items = list(values.pop(rest, ())) if rest is not None else []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if items else ()))
+    args = [values.pop(p.name) for p in parameters if p.kind in by_position and p.name in values]
+    return [*args, *items], values
+
+
+def _as_made(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert saved arguments to the types that `__init__` declares: JSON makes a list of every tuple."""
+    declared = {option.name: option.type for option in of_callable(cls)}
+
+    def made(name: str, value: Any) -> Any:
+        try:
+            return convert(value, declared.get(name, Any), name)
+        except RecipeError:  # it was made with this value, whatever is declared
+            return value
+
+    return {name: made(name, value) for name, value in options.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return the value if JSON can hold it, else how it prints."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, Path) else repr(value)[:200]

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from forge.errors import ForgeError
-
-if TYPE_CHECKING:
-    from forge.contract.step import Step
 
 
 @dataclass(slots=True)
@@ -31,6 +29,27 @@ class Progress:
     "Epochs finished."
     skipped: int = 0
     "Windows in which no optimizer stepped."
+
+
+class RunClock(Protocol):
+    """A run, as far as wall-clock intervals need it."""
+
+    progress: Progress
+    agreed_time: float | None
+
+
+class Position(Protocol):
+    """A step, as far as intervals need it."""
+
+    index: int
+    epoch: int
+    samples: int
+    samples_before: int
+    ends_epoch: bool
+    window: Sequence[Any]
+
+    @property
+    def trainer(self) -> RunClock: ...
 
 
 _COUNTED = {"update": 1, "epoch": 1, "sample": 1}
@@ -69,7 +88,7 @@ class Interval:
                 "as in '500 updates', '1 epoch', '10000 samples', '30 s', '10 min' or '2 h'."
             )
 
-    def due(self, step: Step) -> bool:
+    def due(self, step: Position) -> bool:
         """Whether the interval ends with this step."""
         unit = self.unit
         if unit == "update":

@@ -21,7 +21,7 @@ def seed_all(seed: int) -> None:
 def seed_of(seed: int, share: int, update: int = 0) -> int:
     """The seed of one rank's random numbers: rank 0 begins with the run's own, the others differ from it and from each
     other, and one that joins a run on its way does not begin with numbers that were drawn before."""
-    return seed if share == 0 and update == 0 else mix(seed, share, update) % 2**63
+    return seed if share == 0 and update == 0 else combine_seeds(seed, share, update) % 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def fold(word: int, value: int) -> int:
     return word ^ (word >> 31)
 
 
-def mix(*parts: int) -> int:
+def combine_seeds(*parts: int) -> int:
     """One 64-bit number out of several integers, each bit of which depends on all of them."""
     word = 0
     for part in parts:

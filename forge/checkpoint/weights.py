@@ -25,7 +25,6 @@ from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
 from forge.checkpoint.publish import sync_directory
 from forge.errors import CheckpointError, TaskError
-from forge.snapshot.capture import describe_task
 
 if TYPE_CHECKING:
     pass
@@ -455,3 +454,27 @@ def _sort_metadata_and_sync(file: Path) -> None:
 
 def _shapes(name: str, file: tuple[int, ...], task: tuple[int, ...]) -> str:
     return f"{name} is {file} in the file and {task} in the task"
+
+
+LONG = 10_000
+"""An argument with more entries than this, such as a vocabulary, is not kept with the task's arguments."""
+
+
+def describe_task(task: nn.Module) -> dict[str, Any]:
+    """The task's class and the arguments it was made with, as far as they are plain data."""
+    arguments: dict[str, Any] = getattr(task, "init_args", {})
+    plain = {name: value for name, value in arguments.items() if is_plain(value)}
+    return {
+        "class": type(task).__name__,
+        "options": plain,
+        "not_saved": [name for name in arguments if name not in plain],
+    }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a checkpoint can hold a value, and give it back as what it was."""
+    if type(value) in (list, tuple):
+        return len(value) < LONG and all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return len(value) < LONG and all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

@@ -14,8 +14,9 @@ from rich.text import Text
 
 from forge.cli import costs, fits, show, target
 from forge.config import Recipe
+from forge.config.build import make_plugins
 from forge.config.merge import leaves
-from forge.contract.stack import ACTIONS, CORE, Call, Stack, make_plugins
+from forge.contract.stack import ACTIONS, CORE, Call, Stack
 from forge.errors import ForgeError
 
 EXAMPLES = """\

@@ -122,10 +122,7 @@ def _run_dir(trainer: Trainer, args: Namespace, recipe: Recipe) -> str | None:
 
     if args.resume:
         trainer.resume = "auto"
-    kind = recipe.local.get("task")
-    if isinstance(kind, type):
-        trainer.task = object.__new__(kind)  # runs are grouped by its name
-    chosen = choose.choose(trainer).run_dir
+    chosen = choose.choose(trainer, getattr(recipe.local.get("task"), "__name__", "")).run_dir
     return str(chosen) if chosen is not None else None
 
 

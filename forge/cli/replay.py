@@ -122,7 +122,7 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
 
 def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) -> tuple[dict[str, Any] | None, Any]:
     """The finding of a second run, or None; and how to tell one."""
-    from forge.contract.stack import make_plugin
+    from forge.config.build import make_plugin
     from forge.engine.trainer import Trainer
 
     anomaly: Any = make_plugin("anomaly", {})
@@ -149,7 +149,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
 def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
     """The same plugins, by name, without those that only watch, save, or step in when something is not finite."""
     from forge import registry
-    from forge.contract.stack import make_plugin
+    from forge.config.build import make_plugin
 
     plugins: list[Plugin] = []
     for entry in recorded:

@@ -56,7 +56,7 @@ def _tell(text: Text) -> None:
 
 def near(path: Path) -> Path:
     """A path as one would type it, to go on from."""
-    return Path(places.near(path))
+    return Path(places.short_path(path))
 
 
 @contextmanager

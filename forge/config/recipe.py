@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge import options
+from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
 from forge.config.merge import Layers, leaves
-from forge.config.schema import Maker, check_section, maker_of
+from forge.config.schema import Maker, check_plugin, check_section, maker_of
+from forge.contract.plugin import Plugin
 from forge.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class Recipe:
     "`config` with every default filled in."
     local: dict[str, Maker] = field(default_factory=dict)
     'The "task" class and "data" function that were given in code, in place of what the recipe names.'
+    built: dict[str, Plugin] = field(default_factory=dict, repr=False)
+    "Plugins that were built when their options were checked; `make_plugins` hands each out once."
 
     @property
     def description(self) -> str:
@@ -56,6 +60,10 @@ class Recipe:
         origin = self.origin | {f"trainer.{key}": "code" for key in settings}
         trainer = {**self.trainer, **settings}
         return replace(self, config={**self.config, "trainer": trainer}, origin=origin)
+
+    def make_plugins(self, names: Iterable[str]) -> list[Plugin]:
+        """Return these plugins of the recipe, built with its options."""
+        return [self.built.pop(name, None) or make_plugin(name, self.plugins[name]) for name in names]
 
     def make_task(self) -> TaskModule:
         """The task that the recipe names, built with its options."""
@@ -109,10 +117,26 @@ def load_recipe(
     one without a task, laid over the first. A `task` class or `data` function given here stands in for what the recipe
     names.
     """
-    recipe = read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
+    return _checked(read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data))
+
+
+def load_unbuilt(name: str | Path, unbuilt: frozenset[str]) -> Recipe:
+    """Like `load_recipe`, without building the plugins `unbuilt`, whose options the caller replaces."""
+    return _checked(read_recipe(name), unbuilt)
+
+
+def _checked(recipe: Recipe, unbuilt: frozenset[str] = frozenset()) -> Recipe:
+    """Check every option, fill in defaults and build the plugins."""
     recipe.resolved = {"description": recipe.description} if recipe.description else {}
     for section in SECTIONS:
-        if section in recipe.config or section in recipe.local or section == "trainer":
+        if section == "plugins" and section in recipe.config:
+            checked = {
+                name: check_plugin(name, values, recipe.origin, name not in unbuilt)
+                for name, values in recipe.plugins.items()
+            }
+            recipe.resolved[section] = {name: values for name, (values, _) in checked.items()}
+            recipe.built = {name: plugin for name, (_, plugin) in checked.items() if plugin is not None}
+        elif section in recipe.config or section in recipe.local or section == "trainer":
             recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)
     recipe.origin |= {key: DEFAULT for key, _ in leaves(recipe.resolved) if key not in recipe.origin}
     return recipe

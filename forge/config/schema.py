@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forge import options, registry
-from forge.contract.stack import make_plugin
+from forge.config.build import make_plugin
+from forge.config.settings import Settings
+from forge.contract.plugin import Plugin
 from forge.errors import ForgeError, RecipeError, did_you_mean
 from forge.options import Option
 
@@ -28,9 +30,7 @@ def maker_of(section: str, config: Config, local: Mapping[str, Maker], origin: O
 def options_of(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> list[Option] | None:
     """What a section may hold; None when nothing says (options for a task that is given later)."""
     if section == "trainer":
-        from forge.engine.trainer import Trainer
-
-        return [option for option in options.of_callable(Trainer) if option.name not in ("recipe", "plugins")]
+        return list(options.of_config(Settings))
     maker = maker_of(section, config, local, origin)
     return options.of_callable(maker) if maker else None
 
@@ -38,8 +38,6 @@ def options_of(section: str, config: Config, local: Mapping[str, Maker], origin:
 def check_section(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> dict[str, Any]:
     """A section as plain data with its defaults, every value checked."""
     given = config.get(section, {})
-    if section == "plugins":
-        return {name: _check_plugin(name, values, origin) for name, values in given.items()}
     known = options_of(section, config, local, origin)
     if known is None:
         return given
@@ -56,16 +54,20 @@ def label(key: str, origin: Origin) -> str:
     return f"{key} ({origin[at]})" if at else key or "The recipe"
 
 
-def _check_plugin(name: str, values: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    key = f"plugins.{name}"
+def check_plugin(
+    name: str, values: Mapping[str, Any], origin: Origin, build: bool = True
+) -> tuple[dict[str, Any], Plugin | None]:
+    """Return a plugin's options with their defaults, every value checked, and the plugin, unless `build` is False."""
+    key, plugin = f"plugins.{name}", None
     kind = _load("plugin", name.partition("@")[0], key, origin)
     known = options.of_config(kind.Config) if hasattr(kind, "Config") else []
     converted = _converted(known, values, key, origin)
     try:
-        make_plugin(name, converted)  # a plugin checks the rules across its options when it is made
+        if build:  # a plugin checks the rules across its options when it is built
+            plugin = make_plugin(name, converted)
     except ValueError as error:
         raise RecipeError(f"{label(key, origin)}: {error}") from error
-    return _filled(known, converted)
+    return _filled(known, converted), plugin
 
 
 def _load(kind: str, name: str, key: str, origin: Origin) -> Any:

@@ -2,13 +2,14 @@
 
 pluggy stays the only registry: it holds specs, validates, orders. Calling through it costs microseconds per hook and
 call, so after registration every hook becomes one plain function with its implementations written out, or None when
-nobody implements it. Frozen and pluggy dispatch give the same results, order and exceptions (a property test says so).
+nothing implements it. Frozen and pluggy dispatch give the same results, order and exceptions (a property test says so).
 """
 
 from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from pluggy import HookCaller, HookImpl
@@ -17,6 +18,17 @@ Function = Callable[..., Any]
 Wrapper = Generator[None, Any, Any]
 Instrument = Callable[[str, HookImpl], Function]
 """Given a hook's name and an implementation, the function to call in its place: the seam for timing each plugin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugged:
+    """The innermost actions where a plugin owns or wraps them; None where the default is alone and can be written out
+    by its caller."""
+
+    prepare_batch: Function | None
+    forward: Function | None
+    backward: Function | None
+    optimizer_step: Function | None
 
 
 class Hooks:
@@ -48,12 +60,20 @@ class Hooks:
     forge_load_state_dict: Function | None
     forge_exception: Function | None
     forge_end: Function | None
+    plugged: Plugged
 
     __slots__ = tuple(__annotations__)
 
 
+def plugged(hooks: Hooks, core: Any) -> Plugged:
+    """Return the innermost actions of `hooks` that are not `core`'s own methods."""
+    names = [field.name for field in fields(Plugged)]
+    frozen = {name: getattr(hooks, f"forge_{name}") for name in names}
+    return Plugged(**{name: None if f == getattr(core, f"forge_{name}") else f for name, f in frozen.items()})
+
+
 def through_pluggy(caller: HookCaller) -> Function | None:
-    """The hook called by pluggy itself, so that its tracing sees the call."""
+    """Return the hook as called by pluggy itself, so that its tracing sees the call."""
     names = _spec_args(caller)
     if not caller.get_hookimpls():
         return None
@@ -61,7 +81,7 @@ def through_pluggy(caller: HookCaller) -> Function | None:
 
 
 def freeze(caller: HookCaller, instrument: Instrument | None = None) -> Function | None:
-    """One function that does what calling `caller` does, without looking anything up; None if nobody implements it."""
+    """Return one function that does what calling `caller` does, without lookups; None if nothing implements it."""
     order = list(reversed(caller.get_hookimpls()))  # pluggy keeps its list last-called first
     if not order:
         return None

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from forge.contract.run import Run
     from forge.contract.step import Step
     from forge.contract.task import Build
-    from forge.engine.trainer import Trainer
     from forge.env import Env
     from forge.optim.optimizers import Optimizers
 
@@ -67,7 +67,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def forge_configure(trainer: Trainer, config: dict[str, Any] | None) -> None:
+def forge_configure(trainer: Run, config: dict[str, Any] | None) -> None:
     """Event. Validate options against the Trainer; the last moment at which the stack may change.
 
     Add with `trainer.stack.add(plugin)`, remove with `trainer.stack.remove(name)`. `config` is the resolved recipe as
@@ -76,13 +76,13 @@ def forge_configure(trainer: Trainer, config: dict[str, Any] | None) -> None:
 
 
 @hookspec(firstresult=True)
-def forge_setup_env(trainer: Trainer) -> Env:
+def forge_setup_env(trainer: Run) -> Env:
     """Action. Return the Env: device, rank, world size, reductions. Own: a distributed strategy."""
     ...
 
 
 @hookspec
-def forge_build_model(trainer: Trainer, build: Build, phase: str) -> None:
+def forge_build_model(trainer: Run, build: Build, phase: str) -> None:
     """Event, fired once per phase in this order; change `build.task` in place or replace `build.model`.
 
     ``surgery``: change layers, freeze parameters (the task is still where the user made it);
@@ -92,7 +92,7 @@ def forge_build_model(trainer: Trainer, build: Build, phase: str) -> None:
 
 
 @hookspec(firstresult=True)
-def forge_build_loader(trainer: Trainer, stage: str) -> Any:
+def forge_build_loader(trainer: Run, stage: str) -> Any:
     """Action. Return what to iterate for a stage ("train", "val", "test", "predict"), a dict of loaders, or None.
 
     The default returns what the user passed, with the Trainer's seed handed on; on several ranks it gives this rank's
@@ -101,13 +101,13 @@ def forge_build_loader(trainer: Trainer, stage: str) -> Any:
 
 
 @hookspec(firstresult=True)
-def forge_build_optimizers(trainer: Trainer) -> Optimizers:
+def forge_build_optimizers(trainer: Run) -> Optimizers:
     """Action, only in fit. Return the Optimizers; `trainer.planned_updates` is known by now. Wrap: add a schedule."""
     ...
 
 
 @hookspec
-def forge_start(trainer: Trainer) -> None:
+def forge_start(trainer: Run) -> None:
     """Event. Everything is built: open sinks, allocate state. Then a resumed run is restored, RNG last, and the loop
     begins.
 
@@ -120,7 +120,7 @@ def forge_start(trainer: Trainer) -> None:
 
 
 @hookspec(firstresult=True)
-def forge_plan_step(trainer: Trainer) -> int:
+def forge_plan_step(trainer: Run) -> int:
     """Action. How many micro-batches the next window takes (the epoch's last window may be shorter). Own: accumulation.
 
     It is also asked once before training, to count `trainer.planned_updates`.
@@ -203,7 +203,7 @@ def forge_forward(step: Step, batch: Any) -> Any:
 
 
 @hookspec(firstresult=True)
-def forge_evaluate(trainer: Trainer, stage: str) -> Any:
+def forge_evaluate(trainer: Run, stage: str) -> Any:
     """Action. Run one whole evaluation; return its metrics, or the list of outputs for "predict".
 
     Wrap: EMA (swap in and out), early stopping, best-so-far: a wrapper sees the result before the boundary.
@@ -211,7 +211,7 @@ def forge_evaluate(trainer: Trainer, stage: str) -> Any:
 
 
 @hookspec
-def forge_log(trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
+def forge_log(trainer: Run, update: int, metrics: dict[str, Any]) -> None:
     """Event. Metrics have arrived on the host: numbers, `forge.Image`, `forge.Text`,
     `forge.Histogram`, `forge.Embedding`. `update` is the x-axis.
 
@@ -220,12 +220,12 @@ def forge_log(trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
 
 
 @hookspec
-def forge_boundary(trainer: Trainer, step: Step) -> None:
+def forge_boundary(trainer: Run, step: Step) -> None:
     """Event, at the end of every update: observe and request, never change state here. `step.ends_epoch` is known."""
 
 
 @hookspec
-def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
+def forge_save(trainer: Run, capture: dict[str, Any]) -> None:
     """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary.
 
     It also fires at a granted stop and at the end of a fit, on all ranks at the same update. Tensors in `capture` are
@@ -234,7 +234,7 @@ def forge_save(trainer: Trainer, capture: dict[str, Any]) -> None:
 
 
 @hookspec(firstresult=True)
-def forge_export(trainer: Trainer, path: Path) -> bool:
+def forge_export(trainer: Run, path: Path) -> bool:
     """Action, once a fit has reached its end. Write the weights that the run was for to `path`, a safetensors file.
 
     Called on all ranks; rank 0 writes. Wrap: put averaged weights in the task's place meanwhile. An owner returns True.
@@ -243,7 +243,7 @@ def forge_export(trainer: Trainer, path: Path) -> bool:
 
 
 @hookspec
-def forge_state_dict(trainer: Trainer) -> dict[str, Any]:
+def forge_state_dict(trainer: Run) -> dict[str, Any]:
     """Event. Return this plugin's state as plain data and tensors; it is filed under the plugin's name.
 
     Called for every checkpoint, at the start and after the first update (where what cannot be saved is refused): change
@@ -253,16 +253,16 @@ def forge_state_dict(trainer: Trainer) -> dict[str, Any]:
 
 
 @hookspec
-def forge_load_state_dict(trainer: Trainer, state: dict[str, Any]) -> None:
+def forge_load_state_dict(trainer: Run, state: dict[str, Any]) -> None:
     """Event. Take back what this plugin's `forge_state_dict` returned; each plugin gets its own."""
 
 
 @hookspec
-def forge_exception(trainer: Trainer, error: BaseException) -> None:
+def forge_exception(trainer: Run, error: BaseException) -> None:
     """Event. The run is failing with `error`, which will be re-raised. Observe; an error raised here is only noted."""
 
 
 @hookspec
-def forge_end(trainer: Trainer) -> None:
+def forge_end(trainer: Run) -> None:
     """Event. The run is over, well or badly: close what forge_start opened. Called in reverse order, and always, once
     forge_configure has returned; no wrappers."""

@@ -180,3 +180,10 @@ def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[.
 def snake_case(name: str) -> str:
     """`EarlyStop` -> `early_stop`, `AMP` -> `amp`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def plugin_options(plugin: Plugin) -> dict[str, Any]:
+    """A plugin's options as plain data."""
+    if isinstance(plugin, Callback):
+        return {"event": plugin.event, **({"every": str(plugin.every)} if plugin.every else {})}
+    return {o.name: options.plain(getattr(plugin.config, o.name)) for o in options.of_config(type(plugin).Config)}

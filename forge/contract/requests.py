@@ -1,4 +1,4 @@
-"""Requests: what plugins and tasks ask of the Trainer. Order-free, sticky, logged with the asker's name."""
+"""Requests that plugins and tasks make of the Trainer: order-free, sticky, logged with the name of the requester."""
 
 from __future__ import annotations
 
@@ -6,57 +6,56 @@ import logging
 import sys
 from collections import deque
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from forge.contract.plugin import Callback, Plugin
-from forge.contract.task import TaskModule
-
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
 KINDS = ("stop", "validation", "checkpoint", "rewind")
-"""What is granted at the end of an update."""
+"""The kinds that are granted at the end of an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Somebody's wish: "stop", "validation", "checkpoint" or "skip_update"."""
+    """A "stop", "validation", "checkpoint", "rewind" or "skip_update", and who asked for it."""
 
     kind: str
     reason: str
     asker: str
     update: int
     everywhere: bool = False
-    "Whether every rank asks for it at this very update, so that it needs no agreement."
+    "Whether every rank makes it at this very update, so that no agreement is needed."
 
     def __str__(self) -> str:
         return f"{self.asker}: {self.reason}" if self.reason else self.asker
 
 
 class Requests:
-    """Everything asked for and not yet granted."""
+    """The requests of a run that have not been granted."""
 
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
+    def __init__(self, run: Run):
+        self._run = run
         self.open: dict[str, Request] = {}
         "The first request of each kind that has not been granted."
         self.log: deque[Request] = deque(maxlen=1000)
         "The latest requests of the run, in the order asked."
 
-    def add(self, kind: str, reason: str = "", everywhere: bool = False) -> None:
-        """Ask; a second request of a kind changes nothing, unless it alone is made by all ranks."""
-        request = self.note(kind, reason, everywhere)
+    def add(self, kind: str, reason: str = "", everywhere: bool = False, by: str = "") -> None:
+        """Make a request. A second of the same kind changes nothing, unless only the second comes from all ranks."""
+        request = self.note(kind, reason, everywhere, by)
         if kind not in self.open or (everywhere and not self.open[kind].everywhere):
             self.open[kind] = request
 
-    def note(self, kind: str, reason: str, everywhere: bool = False, told: bool = False) -> Request:
-        """Write a request down with who asked; one that is `told` already is no news."""
-        request = Request(kind, reason, self._asker(), self._trainer.progress.update, everywhere)
+    def note(self, kind: str, reason: str, everywhere: bool = False, by: str = "", quiet: bool = False) -> Request:
+        """Log a request and who made it, at debug level if `quiet`."""
+        asker = by or self._caller(sys._getframe(2))
+        request = Request(kind, reason, asker, self._run.progress.update, everywhere)
         self.log.append(request)
         # a checkpoint is a routine, and not worth a line each time
-        level = logging.DEBUG if told or kind == "checkpoint" else logging.INFO
+        level = logging.DEBUG if quiet or kind == "checkpoint" else logging.INFO
         logger.log(level, "%s asked for by %s at update %d", kind, request, request.update)
         return request
 
@@ -65,32 +64,21 @@ class Requests:
         return self.open.pop(kind, None)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """What is open here, for the other ranks."""
+        """Return the open requests as plain data, for the other ranks."""
         return [asdict(request) for request in self.open.values()]
 
     def agree(self, by_rank: list[list[dict[str, Any]]]) -> None:
-        """Take up what any rank asks for; of one kind, the lowest rank's."""
+        """Take over the requests of all ranks; of each kind, the lowest rank's."""
         agreed: dict[str, Request] = {}
         for asked in by_rank:
             for data in asked:
                 agreed.setdefault(data["kind"], Request(**{**data, "everywhere": True}))
         self.open = agreed
 
-    def _asker(self) -> str:
-        """The plugin, callback or task whose code is asking, found on the call stack."""
-        made = [plugin for plugin in self._trainer.stack if isinstance(plugin, Callback)]
-        callbacks = {getattr(plugin.function, "__code__", None): plugin.name for plugin in made}
-        frame = sys._getframe(2)
-        first = ""
-        while frame is not None:
-            me = frame.f_locals.get("self")
-            if isinstance(me, Plugin):
-                return me.name
-            if isinstance(me, TaskModule):
-                return type(me).__name__
-            if frame.f_code in callbacks:
-                return callbacks[frame.f_code]
-            if not first and not frame.f_globals.get("__name__", "").startswith("forge."):
-                first = frame.f_code.co_name
+    def _caller(self, frame: FrameType | None) -> str:
+        """Name the code that makes a request: the plugin or the task whose method it is, else the function."""
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("forge.contract."):
             frame = frame.f_back
-        return first
+        name = frame.f_code.co_qualname.rpartition("<locals>.")[2] if frame is not None else ""
+        owner = name.rpartition(".")[0] or name
+        return next((plugin.name for plugin in self._run.stack if type(plugin).__name__ == owner), owner)

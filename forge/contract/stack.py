@@ -10,13 +10,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import pluggy
 
-from forge import registry
 from forge.contract import hooks as contract
-from forge.contract.dispatch import Hooks, Instrument, freeze, through_pluggy
+from forge.contract.dispatch import Hooks, Instrument, freeze, plugged, through_pluggy
 from forge.contract.plugin import Callback, Plugin
 from forge.errors import StackError, did_you_mean
 
@@ -109,6 +109,7 @@ class Stack:
         for name in SPECS:
             caller = getattr(self._manager.hook, name)
             setattr(hooks, name, through_pluggy(caller) if trace is not None else freeze(caller, instrument))
+        hooks.plugged = plugged(hooks, self._manager.get_plugin(CORE))
         return hooks
 
     def lock(self) -> None:
@@ -212,43 +213,6 @@ def _check_chart(plugin: str, title: str, pattern: str) -> None:
         ) from None
 
 
-def make_plugins(given: Any) -> list[Plugin]:
-    """Plugins from what a person writes: a list of plugins, classes or names, or a mapping of name to options.
-
-    In a mapping `None` leaves the plugin out, and `ema@slow` is a second `ema` with a name of its own.
-    """
-    if isinstance(given, Mapping):
-        return [make_plugin(key, values) for key, values in given.items() if values is not None]
-    if isinstance(given, (str, Plugin)) or not isinstance(given, Iterable):
-        raise StackError(f"plugins= takes a list or a mapping, not {type(given).__name__}: write plugins=[{given!r}].")
-    return [_as_plugin(item) for item in given]
-
-
-def make_plugin(key: str, values: Mapping[str, Any]) -> Plugin:
-    """The installed plugin that `key` names (what stands after an @ is only its label), with these options."""
-    if not isinstance(values, Mapping):
-        raise StackError(f"The options of {key!r} are {values!r}: write a mapping, as in {key}: {{option: value}}.")
-    kind = registry.load("plugin", key.partition("@")[0])
-    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
-        raise StackError(f"The plugin {key!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
-    plugin = kind(**values)
-    plugin.name = key
-    return plugin
-
-
-def _as_plugin(item: Any) -> Plugin:
-    if isinstance(item, Plugin):
-        return item
-    if isinstance(item, str):
-        return make_plugin(item, {})
-    if isinstance(item, type) and issubclass(item, Plugin):
-        return item()
-    if callable(item):
-        name = getattr(item, "__name__", item)
-        raise StackError(f"{name!r} is a plain function; decorate it with @forge.on(event) to make it a callback.")
-    raise StackError(f"{item!r} is no plugin: pass a forge.Plugin, a plugin's name or an @forge.on callback.")
-
-
 def check_hooks(plugin: Any, who: str) -> None:
     """Refuse misspelt, unmarked and ill-formed hooks by name."""
     for name in dir(type(plugin)) if not isinstance(plugin, Plugin) else dir(plugin):
@@ -326,7 +290,7 @@ def _refuse_two_owners(manager: pluggy.PluginManager) -> None:
 
 
 def _sorted(plugins: list[Plugin]) -> list[Plugin]:
-    """The given order, changed only where `before` and `after` ask for it."""
+    """Return the plugins in the given order, changed only where `before` and `after` require it."""
     behind: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}  # name -> those that must come first
     for plugin in plugins:
         for other in plugins:
@@ -336,38 +300,19 @@ def _sorted(plugins: list[Plugin]) -> list[Plugin]:
                     behind[plugin.name].add(other.name)
                 if labels & set(plugin.before):
                     behind[other.name].add(plugin.name)
-    ordered: list[Plugin] = []
-    waiting = list(plugins)
-    while waiting:
-        free = next((p for p in waiting if not behind[p.name] - {o.name for o in ordered}), None)
-        if free is None:
-            cycle = _find_cycle(behind, waiting[0].name)
-            raise StackError(
-                "These plugins each want to stand behind the next: "
-                + " -> ".join(repr(name) for name in cycle)
-                + ". Remove one, or drop a `before` or `after`."
-            )
-        waiting.remove(free)
-        ordered.append(free)
-    return ordered
-
-
-def _find_cycle(behind: Mapping[str, set[str]], start: str) -> list[str]:
-    path = [start]
-    while path.count(path[-1]) < 2:
-        open_names = {name for name in behind[path[-1]] if _reaches_itself(behind, name)} or behind[path[-1]]
-        path.append(min(open_names))
-    return path[path.index(path[-1]) :]
-
-
-def _reaches_itself(behind: Mapping[str, set[str]], name: str) -> bool:
-    seen: set[str] = set()
-    todo = list(behind[name])
-    while todo:
-        current = todo.pop()
-        if current == name:
-            return True
-        if current not in seen:
-            seen.add(current)
-            todo += behind[current]
-    return False
+    sorter, place = TopologicalSorter(behind), {plugin.name: i for i, plugin in enumerate(plugins)}
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " -> ".join(map(repr, reversed(error.args[1])))
+        raise StackError(
+            f"These plugins each want to stand behind the next: {cycle}. Remove one, or drop a `before` or `after`."
+        ) from None
+    ready: list[str] = []
+    ordered: list[str] = []
+    while sorter.is_active():
+        ready += sorter.get_ready()
+        ordered.append(min(ready, key=place.__getitem__))
+        ready.remove(ordered[-1])
+        sorter.done(ordered[-1])
+    return [plugins[place[name]] for name in ordered]

@@ -1,57 +1,71 @@
 """Step: one optimizer update, made of a window of micro-batches.
 
 The window's true length and weights are known before its first backward, so the epoch's last, shorter window averages
-right, and whoever needs to know the last micro-batch (`no_sync`) knows it beforehand. Evaluation uses a Step too, to
-say which stage and batch it is in.
+right, and a strategy knows the last micro-batch beforehand (`no_sync`). Evaluation uses a Step too, to name the stage
+and the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forge.errors import DataError
+from forge.data.windows import shared_weights, window_weights
 from forge.metrics import torchmetrics
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.dispatch import Hooks
+    from forge.contract.run import Run
+    from forge.metrics.means import Means
 
 
 class Step:
-    """What hooks are given: where the run is, and what may be asked of it."""
+    """One update, as hooks get it: where the run is, and what may be asked of it.
+
+    A plugin that owns `forge_train_step` runs the update with `run_window` and `finish`, as often as it needs, on other
+    batches with `substitute`, and without a trace with `restored_after`. An observer looks at `recording` to tell the
+    first run of a window from a replay.
+    """
 
     micro: int = 0
     "The current micro-batch of the window (in evaluation: the batch)."
     name: str | None = None
     "The optimizer whose turn it is; None with one optimizer, and in forge_step_end."
     prefix: str = "train/"
-    "What the names of the current optimizer's metrics begin with."
+    "The beginning of the names of the current optimizer's metrics."
     updated: bool = False
     "Whether the weights were changed."
     updated_names: tuple[str, ...] = ()
-    "With several optimizers, which of them stepped."
+    "With several optimizers, those that stepped."
     skip_reason: str | None = None
     "Why this update is skipped, if it is."
     loss: Tensor | None = None
     "The window's weighted loss; kept only for owners that replay."
-    borrowed: bool = False
-    "In evaluation: whether the batch belongs to another rank, and runs here for company only."
-    _prepared: list[Any] | None = None
+    is_padding: bool = False
+    "In evaluation: whether this is a padding batch, which belongs to another rank and does not count here."
+    loader: str | None = None
+    "In evaluation: the name of the loader, where there are several."
+    recording: bool = True
+    "Whether metrics of what runs now are recorded; False in a replay."
+    finished: bool = False
+    "Whether `finish` has run for the current optimizer."
+    divisor: int = 1
+    "What each micro-batch's loss is divided by, where all weigh the same."
+    factors: list[float | Tensor] | None = None
+    "What each micro-batch's loss is multiplied by; None where all weigh the same."
+    prepared: list[Any] | None = None
+    "The prepared batches, where they are kept: several optimizers, or a window that runs more than once."
     _rng: list[RNGState] | None = None
-    _record: bool = True
-    _finished: bool = False
-    _divisor: int = 1
-    _factors: list[float | Tensor] | None = None
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Run,
         stage: str = "train",
         window: Sequence[Any] = (),
         items: Sequence[int | Tensor] = (),
@@ -61,7 +75,8 @@ class Step:
         total: int | Tensor | None = None,
     ):
         progress = trainer.progress
-        self.trainer: Trainer = trainer
+        self.trainer: Run = trainer
+        "The run; its Trainer."
         self.stage: str = stage
         "train, val, test or predict."
         self.index: int = progress.update
@@ -81,11 +96,11 @@ class Step:
         self.data_wait: float = data_wait
         "Seconds spent waiting for the loader."
         if total is not None:
-            self._divisor, self._factors = shared_weights(items, total, trainer.env.shares)
+            self.divisor, self.factors = shared_weights(items, total, trainer.env.data_world)
         elif len(items) > 1 or (items and type(items[0]) is not int):
-            self._divisor, self._factors = window_weights(items)
+            self.divisor, self.factors = window_weights(items)
 
-    # -- asked by plugins ---------------------------------------------------------------------------------------------
+    # -- for plugins --------------------------------------------------------------------------------------------------
 
     @property
     def is_last_micro(self) -> bool:
@@ -94,7 +109,7 @@ class Step:
 
     @property
     def ends_interval(self) -> bool:
-        """Whether a log follows this step: what is recorded once in it is logged as it is."""
+        """Whether a log follows this step: a value recorded once in it is logged unchanged."""
         update, trainer = self.index + 1, self.trainer
         return self.ends_epoch or update % trainer.log_every == 0 or update == trainer.max_updates
 
@@ -109,52 +124,65 @@ class Step:
 
     def record(self, name: str, value: float | Tensor) -> None:
         """Log a scalar as its mean over the log interval. It stays on the device; nothing is read now."""
-        if self._record:
+        if self.recording:
             self.trainer.means.add(name, value)
 
-    def skip_update(self, reason: str, told: bool = False) -> None:
-        """Do not step the current optimizer. The reason must follow from values that are equal on all ranks. The log
-        says who asked, and why, unless the plugin has `told` of it in a line of its own."""
+    def skip_update(self, reason: str, quiet: bool = False, by: str = "") -> None:
+        """Do not step the current optimizer. The reason must follow from values that are equal on all ranks.
+
+        The log names the requester `by` (by default the calling function) and the reason; at debug level if `quiet`.
+        """
         if self.skip_reason is None:
             self.skip_reason = reason
-            self.trainer.requests.note("skip_update", reason, told=told)
+            self.trainer.requests.note("skip_update", reason, by=by, quiet=quiet)
 
     # -- the two halves of a train step -------------------------------------------------------------------------------
 
-    def run_window(self, record: bool = True, replay: bool = False) -> None:
-        """First half: every micro-batch, through `trainer.hooks`.
+    # There is one path: every stack runs these two functions. A default action is written out where no plugin owns or
+    # wraps it (`hooks.plugged`), because torch evicts the caches between two calls of ours: each function, object and
+    # attribute touched costs.
 
-        `replay=True` runs the same prepared batches again with the same random numbers, and leaves the RNG as it was.
+    def run_window(self, record: bool = True, replay: bool = False) -> None:
+        """First half: every micro-batch.
+
+        `replay=True` runs the same prepared batches again with the same random numbers, and then restores the RNG.
         """
         if replay:
             self._replay(record)
             return
-        hooks = self.trainer.hooks
-        self._record, self.loss = record, None
-        kept = self._kept_batches()
+        trainer = self.trainer
+        hooks, prepare, move = trainer.hooks, trainer.hooks.plugged.prepare_batch, trainer.env.move
+        self.recording, self.loss = record, None
+        kept = self._kept_batches() if trainer.keep_batches else None
         for micro, raw in enumerate(self.window):
             self.micro = micro
-            if kept is None:
-                batch = hooks.forge_prepare_batch(self, raw)
+            if kept is None or micro == len(kept):
+                batch = move(raw) if prepare is None else prepare(self, raw)
             else:
-                if micro == len(kept):
-                    kept.append(hooks.forge_prepare_batch(self, raw))
                 batch = kept[micro]
+            if kept is not None:
+                if micro == len(kept):
+                    kept.append(batch)
                 if self._rng is not None:
-                    self._rng.append(RNGState.capture(self.trainer.env.device))  # preparing may have drawn numbers
+                    self._rng.append(RNGState.capture(trainer.env.device))  # preparing may have drawn numbers
             hooks.forge_micro_step(self, batch)
 
     def finish(self) -> None:
         """Second half: gradients through their three phases, the optimizer's step, and zero_grad."""
-        hooks = self.trainer.hooks
-        self.gradient_phases()
-        self.updated = self.skip_reason is None and bool(hooks.forge_optimizer_step(self))
-        drop_gradients(self.optimizer)
-        self._finished = True
+        hooks, entry = self.trainer.hooks, self.trainer.optimizers.entries[self.name]
+        self.gradient_phases(hooks)
+        self.updated = False
+        if self.skip_reason is None:
+            if hooks.plugged.optimizer_step is None and not entry.needs_closure:
+                entry.optimizer.step()
+                self.updated = True
+            else:
+                self.updated = bool(hooks.forge_optimizer_step(self))
+        drop_gradients(entry.optimizer)
+        self.finished = True
 
-    def gradient_phases(self) -> None:
-        """Finalize, inspect, edit; what is skipped by now is not edited."""
-        hooks = self.trainer.hooks
+    def gradient_phases(self, hooks: Hooks) -> None:
+        """Finalize, inspect, edit; a skipped update is not edited."""
         if hooks.forge_finalize_grads is not None:
             hooks.forge_finalize_grads(self)
         if hooks.forge_inspect_grads is not None:
@@ -162,60 +190,92 @@ class Step:
         if hooks.forge_edit_grads is not None and self.skip_reason is None:
             hooks.forge_edit_grads(self)
 
-    def _kept_batches(self) -> list[Any] | None:
-        """The prepared batches, where they are kept for another run or another optimizer; for another run, RNG too."""
-        if not self.trainer.keep_batches:
-            return None
+    def _kept_batches(self) -> list[Any]:
+        """The list of prepared batches for another run or another optimizer; for another run, RNG states too."""
         self._rng = [] if self.trainer.keep_rng else None
-        if self._prepared is None:
-            self._prepared = []
-        return self._prepared
+        if self.prepared is None:
+            self.prepared = []
+        return self.prepared
 
     def _replay(self, record: bool) -> None:
-        if self._prepared is None or self._rng is None:
+        if self.prepared is None or self._rng is None:
             raise RuntimeError("run_window(replay=True) needs a first run, and `replays = True` on the owner's class.")
         device = self.trainer.env.device
-        now, recorded = RNGState.capture(device), self._record
-        self._record, self.loss = record, None
-        with nullcontext() if record else torchmetrics.kept(self.trainer.task):
-            for micro, (batch, rng) in enumerate(zip(self._prepared, self._rng, strict=True)):
+        now, recorded = RNGState.capture(device), self.recording
+        self.recording, self.loss = record, None
+        with nullcontext() if record else torchmetrics.restored_after(self.trainer.task):
+            for micro, (batch, rng) in enumerate(zip(self.prepared, self._rng, strict=True)):
                 self.micro = micro
                 rng.restore(device)
                 self.trainer.hooks.forge_micro_step(self, batch)
-        self._record = recorded
+        self.recording = recorded
         now.restore(device)
 
-    # -- used by core -------------------------------------------------------------------------------------------------
+    # -- for owners of the train step ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def substitute(
+        self, window: Sequence[Any], factors: Sequence[float | Tensor] | None = None, means: Means | None = None
+    ) -> Iterator[None]:
+        """Run on other batches: inside the `with`, these replace the window, its factors (unless None) and the means
+        that count its metrics (unless None). Use it to capture a step on memory that later windows are copied to."""
+        run = self.trainer
+        own = self.window, self.factors, run.means
+        self.window = window
+        self.factors = self.factors if factors is None else list(factors)
+        run.means = run.means if means is None else means
+        try:
+            yield
+        finally:
+            self.window, self.factors, run.means = own
+
+    @contextmanager
+    def restored_after(self, prepare_again: bool = False) -> Iterator[None]:
+        """Run the window once more without a trace: afterwards the step's attributes are as before.
+
+        `prepare_again` drops the prepared batches inside the `with`. Weights, buffers, gradients and RNG are the
+        caller's to restore.
+        """
+        before = dict(vars(self))
+        if prepare_again:
+            self.prepared = None
+        try:
+            yield
+        finally:
+            vars(self).clear()
+            vars(self).update(before)
+
+    # -- for the defaults ---------------------------------------------------------------------------------------------
 
     def begin_turn(self, name: str | None) -> None:
         """Hand the step to one of several optimizers."""
-        self.name, self.updated, self.skip_reason, self._finished = name, False, None, False
+        self.name, self.updated, self.skip_reason, self.finished = name, False, None, False
         self.prefix = "train/" if name is None else f"train/{name}/"
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """The loss as it counts in its window."""
-        if self._factors is not None:
-            weighed = loss * self._factors[self.micro]
+        """Return the loss as it counts in its window."""
+        if self.factors is not None:
+            weighed = loss * self.factors[self.micro]
         else:
-            weighed = loss if self._divisor == 1 else loss / self._divisor
-        if self._prepared is not None:
+            weighed = loss if self.divisor == 1 else loss / self.divisor
+        if self.prepared is not None:
             self.loss = weighed.detach() if self.loss is None else self.loss + weighed.detach()
         return weighed
 
     def closure(self) -> Callable[[], Tensor]:
-        """What a closure optimizer calls: the window again, through all gradient phases. The first call is free: its
-        gradients are there already."""
+        """Return what a closure optimizer calls: the window again, through all gradient phases. The first call is free:
+        its gradients are there already."""
         first = [self._whole_loss()]
 
         def evaluate() -> Tensor:
             if first:
                 return first.pop()
             drop_gradients(self.optimizer)
-            recorded, self._record = self._record, False
+            recorded, self.recording = self.recording, False
             self.run_window(record=False, replay=True)
-            self._record = False
-            self.gradient_phases()
-            self._record = recorded
+            self.recording = False
+            self.gradient_phases(self.trainer.hooks)
+            self.recording = recorded
             return self._whole_loss()
 
         return evaluate
@@ -225,36 +285,3 @@ class Step:
         assert self.loss is not None
         env = self.trainer.env
         return self.loss if env.world == 1 else env.sum(self.loss) / env.world
-
-
-def window_weights(items: Sequence[int | Tensor]) -> tuple[int, list[float | Tensor] | None]:
-    """How the micro-batches of a window count: (divisor, None) where they count alike, else (1, a factor each).
-
-    Tensors are never compared, because that would read the device.
-    """
-    if len(items) < 2:  # one batch counts whole, whatever it weighs
-        return 1, None
-    if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
-        return len(items), None  # nearly always
-    if any(isinstance(n, Tensor) for n in items):
-        total = sum(items[1:], start=items[0])
-        return 1, [n / total for n in items]
-    total = sum(items)
-    if total == 0 and len(items) > 1:
-        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
-    if all(n == items[0] for n in items):
-        return len(items), None
-    return 1, [n / total for n in items]
-
-
-def shared_weights(
-    items: Sequence[int | Tensor], total: int | Tensor, shares: int
-) -> tuple[int, list[float | Tensor] | None]:
-    """`window_weights` on one of several ranks, whose strategy averages gradients: `total` counts the items of the
-    window over all of them."""
-    if isinstance(total, int):
-        if total == 0:
-            raise DataError("num_items gave 0 for every micro-batch of a window, on every rank: nothing to average.")
-        if all(n * shares * len(items) == total for n in items):
-            return len(items), None
-    return 1, [n * shares / total for n in items]

@@ -26,22 +26,22 @@ A step is pure: it returns its loss and metrics, and forge does the rest (zero, 
 
 from __future__ import annotations
 
-import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from forge.data.windows import batch_size
-from forge.errors import DataError, RecipeError, TaskError, did_you_mean
-from forge.options import convert, of_callable
+from forge.errors import DataError, TaskError
+from forge.options import bound_arguments, saved_arguments
+from forge.rng import RNGState
+from forge.util.lightning_hints import hint_for
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 STAGE_METHODS = {
     "train": "training_step",
@@ -63,14 +63,12 @@ class _TaskMeta(ABCMeta):
         except AttributeError as error:
             if "Module.__init__() call" in str(error):  # torch: "cannot assign module before Module.__init__() call"
                 raise _forgotten_init(cls) from error
-            from forge.util.lightning_hints import instead
-
-            if told := instead(error):
-                error.add_note(f"forge: {told}")
+            if hint := hint_for(error, TaskModule):
+                error.add_note(f"forge: {hint}")
             raise
         if "_parameters" not in task.__dict__:
             raise _forgotten_init(cls)
-        task.init_args = _bound(cls, args, kwargs)
+        task.init_args = bound_arguments(cls, args, kwargs)
         return task
 
 
@@ -84,7 +82,7 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
 
     init_args: dict[str, Any]
     """The arguments this task was made with."""
-    trainer: Trainer | None = None
+    trainer: Run | None = None
     """The Trainer that runs this task, while one does."""
 
     def __init__(self) -> None:
@@ -108,13 +106,12 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         numbers of the caller are left as they were.
         """
         from forge.checkpoint.weights import fill, read_weights
-        from forge.rng import RNGState
 
         if cls is TaskModule:
             raise TaskError("TaskModule.from_checkpoint makes no task: call it on the class that was saved.")
         found = read_weights(path, weights)
         saved = found.task or {"class": cls.__name__, "options": {}}
-        args, kwargs = _arguments(cls, saved, overrides, found.path)
+        args, kwargs = saved_arguments(cls, saved, overrides, found.path)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         rng = RNGState.capture(device)
         try:
@@ -178,13 +175,20 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         return size
 
     @property
-    def borrowed(self) -> bool:
-        """In an evaluation step: whether the batch is another rank's, and runs here only because all ranks must run.
+    def is_padding(self) -> bool:
+        """In an evaluation step: whether this is a padding batch. It belongs to another rank and runs here because all
+        ranks must run the same number of batches.
 
-        forge counts it for nothing. A task that keeps something of every batch itself leaves this one out:
-        `if not self.borrowed: self.seen.append(...)`.
+        forge does not count it. A task that collects something of every batch skips it:
+        `if not self.is_padding: self.seen.append(...)`.
         """
-        return self.trainer is not None and self.trainer.borrowing
+        step = self.trainer.eval_step if self.trainer is not None else None
+        return step is not None and step.is_padding
+
+    @property
+    def borrowed(self) -> bool:
+        """The former name of `is_padding`."""
+        return self.is_padding
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Called after the last batch of an evaluation: return more scalars to log, or something to look at
@@ -207,71 +211,12 @@ def _forgotten_init(cls: type) -> TaskError:
     )
 
 
-def _bound(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    arguments = dict(list(bound.arguments.items())[1:])  # without self
-    for parameter in inspect.signature(cls.__init__).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(parameter.name, {})
-    return arguments
-
-
-def _arguments(
-    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
-) -> tuple[list[Any], dict[str, Any]]:
-    """What to call a task's class with: what was saved, and `overrides` over it."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
-    named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
-    values = {**_as_made(cls, saved["options"]), **overrides}
-    if len(named) == len(parameters):
-        for name in [name for name in values if name not in named]:
-            if name in overrides:
-                raise TaskError(f"{cls.__name__} takes no argument {name!r}.{did_you_mean(name, named)}")
-            raise TaskError(
-                f"{source} was saved by a {saved['class']} made with {name}={values[name]!r}, which {cls.__name__} "
-                "does not take. Make the task yourself, and use forge.load_weights(task, path)."
-            )
-    lost = [name for name in saved.get("not_saved", ()) if name not in values]
-    required = [p.name for p in named.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    lost += [name for name in required if name not in {*values, *lost}]
-    if lost:
-        given = ", ".join(f"{name}=..." for name in lost)
-        raise TaskError(
-            f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
-            f"Say {cls.__name__}.from_checkpoint(path, {given})."
-        )
-    return _split(parameters, values)
-
-
-def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Values by position and by name: before a `*rest` that is not empty, all go by position."""
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    items = list(values.pop(rest, ())) if rest is not None else []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if items else ()))
-    args = [values.pop(p.name) for p in parameters if p.kind in by_position and p.name in values]
-    return [*args, *items], values
-
-
-def _as_made(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved arguments as the types that `__init__` declares: JSON makes a list of every tuple."""
-    declared = {option.name: option.type for option in of_callable(cls)}
-
-    def made(name: str, value: Any) -> Any:
-        try:
-            return convert(value, declared.get(name, Any), name)
-        except RecipeError:  # it was made with this value, whatever is declared
-            return value
-
-    return {name: made(name, value) for name, value in options.items()}
-
-
 PHASES = ("surgery", "shard", "remat", "compile", "parallel")
 """The phases of `forge_build_model`, in order."""
 
 
 class TaskCall(nn.Module):
-    """`model(batch, stage, name=None)` calls the task's method for that stage."""
+    """`model(batch, stage, name=None)` calls the task's method for that stage: what DDP, FSDP and compile wrap."""
 
     def __init__(self, task: TaskModule):
         super().__init__()
@@ -281,15 +226,6 @@ class TaskCall(nn.Module):
         if stage == "train" and name is not None:
             return self.task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
         return getattr(self.task, STAGE_METHODS[stage])(batch)
-
-
-def direct_call(model: nn.Module) -> Callable[[Any], Any]:
-    """One optimizer's training call on a batch: the task's own training_step, where the shell around it has nothing to
-    add."""
-    bare = type(model) is TaskCall and not (model._forward_hooks or model._forward_pre_hooks)
-    if bare and model._compiled_call_impl is None:
-        return cast(TaskCall, model).task.training_step
-    return lambda batch: model(batch, "train", None)
 
 
 @dataclass(slots=True)

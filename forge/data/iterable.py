@@ -24,7 +24,7 @@ from forge.data.sample_seeding import failed, is_pure, is_pure_collate, what, wh
 from forge.data.windows import is_stateful
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
-from forge.rng import fold, mix
+from forge.rng import combine_seeds, fold
 
 _BEGIN = 0xBE61
 """Sets the seed under which a stream begins apart from its samples' seeds."""
@@ -76,7 +76,7 @@ class Streams(Dataset[Any]):
             return self._take(turn)
 
     def _take(self, turn: Turn) -> Any:
-        self._word = mix(turn.seed, turn.epoch, turn.stream)
+        self._word = combine_seeds(turn.seed, turn.epoch, turn.stream)
         try:
             if turn.pass_number != self._pass:
                 self._begin(turn)

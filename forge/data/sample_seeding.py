@@ -27,7 +27,7 @@ from torch.utils.data import (
 from forge.data.collate import pad_collate
 from forge.data.sample_rng import kept_generators, seed_generators
 from forge.errors import DataError
-from forge.rng import fold, mix
+from forge.rng import combine_seeds, fold
 
 _COLLATE = 0xC011A7E
 """Sets a batch's seed apart from that of its first sample."""
@@ -145,7 +145,7 @@ class Seeded(Dataset[Any]):
 
     def _seeded_samples(self, draw: Draw) -> Any:
         dataset, samples, index = self.dataset, [], -1
-        epoch_word = mix(draw.seed, draw.epoch)
+        epoch_word = combine_seeds(draw.seed, draw.epoch)
         try:
             for place, index in enumerate(draw.indices):
                 word = fold(epoch_word, index if type(index) is int else number_of(index))
@@ -160,7 +160,7 @@ class Seeded(Dataset[Any]):
     def _collated(self, samples: Any, draw: Draw) -> Any:
         try:
             if not self.pure_collate:
-                word = mix(draw.seed, draw.epoch, number_of(draw.indices[0]))
+                word = combine_seeds(draw.seed, draw.epoch, number_of(draw.indices[0]))
                 seed_generators(fold(word, _COLLATE))
             return self.collate(samples if self.batched else samples[0])
         except Exception as error:

@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.windows import batch_size
+from forge.env import Env
 from forge.errors import DataError
 
 Agree = Callable[[Sequence[int]], list[int]]
-"""The largest of each number over all ranks: `env.agree`."""
+"""The largest of each number over all ranks: `env.all_max`."""
 
 
 class Portion(NamedTuple):
@@ -31,6 +32,18 @@ class Portion(NamedTuple):
     "How many of its samples count here; 0 where the batch is borrowed."
     total: int
     "How many samples the global batch has."
+
+
+class RankWindow(NamedTuple):
+    """A window on one of several ranks."""
+
+    batches: list[Any]
+    items: list[Any]
+    "The weight of each batch on this rank."
+    samples: int
+    "Samples in the window, over all ranks."
+    total: Any
+    "The weight of the window, over all ranks."
 
 
 class Cut(NamedTuple):
@@ -170,4 +183,33 @@ def _refuse_divided(loader: Any, stage: str) -> None:
         raise DataError(
             f"The {stage} loader has a DistributedSampler, and forge divides every batch among the ranks itself. Leave "
             "the sampler out (shuffle=True where it shuffled), and give the global batch size."
+        )
+
+
+def rank_window(portions: list[Portion], env: Env, num_items: Callable[[Any], Any] | None) -> RankWindow:
+    """Return a rank's window with its weights. Sample counts follow by arithmetic; only the `num_items` of a task that
+    defines it costs a reduction."""
+    batches, samples = [portion.batch for portion in portions], sum(portion.total for portion in portions)
+    if num_items is None:
+        for portion in portions:
+            _refuse_other_size(portion)
+        return RankWindow(batches, [portion.samples for portion in portions], samples, samples)
+    items = [num_items(portion.batch) if portion.samples else 0 for portion in portions]
+    on_host = env.device.type == "cpu"
+    kind = torch.float64 if on_host else torch.float32  # on the host there is no reason to round
+    own = torch.stack([torch.as_tensor(n, dtype=kind).reshape(()) for n in items]).to(env.device, non_blocking=True)
+    total = env.sum(own.sum()) * env.data_world / env.world
+    if on_host:  # a total of 0 divides nothing: weigh as one process would
+        return RankWindow(batches, own.tolist(), samples, float(total) or None)
+    return RankWindow(batches, list(own), samples, total.clamp(min=1e-30))  # 0 items weigh 0, and not 0/0
+
+
+def _refuse_other_size(portion: Portion) -> None:
+    """Refuse a batch with another number of samples than were read for it: ranks know each other's by arithmetic."""
+    size = batch_size(portion.batch)
+    if size is not None and portion.samples and size != portion.samples:
+        raise DataError(
+            f"A batch of {portion.samples} samples came out of its collate_fn with {size}: on several ranks forge "
+            "cannot tell how the others' count. Say it yourself: define num_items(batch) on the task, as in "
+            "`return len(batch[0])`."
         )

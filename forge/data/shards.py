@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from forge.data.order import epoch_order
 from forge.errors import DataError
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 Sample = dict[str, Any]
 
@@ -108,7 +108,7 @@ class TarShards(Dataset[Any]):
 
         Shards come in random order; inside a shard, samples are shuffled in blocks of `shuffle_block`.
         """
-        generator = torch.Generator().manual_seed(mix(seed, epoch))
+        generator = torch.Generator().manual_seed(combine_seeds(seed, epoch))
         firsts = self.index.first_samples
         blocks = [torch.empty(0, dtype=torch.int64)]
         for shard in epoch_order(len(self.shards), seed, epoch).tolist():

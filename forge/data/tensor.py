@@ -13,7 +13,7 @@ from forge.data.order import epoch_order
 from forge.data.sample_rng import seeded
 from forge.env import pick_device
 from forge.errors import DataError
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 
 class TensorLoader(SeekableLoader):
@@ -84,7 +84,7 @@ class TensorLoader(SeekableLoader):
         seed, (ranges, places) = self.seed, itertools.tee(ranges)
         raw = self._gathered(epoch, ranges) if self.shuffle else self._sliced(ranges)
         for (first, _), batch in zip(places, raw, strict=True):
-            with seeded(mix(seed, epoch, first), self.device):
+            with seeded(combine_seeds(seed, epoch, first), self.device):
                 changed = transform(*batch)
             yield changed
 

@@ -13,7 +13,7 @@ import torch
 from forge.data.base import SeekableLoader
 from forge.data.order import epoch_order
 from forge.errors import DataError, did_you_mean
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 Source = str | os.PathLike[str] | np.ndarray | torch.Tensor
 Array = np.ndarray[Any, Any]
@@ -96,7 +96,11 @@ class TokenStream(SeekableLoader):
         if permutation is not None:
             return permutation[start:stop]
         positions = np.arange(start, stop, dtype=np.int64)
-        return _drawn(mix(self.seed, epoch), positions, int(self._bases[-1])) if self.mode == "random" else positions
+        return (
+            _drawn(combine_seeds(self.seed, epoch), positions, int(self._bases[-1]))
+            if self.mode == "random"
+            else positions
+        )
 
     def _located(self, chosen: Array) -> tuple[Array, Array]:
         """For each number, its file and the token in that file at which its window begins."""

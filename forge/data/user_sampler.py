@@ -17,7 +17,7 @@ from forge.data.sharding import Portion, cut
 from forge.data.windows import is_stateful
 from forge.data.workers import Pool
 from forge.errors import DataError
-from forge.rng import fold, mix
+from forge.rng import combine_seeds, fold
 
 
 class SampledLoader:
@@ -130,7 +130,7 @@ class SampledLoader:
 
     def _indices(self, epoch: int) -> list[list[Any]]:
         """What the sampler gives for this epoch, with every generator that it may draw from seeded for it."""
-        word = mix(self.seed, epoch)
+        word = combine_seeds(self.seed, epoch)
         with kept_generators():
             seed_generators(word)
             for generator, own in self._generators.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from forge.data.sample_rng import kept_generators, seed_generators
 from forge.errors import DataError
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 
 def length_of(loader: Any) -> int | None:
@@ -186,7 +186,7 @@ class Feed:
         if not self._stateful:
             return iter(self.loader)
         with kept_generators():
-            seed_generators(mix(torch.initial_seed(), number))
+            seed_generators(combine_seeds(torch.initial_seed(), number))
             return iter(self.loader)
 
     def _continue(self, number: int) -> Iterator[Any]:
@@ -251,3 +251,36 @@ def _raised_by(stop: StopIteration) -> str:
         return ""
     code = trace.tb_frame.f_code
     return f", or mend {code.co_qualname} ({code.co_filename}:{trace.tb_lineno}), which raised StopIteration"
+
+
+def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float | torch.Tensor] | None]:
+    """Return how the micro-batches of a window count: (divisor, None) if all weigh the same, else (1, factors).
+
+    Tensors are never compared, because that would read the device.
+    """
+    if len(items) < 2:  # a single batch counts fully, whatever its weight
+        return 1, None
+    if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
+        return len(items), None  # the usual case
+    if any(isinstance(n, torch.Tensor) for n in items):
+        total = sum(items[1:], start=items[0])
+        return 1, [n / total for n in items]
+    total = sum(items)
+    if total == 0 and len(items) > 1:
+        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
+    if all(n == items[0] for n in items):
+        return len(items), None
+    return 1, [n / total for n in items]
+
+
+def shared_weights(
+    items: Sequence[int | torch.Tensor], total: int | torch.Tensor, data_world: int
+) -> tuple[int, list[float | torch.Tensor] | None]:
+    """`window_weights` on one of several ranks, whose strategy averages gradients: `total` counts the items of the
+    window over all of them."""
+    if isinstance(total, int):
+        if total == 0:
+            raise DataError("num_items gave 0 for every micro-batch of a window, on every rank: nothing to average.")
+        if all(n * data_world * len(items) == total for n in items):
+            return len(items), None
+    return 1, [n * data_world / total for n in items]

@@ -1,4 +1,4 @@
-"""Failure: say where an error came from, in forge's own terms."""
+"""Explaining errors: where an error came from, in terms of plugins, hooks, tasks and updates."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import STAGE_METHODS, TaskModule
 from forge.diagnose import nondeterminism
-from forge.engine import evaluation
 from forge.errors import DeterminismError, ForgeError, TaskError
-from forge.util import lightning_hints
+from forge.util.lightning_hints import hint_for
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
+    from forge.contract.step import Step
 
 NAMED_METHODS = {*STAGE_METHODS.values(), "configure_optimizers", "num_items", "evaluation_end", "takes_turn"}
 EVALUATIONS = {"val": "validation", "test": "the test", "predict": "prediction"}
@@ -37,7 +37,7 @@ HINTS = {
 }
 
 
-def explain(trainer: Trainer, error: BaseException) -> BaseException:
+def explain(trainer: Run, error: BaseException) -> BaseException:
     """Add a note that names plugin, hook and update; turn what says too little, a StopIteration out of user code or an
     operation that is not deterministic, into an error of its own."""
     if getattr(error, "__forge_explained__", False):
@@ -57,20 +57,20 @@ def explain(trainer: Trainer, error: BaseException) -> BaseException:
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
-    if instead := lightning_hints.instead(error):
-        error.add_note(f"forge: {instead}")
+    if hint := hint_for(error, TaskModule):
+        error.add_note(f"forge: {hint}")
     error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
 
-def first_cause(trainer: Trainer, error: BaseException) -> BaseException:
+def first_cause(trainer: Run, error: BaseException) -> BaseException:
     """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
     watch = getattr(getattr(trainer, "env", None), "watch", None)
     return error if watch is None else watch.judge(error)
 
 
-def stop_watching(trainer: Trainer) -> None:
+def stop_watching(trainer: Run) -> None:
     """A run that has failed is over on this rank; one that went well has stopped its watch already."""
     env: Any = getattr(trainer, "env", None)
     if getattr(env, "watch", None) is not None:
@@ -78,7 +78,7 @@ def stop_watching(trainer: Trainer) -> None:
         env.watch = None
 
 
-def _where(trainer: Trainer, error: BaseException) -> str:
+def _where(trainer: Run, error: BaseException) -> str:
     culprit = trainer.stack.blame(error)
     moment = f"at update {trainer.progress.update}{_rank(trainer)}"
     if culprit is not None and culprit[0] not in (CORE, TASK):
@@ -91,22 +91,21 @@ def _where(trainer: Trainer, error: BaseException) -> str:
     return ""
 
 
-def _rank(trainer: Trainer) -> str:
+def _rank(trainer: Run) -> str:
     """Which of several processes, and where it ran."""
     env = getattr(trainer, "env", None)
     return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
 
 
-def _in_task(trainer: Trainer, error: BaseException, method: str, code: CodeType) -> str:
+def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType) -> str:
     """The step of the task by the stage that ran it, and when that was."""
     task, update = type(trainer.task).__name__, trainer.progress.update
-    for frame in _frames(error):
-        if frame.f_code is evaluation.forward_batches.__code__ and "step" in frame.f_locals:
-            step, loader = frame.f_locals["step"], frame.f_locals["name"]
-            after = f" after update {update}" if trainer.verb == "fit" else ""
-            batch = f"batch {step.micro + 1}{'' if loader is None else f' of {loader!r}'}"
-            called = _called(trainer.task, STAGE_METHODS[step.stage], method, code)
-            return f"{task}.{called}, in {EVALUATIONS[step.stage]}{after}{_rank(trainer)}, {batch}"
+    step: Step | None = getattr(error, "__forge_eval_step__", None)
+    if step is not None:
+        after = f" after update {update}" if trainer.verb == "fit" else ""
+        batch = f"batch {step.micro + 1}{'' if step.loader is None else f' of {step.loader!r}'}"
+        called = _called(trainer.task, STAGE_METHODS[step.stage], method, code)
+        return f"{task}.{called}, in {EVALUATIONS[step.stage]}{after}{_rank(trainer)}, {batch}"
     return f"{task}.{method}, at update {update}{_rank(trainer)}{_micro(trainer, method)}"
 
 
@@ -117,7 +116,7 @@ def _called(task: Any, wanted: str, method: str, code: CodeType) -> str:
     return wanted if code.co_name not in NAMED_METHODS else f"{wanted} (which is {code.co_name})"
 
 
-def _micro(trainer: Trainer, method: str) -> str:
+def _micro(trainer: Run, method: str) -> str:
     step = trainer.step
     if method != "training_step" or step is None:
         return ""

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forge.snapshot.sandbox import untouched
-from forge.util.text import near
+from forge.snapshot.sandbox import without_side_effects
+from forge.util.text import short_path
 
 if TYPE_CHECKING:
+    from forge.contract.run import Run
     from forge.contract.step import Step
-    from forge.engine.trainer import Trainer
 
-FORGE = str(Path(__file__).parent) + os.sep
+FORGE = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = (FORGE, str(Path(torch.__file__).parent) + os.sep, "<")
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 
@@ -56,7 +56,7 @@ INSTEAD = {
 OTHERWISE = "Write it with other operations, or run it on the CPU."
 
 
-def explanation(trainer: Trainer, error: BaseException) -> str:
+def explanation(trainer: Run, error: BaseException) -> str:
     """What to tell of an error that torch raised for such an operation; nothing for any other error."""
     found = RAISED.match(str(error)) if isinstance(error, RuntimeError) else None
     if found is None:
@@ -72,7 +72,7 @@ def explanation(trainer: Trainer, error: BaseException) -> str:
     return " ".join(filter(None, told))
 
 
-def _called_at(trainer: Trainer, error: BaseException) -> str:
+def _called_at(trainer: Run, error: BaseException) -> str:
     """The innermost line of the user's own code below forge's, and the module that it belongs to."""
     line, module = "", ""
     names = {id(part): name for name, part in trainer.task.named_modules() if name}
@@ -81,7 +81,7 @@ def _called_at(trainer: Trainer, error: BaseException) -> str:
         if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
             continue  # it stands between the caller and the operation, whoever wrote it
         if not file.startswith(LIBRARIES):
-            line = f"{near(file)}:{number}"
+            line = f"{short_path(file)}:{number}"
         elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
             line = ""  # what came before it only called the Trainer, or began the backward pass
         if id(me) in names:
@@ -89,7 +89,7 @@ def _called_at(trainer: Trainer, error: BaseException) -> str:
     return f"It was called at {line}{module}." if line else ""
 
 
-def _called_before_backward(trainer: Trainer, error: BaseException) -> str:
+def _called_before_backward(trainer: Run, error: BaseException) -> str:
     """For an error in backward, the line of the forward pass whose gradient it was.
 
     Nobody has written it down, so the failed micro-batch is run once more with torch's anomaly mode, which does.
@@ -98,15 +98,15 @@ def _called_before_backward(trainer: Trainer, error: BaseException) -> str:
     if trainer.step is None or not trainer.step.window or not in_backward:
         return ""
     frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
-    own = [f"{near(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    own = [f"{short_path(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
     return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
 
 
-def _run_again(trainer: Trainer, step: Step) -> str:
+def _run_again(trainer: Run, step: Step) -> str:
     """What anomaly mode says while a micro-batch fails again; buffers and random numbers are put back."""
     hooks = trainer.hooks
     with (
-        untouched(trainer),
+        without_side_effects(trainer),
         warnings.catch_warnings(record=True) as caught,
         torch.autograd.set_detect_anomaly(True, check_nan=False),
         suppress(Exception),  # it is expected to fail, and whatever else goes wrong must not hide the first error

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
-class Clock:
+class StallClock:
     """How long a run has stood still, and whether it has ever moved."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Clock:
     def restart(self) -> None:
         self._since = time.monotonic()
 
-    def still_for(self, trainer: Trainer | None) -> float:
+    def still_for(self, trainer: Run | None) -> float:
         """Seconds since update, micro-batch and evaluated batches last changed."""
         if trainer is not None:
             update, step = trainer.progress.update, trainer.step

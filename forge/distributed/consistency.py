@@ -15,13 +15,13 @@ from forge.errors import DataError, TaskError
 from forge.snapshot.fingerprint import differences
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
     from forge.env import Env
 
 logger = logging.getLogger("forge")
 
 
-def refuse_different_models(trainer: Trainer) -> None:
+def refuse_different_models(trainer: Run) -> None:
     """Compare the task's parameters over all ranks, before anything is sent from one to another."""
     shapes = {name: list(p.shape) for name, p in trainer.task.named_parameters() if not is_lazy(p)}
     by_rank = trainer.env.gather(shapes)
@@ -34,7 +34,7 @@ def refuse_different_models(trainer: Trainer) -> None:
             )
 
 
-def refuse_different_data(trainer: Trainer) -> None:
+def refuse_different_data(trainer: Run) -> None:
     """Compare the number of batches of every loader over all ranks, and what decides their order."""
     named = {(stage, name): loader for stage, each in trainer.loaders.items() for name, loader in each.items()}
     lengths = {stage if name is None else f"{stage}/{name}": length_of(x) for (stage, name), x in named.items()}
@@ -72,7 +72,7 @@ def _order(loader: Any) -> dict[str, Any]:
 def refuse_different_windows(env: Env, batches: int, ends_epoch: bool) -> None:
     """For a loader without a length: every rank must have as many batches in this window, and end with it or not."""
     own = (batches, int(ends_epoch))
-    most = env.agree([*own, *(-number for number in own)])
+    most = env.all_max([*own, *(-number for number in own)])
     if most[:2] == [-number for number in most[2:]]:
         return
     told = "; ".join(
@@ -85,22 +85,22 @@ def refuse_different_windows(env: Env, batches: int, ends_epoch: bool) -> None:
     )
 
 
-def tell_shares(trainer: Trainer) -> None:
+def tell_shares(trainer: Run) -> None:
     """Say once, on rank 0, what a global batch comes to on each rank."""
     env, loader = trainer.env, trainer.loaders["train"][None]
     size = getattr(loader, "batch_size", None)
-    if env.shares == 1 or not env.is_main or not isinstance(size, int):
+    if env.data_world == 1 or not env.is_main or not isinstance(size, int):
         return
-    each, rest = divmod(size, env.shares)
+    each, rest = divmod(size, env.data_world)
     if rest:
         logger.warning(
             "A global batch of %d samples on %d ranks is %d or %d each: the others wait for those with more. A batch "
             "size that is a multiple of %d wastes nothing.",
             size,
-            env.shares,
+            env.data_world,
             each,
             each + 1,
-            env.shares,
+            env.data_world,
         )
     else:
-        logger.info("A global batch of %d samples is %d on each of %d ranks.", size, each, env.shares)
+        logger.info("A global batch of %d samples is %d on each of %d ranks.", size, each, env.data_world)

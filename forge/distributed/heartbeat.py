@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError, Store
 
 from forge.distributed import stall_report
-from forge.distributed.clock import Clock
+from forge.distributed.clock import StallClock
 from forge.distributed.exit_codes import exit_code
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
 from forge.distributed.store_channel import Beat, Cause, Line, is_alive, machine
 from forge.errors import ForgeError, Interrupted, PeerFailed
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
 EVERY = 1.0
@@ -56,7 +56,7 @@ STORE_GONE = (
 class Watch:
     """`Watch(store, rank, world, trainer, watchdog).start()`, and `stop()` at the end of the run."""
 
-    def __init__(self, store: Store, rank: int, world: int, trainer: Trainer | None = None, watchdog: float = 120.0):
+    def __init__(self, store: Store, rank: int, world: int, trainer: Run | None = None, watchdog: float = 120.0):
         self.rank, self.world, self.watchdog = rank, world, watchdog
         self.agreed = False
         "Whether all ranks leave together, after a signal: no failure, although an exception ends the run."
@@ -73,7 +73,7 @@ class Watch:
         self._code: int | None = None
         "What this process ends with, once this rank or another has failed."
         self._patient = 0
-        self._clock = Clock()
+        self._clock = StallClock()
         self._ticks = 0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -98,7 +98,7 @@ class Watch:
                 self._say_alive(left=True)
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
+    def no_timeout(self) -> Iterator[None]:
         """What takes long in here is no stall."""
         self._patient += 1
         try:

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from forge.distributed.heartbeat import Watch
 from forge.distributed.join import abandon, join
 from forge.distributed.rank_info import Setting
-from forge.engine.signals import signals_act_at_once
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
+from forge.util.signals import signals_act_at_once
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
 class DistributedEnv(Env):
@@ -34,7 +34,7 @@ class DistributedEnv(Env):
         self,
         device: str = "auto",
         *,
-        trainer: Trainer | None = None,
+        trainer: Run | None = None,
         watchdog: float = 120.0,
         backend: str | None = None,
         axes: Mapping[str, int] | None = None,
@@ -49,8 +49,8 @@ class DistributedEnv(Env):
                 self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.store, self.control = self.membership.store, self.membership.control
             self.mesh = self._mesh(dict(axes or {}))
-        self.shares = math.prod(self.mesh[name].size() for name in self.data_axes)
-        self.share = self.rank // (self.world // self.shares)
+        self.data_world = math.prod(self.mesh[name].size() for name in self.data_axes)
+        self.data_rank = self.rank // (self.world // self.data_world)
         alone = self.world == 1
         self.watch = None if alone else Watch(self.store, self.rank, self.world, trainer, watchdog).start()
 
@@ -99,7 +99,7 @@ class DistributedEnv(Env):
     def from_first(self, make: Callable[[], T]) -> T:
         return self.broadcast(make() if self.is_main else None)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
+    def all_max(self, numbers: Sequence[int]) -> list[int]:
         if self.world == 1:
             return list(numbers)
         together = torch.tensor(list(numbers), dtype=torch.int64)
@@ -116,8 +116,8 @@ class DistributedEnv(Env):
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
-    def patience(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.patience()
+    def no_timeout(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch.no_timeout()
 
     def close(self, failed: bool) -> None:
         """A run is over. The others are still there for the next one, unless something failed: then nothing is said to
@@ -126,8 +126,8 @@ class DistributedEnv(Env):
         if failed and not (watch is not None and watch.agreed):
             abandon()  # the watch goes on until the session is over: a plugin may wait for a rank that is gone
         elif watch is not None:
-            with watch.patience():
-                self.agree([0])  # nobody leaves, and is missed, while another still saves
+            with watch.no_timeout():
+                self.all_max([0])  # nobody leaves, and is missed, while another still saves
             watch.stop(left=True)
             self.watch = None
 

@@ -21,24 +21,24 @@ from forge.metrics.media import DRAWN
 from forge.rng import RNGState
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 GRADIENT_MODES: Mapping[str, Any] = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": nullcontext}
 
 
-def run(trainer: Trainer, stage: str) -> Any:
-    """Evaluate a stage: its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
+def run(trainer: Run, stage: str) -> Any:
+    """Evaluate a stage: return its metrics, or for "predict" the list of outputs (on the CPU), one per batch."""
     means, outputs = Means(trainer.env.device, trainer.env), []
     trainer.env.copy_from_first(trainer.task, parameters=False)
     loaders = trainer.loaders[stage]
-    with torchmetrics.apart(trainer.task, f"{stage}/") as means.held, evaluation_mode(trainer):
+    with torchmetrics.isolated(trainer.task, f"{stage}/") as means.held, evaluation_mode(trainer):
         for name, loader in loaders.items():
             prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
             for step, raw, output in forward_batches(trainer, stage, name, loader):
                 if stage == "predict":
-                    outputs.append(None if step.borrowed else _to_host(output))
+                    outputs.append(None if step.is_padding else _to_host(output))
                 else:
-                    count(means, prefix, output, 0 if step.borrowed else trainer.task.num_items(raw), step)
+                    count(means, prefix, output, 0 if step.is_padding else trainer.task.num_items(raw), step)
             if len(loaders) > 1:
                 means.compute_held(only_returned=True)  # a metric counts each loader for itself
         if stage == "predict":
@@ -48,23 +48,28 @@ def run(trainer: Trainer, stage: str) -> Any:
     return {**counted.result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
 
 
-def forward_batches(trainer: Trainer, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
-    """(step, raw batch, output) for every batch; a loader that gives less than its length is refused."""
+def forward_batches(trainer: Run, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:
+    """Yield (step, raw batch, output) for every batch; refuse a loader that gives less than its length."""
     hooks, given = trainer.hooks, 0
     set_epoch(loader, 0)  # every pass is the same, however many came before
-    for raw in loader:
-        step = Step(trainer, stage)
-        step.micro = given
-        trainer.evaluated += 1
-        if isinstance(raw, Portion):
-            raw, step.borrowed = raw.batch, raw.samples == 0
-        trainer.borrowing = step.borrowed
-        batch = hooks.forge_prepare_batch(step, raw)
-        with torchmetrics.kept(trainer.task) if step.borrowed else nullcontext():
-            output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
-        trainer.borrowing = False
-        given += 1
-        yield step, raw, output
+    try:
+        for raw in loader:
+            step = Step(trainer, stage)
+            step.micro, step.loader = given, name
+            trainer.evaluated += 1
+            trainer.eval_step = step
+            if isinstance(raw, Portion):
+                raw, step.is_padding = raw.batch, raw.samples == 0
+            batch = hooks.forge_prepare_batch(step, raw)
+            with torchmetrics.restored_after(trainer.task) if step.is_padding else nullcontext():
+                output = checks.first_forward(step, batch) if given == 0 else hooks.forge_forward(step, batch)
+            given += 1
+            yield step, raw, output
+    except BaseException as error:
+        error.__forge_eval_step__ = trainer.eval_step  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    finally:
+        trainer.eval_step = None
     expected = length_of(loader)
     label = stage if name is None else f"{stage}/{name}"
     if given == 0 or (expected is not None and given < expected):
@@ -84,7 +89,7 @@ def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: St
 
 
 @contextmanager
-def evaluation_mode(trainer: Trainer) -> Iterator[None]:
+def evaluation_mode(trainer: Run) -> Iterator[None]:
     """`eval()` and the task's gradient mode; then modes and RNG are put back, and fit has no stray `.grad`."""
     task, device = trainer.task, trainer.env.device
     modes = [(module, module.training) for module in task.modules()]
@@ -109,7 +114,7 @@ def gradient_mode(name: str) -> AbstractContextManager[Any]:
     return GRADIENT_MODES[name]()
 
 
-def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
+def _named(stage: str, ending: Any, trainer: Run) -> dict[str, Any]:
     if ending is None:
         return {}
     where = f"{type(trainer.task).__name__}.evaluation_end"
@@ -118,16 +123,16 @@ def _named(stage: str, ending: Any, trainer: Trainer) -> dict[str, Any]:
     return {f"{stage}/{key}": float(value) if key in scalars else value for key, value in ending.items()}
 
 
-def _from_all_ranks(trainer: Trainer, outputs: list[Any]) -> list[Any]:
+def _from_all_ranks(trainer: Run, outputs: list[Any]) -> list[Any]:
     """The outputs in the order of the data, on every rank: on several, a batch gives one output for each share."""
     env = trainer.env
-    if env.shares == 1:
+    if env.data_world == 1:
         return outputs
-    by_rank = env.gather(outputs)[:: env.world // env.shares]
+    by_rank = env.gather(outputs)[:: env.world // env.data_world]
     return [output for batch in zip(*by_rank, strict=True) for output in batch if output is not None]
 
 
-def _from_first_rank(trainer: Trainer, ending: dict[str, Any]) -> dict[str, Any]:
+def _from_first_rank(trainer: Run, ending: dict[str, Any]) -> dict[str, Any]:
     """Rank 0's numbers count on all ranks, because schedules and plugins may go by them."""
     numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
     others = {name: value for name, value in ending.items() if name not in numbers}

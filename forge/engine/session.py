@@ -19,24 +19,23 @@ import torch
 from forge.checkpoint import Checkpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
-from forge.data.adapt import resumable_reason, shares_badly
 from forge.data.windows import Feed, check_loader
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
 from forge.engine.defaults import Core
-from forge.errors import DataError, ForgeError, Interrupted, TaskError
+from forge.errors import ForgeError, Interrupted, TaskError
 from forge.metrics import torchmetrics
 from forge.metrics.means import Means
 from forge.rng import seed_all, seed_of
 from forge.runs import attempts, choose
-from forge.runs.card import config_text, make_card, write_card, write_end
+from forge.runs.card import config_text, make_card, name_of, write_card, write_end
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
@@ -44,7 +43,7 @@ logger = logging.getLogger("forge")
 class Session:
     """`with Session(trainer, verb, task, loaders, weights): ...`"""
 
-    def __init__(self, trainer: Trainer, verb: str, task: TaskModule, loaders: dict[str, Any], weights: Any = None):
+    def __init__(self, trainer: Run, verb: str, task: TaskModule, loaders: dict[str, Any], weights: Any = None):
         if trainer.verb is not None:
             raise ForgeError(f"This Trainer is running {trainer.verb} already; use another one for {verb}.")
         checks.check_task(task, loaders)
@@ -147,7 +146,7 @@ class Session:
         if trainer.verb == "fit":
             self._prepare_training()
         if trainer.verb == "fit":
-            with trainer.env.patience():
+            with trainer.env.no_timeout():
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
             trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
@@ -176,8 +175,8 @@ class Session:
     def _build_model(self) -> None:
         trainer = self.trainer
         build = Build(trainer.task, TaskCall(trainer.task))
-        if trainer.env.shares > 1:
-            torchmetrics.mind_company(trainer, build.model)
+        if trainer.env.data_world > 1:
+            torchmetrics.ignore_padding(trainer.task, build.model, self._is_padding)
         if trainer.verb == "fit":
             trainer.task.train()
             build.model.train()
@@ -187,6 +186,11 @@ class Session:
             if phase == "surgery":
                 trainer.env.place(trainer.task)
         trainer.model = build.model
+
+    def _is_padding(self) -> bool:
+        """Whether the current micro-batch is a padding batch."""
+        step = self.trainer.step
+        return step is not None and self.trainer.padding[step.micro]
 
     def _build_loaders(self) -> None:
         trainer = self.trainer
@@ -209,54 +213,19 @@ class Session:
     def _prepare_training(self) -> None:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
         trainer, task = self.trainer, self.trainer.task
-        self._refuse_unusable_loaders()
+        checks.refuse_unusable_loaders(trainer)
         trainer.feed = Feed(trainer.loaders["train"][None])
-        self._refuse_inexact_data()
+        checks.refuse_inexact_data(trainer)
         self._count_updates()
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
-        if "val" not in trainer.loaders and any(
-            i.monitor for e in trainer.optimizers.entries.values() for i in e.schedules
-        ):
-            raise TaskError(
-                "A ReduceLROnPlateau steps after each validation, but this fit has no val loader. Pass one."
-            )
+        checks.refuse_plateau_without_val(trainer)
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
         trainer.means.hold(task)
-        trainer.weighs_by_itself = defines(task, "num_items")
+        trainer.task_defines_num_items = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_rng = needs_replay or self._owner_replays()
         trainer.keep_batches = trainer.keep_rng or len(trainer.optimizers) > 1
-
-    def _refuse_unusable_loaders(self) -> None:
-        train = self.trainer.loaders["train"]
-        if None not in train:
-            raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
-        inner = _innermost(train[None])
-        shared = any(_innermost(loader) is inner for loader in self.trainer.loaders.get("val", {}).values())
-        if shared and getattr(inner, "persistent_workers", False):
-            raise DataError(
-                "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
-                "is being trained on. Make a loader for each."
-            )
-        given = self.trainer.given_loaders
-        both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
-        if any(loader is given["train"] for loader in both) and shares_badly(train[None]):
-            raise DataError(
-                f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
-                "training on. Make a loader for each."
-            )
-
-    def _refuse_inexact_data(self) -> None:
-        """A run that is saved must be one that can be continued; better said now than after the first crash."""
-        trainer = self.trainer
-        saves = trainer.hooks.forge_save is not None or trainer.resume
-        reason = resumable_reason(trainer.feed.loader) if saves else None
-        if reason is not None and not trainer.allow_inexact:
-            raise DataError(
-                f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True "
-                "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
-            )
 
     def _count_updates(self) -> None:
         """How many updates an epoch and the whole run have, where that is known."""
@@ -279,7 +248,7 @@ class Session:
         """Choose the folder, take it, and find what is continued there."""
         trainer = self.trainer
         env = trainer.env
-        choice = env.from_first(lambda: choose.choose(trainer))
+        choice = env.from_first(lambda: choose.choose(trainer, name_of(trainer.task)))
         trainer.run_dir = choice.run_dir
         if trainer.run_dir is not None and env.is_main:
             self.cleanup.enter_context(RunLock(trainer.run_dir))
@@ -291,12 +260,12 @@ class Session:
         trainer = self.trainer
         env = trainer.env
         if trainer.seed is not None:
-            seed_all(seed_of(trainer.seed, env.share))
-        elif env.share:
-            seed_all(seed_of(torch.initial_seed(), env.share))  # dropout must not be the same on all ranks
+            seed_all(seed_of(trainer.seed, env.data_rank))
+        elif env.data_rank:
+            seed_all(seed_of(torch.initial_seed(), env.data_rank))  # dropout must not be the same on all ranks
         trainer.at_boundary = True
         if self.checkpoint is not None:
-            with env.patience():
+            with env.no_timeout():
                 resume(trainer, self.checkpoint)
         elif trainer.resume is not None:
             trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
@@ -324,13 +293,6 @@ class Session:
             write_end(self.trainer, self.card["started"], error, time.monotonic() - self.started)
         except Exception as problem:
             logger.error("end.json cannot be written: %s.", problem)
-
-
-def _innermost(loader: Any) -> Any:
-    """What is read in the end, behind all that stands around it."""
-    while hasattr(loader, "loader"):
-        loader = loader.loader
-    return loader
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:

@@ -7,18 +7,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.requests import Request
 from forge.errors import Interrupted
+from forge.util.signals import NAMES
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNAL = "signal"
+"""The name under which a signal requests a stop."""
 ECHO = 2.0
 """A scheduler signals all processes of a job, and a launcher passes it on: within so many seconds it is one signal."""
 
@@ -29,7 +30,7 @@ class Signals:
     Handlers belong to the main thread; a fit in another thread leaves them alone. What was there is put back.
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Run):
         self._trainer = trainer
         self._before: dict[int, Any] = {}
         self._owner = os.getpid()
@@ -75,7 +76,7 @@ class Signals:
 
     def heard(self, request: Request | None) -> None:
         """A stop was agreed on: where another rank got the signal, this one leaves in the same way."""
-        if request is not None and request.asker == "signal":
+        if request is not None and request.asker == SIGNAL:
             self.received, self._agreed = self.received or signal.Signals[request.reason], True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -89,7 +90,7 @@ class Signals:
         if self._trainer.step is None:
             self._leave_early(number)
         update = self._trainer.progress.update
-        self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, "signal", update))
+        self._trainer.requests.open.setdefault("stop", Request("stop", self.received.name, SIGNAL, update))
         if several:  # all of them got it, or the launcher sends it because one has failed: nothing to say yet
             return
         # no logging in a handler: it may have interrupted the logger
@@ -108,20 +109,3 @@ class Signals:
             signal.default_int_handler(number, frame)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-@contextmanager
-def signals_act_at_once() -> Iterator[None]:
-    """Around a wait outside of Python, where no handler would be called: there is nothing to save yet, so a signal may
-    simply end the process."""
-    handled: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for name in NAMES:
-            number = getattr(signal, name, None)
-            if number is not None and callable(signal.getsignal(number)):
-                handled[number] = signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
-from forge.metrics.torchmetrics import Held, Kept, copied, is_metric, put_back
+from forge.metrics.torchmetrics import Kept, TaskMetrics, copied, is_metric, put_back
 
 if TYPE_CHECKING:
     from forge.env import Env
@@ -47,7 +47,7 @@ class Means:
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
         self._settle: Callable[[], None] | None = None
-        self.held: Held | None = None
+        self.held: TaskMetrics | None = None
         "The task's own metrics that accumulate; None where a step's are not looked at."
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
@@ -93,7 +93,7 @@ class Means:
 
     def hold(self, task: nn.Module) -> None:
         """Count what the metrics that this task holds accumulate in training; they begin anew."""
-        self.held = Held(task, "train/")
+        self.held = TaskMetrics(task, "train/")
         self.held.reset()
 
     def _accumulates(self, name: str, value: Any) -> bool:
@@ -268,7 +268,7 @@ class Means:
 def check_same_names(env: Env, names: list[str]) -> None:
     """Refuse, by name, that ranks log different things: their sums would not fit together."""
     digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7])
-    largest, negated = env.agree([digest, -digest])
+    largest, negated = env.all_max([digest, -digest])
     if largest == -negated:
         return
     by_rank = [set(each) for each in env.gather(names)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from forge.errors import TaskError
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
     from forge.env import Env
 
 PACKAGE = "torchmetrics"
@@ -46,7 +45,7 @@ def is_metric(value: Any) -> bool:
     )
 
 
-class Held:
+class TaskMetrics:
     """The metrics that a task holds, by the names of their attributes, and what the steps call them."""
 
     def __init__(self, task: nn.Module, prefix: str):
@@ -112,7 +111,7 @@ class Held:
         if not chosen:
             return []
         own = [(int(_is_updated(metric)), _digest(metric)) for metric in chosen.values()]
-        numbers = env.agree([number for updated, digest in own for number in (updated, digest, -digest)])
+        numbers = env.all_max([number for updated, digest in own for number in (updated, digest, -digest)])
         for (path, metric), largest, negated in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
             if largest != -negated:
                 self._fit_together(env, path, metric)
@@ -185,7 +184,13 @@ class Held:
                 self.names[key] = [names] if isinstance(names, str) else list(names)  # one name in older checkpoints
             for metric, kept in zip(inner, saved["inner"], strict=False):
                 put_back(
-                    [(metric, {name: _moved(value, metric) for name, value in kept["state"].items()}, kept["count"])]
+                    [
+                        (
+                            metric,
+                            {name: _moved(value, metric) for name, value in kept["state"].items()},
+                            kept["count"],
+                        )
+                    ]
                 )
 
     def _is_named(self, path: str, metric: Any) -> bool:
@@ -219,13 +224,13 @@ class Held:
 
 
 @contextmanager
-def apart(task: nn.Module, prefix: str) -> Iterator[Held]:
+def isolated(task: nn.Module, prefix: str) -> Iterator[TaskMetrics]:
     """The task's metrics for one evaluation: they begin anew, and afterwards have again what they had before.
 
     What a wrapper remembers beside its states, such as the best value so far, spans evaluations: it stays. What is the
     task's own business is left as it is.
     """
-    held = Held(task, prefix)
+    held = TaskMetrics(task, prefix)
     before = {path: _states(metric) for path, metric in held.metrics.items()}
     held.reset()
     try:
@@ -236,9 +241,9 @@ def apart(task: nn.Module, prefix: str) -> Iterator[Held]:
 
 
 @contextmanager
-def kept(task: nn.Module) -> Iterator[None]:
+def restored_after(task: nn.Module) -> Iterator[None]:
     """Whatever is counted meanwhile is not: what runs once more, beforehand, or for company only."""
-    before = Held(task, "").keep()
+    before = TaskMetrics(task, "").keep()
     try:
         yield
     finally:
@@ -258,17 +263,18 @@ def put_back(before: Kept) -> None:
         metric._update_count, metric._computed = count, None
 
 
-def mind_company(trainer: Trainer, model: nn.Module) -> None:
-    """A rank without a share of a small batch trains on another's sample at weight 0: its metrics do not count it."""
-    held, company = Held(trainer.task, ""), []
+def ignore_padding(task: nn.Module, model: nn.Module, is_padding: Callable[[], bool]) -> None:
+    """Keep padding batches out of the task's metrics in training: a rank without samples of a small batch trains on
+    another rank's sample, at weight 0."""
+    held, before_padding = TaskMetrics(task, ""), []
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given[1] == "train" and trainer.step is not None and trainer.borrowed[trainer.step.micro]:
-            company.append(held.keep())
+        if given[1] == "train" and is_padding():
+            before_padding.append(held.keep())
 
     def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        if company:
-            put_back(company.pop())
+        if before_padding:
+            put_back(before_padding.pop())
 
     if held:
         model.register_forward_pre_hook(before)
@@ -392,7 +398,7 @@ def _among(env: Env | None, metric: Any) -> Iterator[None]:
 
 
 def _data_group(env: Env | None) -> Any:
-    if env is None or env.shares == env.world or env.mesh is None:
+    if env is None or env.data_world == env.world or env.mesh is None:
         return None
     axes: tuple[str, ...] = getattr(env, "data_axes", ())
     mesh = env.mesh[axes[0]] if len(axes) == 1 else env.mesh[axes]._flatten()

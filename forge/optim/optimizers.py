@@ -7,10 +7,10 @@ name, and passes it to `training_step`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,10 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from forge.errors import TaskError
 from forge.optim import state as optimizer_state
-from forge.progress import Interval
-
-if TYPE_CHECKING:
-    from forge.contract.step import Step
+from forge.progress import Interval, Position
 
 HOW_TO_RETURN = (
     "Return an optimizer, (optimizer, schedule), (optimizer, schedule, '1 epoch'), or a dict of those by name: "
@@ -88,14 +85,14 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self.entries[name].schedules.append(schedule)
         self.has_schedules = True
 
-    def advance(self, step: Step) -> None:
-        """Step every schedule that is due, if its optimizer has stepped since the last time."""
+    def advance(self, updated: bool, names: Collection[str], position: Position) -> None:
+        """Step every schedule that is due, if its optimizer has stepped since the last time: `updated` says whether one
+        did, `names` which of several."""
         self._used = self._rates()
         for name, entry in self.entries.items():
-            updated = step.updated and (name is None or name in step.updated_names)
             for item in entry.schedules:
-                item.moved |= updated
-                due = item.every is None or item.every.due(step)
+                item.moved |= updated and (name is None or name in names)
+                due = item.every is None or item.every.due(position)
                 if item.monitor is None and item.moved and due:
                     item.schedule.step()
                     item.moved = False

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from forge.config.build import make_plugins
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
-from forge.contract.stack import make_plugins
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
 from forge.data.windows import batch_size

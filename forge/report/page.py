@@ -18,7 +18,7 @@ from forge.report.style import SHEET
 from forge.runs import compare, wording
 from forge.runs.attempts import left_out, lives_of, shown
 from forge.runs.folder import Run
-from forge.util.text import near
+from forge.util.text import short_path
 from forge.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -148,7 +148,7 @@ def pictures(run: Run) -> str:
         )
     drawn = images.shown(every)
     figures = map(_figure, drawn)
-    more = f"{wording.counted(len(every) - len(drawn), 'more picture')}: forge board {near(run.path)}"
+    more = f"{wording.counted(len(every) - len(drawn), 'more picture')}: forge board {short_path(run.path)}"
     left_out = f"<p class='soft'>{esc(more)}</p>\n" if len(every) > len(drawn) else ""
     return f"<div class='pictures'>\n{''.join(figures)}</div>\n{left_out}" if every else ""
 

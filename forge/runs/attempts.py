@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from forge.util.files import replacing
+from forge.util.files import atomic_write
 from forge.runs.folder import LIVES, Run
 
 MOST_SHOWN = 10
@@ -74,7 +74,7 @@ def begin(card: Mapping[str, Any], folder: Path, continues: bool) -> list[Life]:
         file.unlink(missing_ok=True)
         return [Life.of_card(card)]
     lives = [*lives_of(Run(folder)), Life.of_card(card)]
-    with replacing(file) as beside:
+    with atomic_write(file) as beside:
         beside.write_text(json.dumps({"lives": [asdict(life) for life in lives]}, indent=2) + "\n")
     return lives
 

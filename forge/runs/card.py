@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -18,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from forge import __version__, options
 from forge.errors import Interrupted
-from forge.contract.plugin import Callback, Plugin, snake_case
-from forge.util.files import replacing
+from forge.version import __version__
+from forge.contract.plugin import plugin_options, snake_case
+from forge.options import plain
+from forge.util.files import atomic_write
 from forge.runs import wording
-from forge.runs.folder import still_logged
+from forge.runs.folder import current_metrics
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import AnyRecipe, Run
 
 END = "end.json"
 """Written when a fit ends, in whatever way it can still write; removed when the run goes on."""
@@ -38,11 +38,11 @@ def new_run_dir(group: str) -> Path:
     return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def group_of(trainer: Trainer) -> str:
-    """Runs are grouped by recipe; a stack recipe, which names no task, leaves the task's name."""
-    recipe = trainer.recipe
-    names_task = recipe is not None and "name" in (recipe.config.get("task") or {})
-    return recipe.name if recipe is not None and names_task else snake_case(name_of(trainer.task))
+def group_of(recipe: AnyRecipe | None, task: str) -> str:
+    """Return the folder that runs are grouped in: the recipe's name, or the task's if the recipe names no task."""
+    if recipe is not None and "name" in (recipe.config.get("task") or {}):
+        return recipe.name
+    return snake_case(task)
 
 
 def name_of(task: TaskModule) -> str:
@@ -51,14 +51,14 @@ def name_of(task: TaskModule) -> str:
     return given if isinstance(given, str) and given else type(task).__name__
 
 
-def make_card(trainer: Trainer, resumed_from: int | None = None) -> dict[str, Any]:
+def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
     """Everything needed to understand a run later, as plain data."""
     task = trainer.task
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command(sys.argv),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
-        "group": group_of(trainer),
+        "group": group_of(trainer.recipe, name_of(task)),
         "task": {
             "class": name_of(task),
             "options": {key: plain(value) for key, value in task.init_args.items()},
@@ -95,14 +95,14 @@ def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
         "card.json": json.dumps(card, indent=2) + "\n",
         "card.md": card_as_markdown(card) + more,
     }.items():
-        with replacing(folder / name) as beside:
+        with atomic_write(folder / name) as beside:
             beside.write_text(text)
 
 
-def config_text(trainer: Trainer, card: dict[str, Any]) -> str:
+def config_text(trainer: Run, card: dict[str, Any]) -> str:
     """`config.yaml`: the recipe, under comments about what it does not say of this run."""
     assert trainer.recipe is not None
-    notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.plugins_in_code else []
+    notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.has_plugins_in_code else []
     kept = wording.kept_options(card["kept_options"])
     if kept:
         notes.append(
@@ -112,12 +112,12 @@ def config_text(trainer: Trainer, card: dict[str, Any]) -> str:
     return "".join(f"# {' '.join(note.split())}\n" for note in notes) + trainer.recipe.to_yaml()
 
 
-def write_end(trainer: Trainer, started: str, error: BaseException | None, seconds: float) -> None:
+def write_end(trainer: Run, started: str, error: BaseException | None, seconds: float) -> None:
     """`end.json`: how the fit ended whose card says `started`, after how long, and every metric that it still logs."""
     assert trainer.run_dir is not None
     progress = trainer.progress
     status, reason = ending(trainer, error)
-    current = still_logged(trainer.metrics, trainer.logged)
+    current = current_metrics(trainer.metrics, trainer.logged)
     numbers = {name: value for name, value in current.items() if isinstance(value, (int, float))}
     record = {
         "status": status,
@@ -130,14 +130,14 @@ def write_end(trainer: Trainer, started: str, error: BaseException | None, secon
         "samples": progress.sample,
         "metrics": {name: value if math.isfinite(value) else None for name, value in numbers.items()},
     }
-    with replacing(trainer.run_dir / END) as beside:
+    with atomic_write(trainer.run_dir / END) as beside:
         beside.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
-def ending(trainer: Trainer, error: BaseException | None) -> tuple[str, str]:
+def ending(trainer: Run, error: BaseException | None) -> tuple[str, str]:
     """(finished, interrupted or failed, why) of a fit that ends now."""
     if error is None:
-        return "finished", trainer._stop_reason or trainer._end or ""
+        return "finished", trainer.stop_reason or trainer.limit_reached or ""
     if isinstance(error, SystemExit) and type(error.code) is int and error.code > 128:
         return "interrupted", f"signal {error.code - 128}: the state was not saved."
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
@@ -169,26 +169,6 @@ def card_as_markdown(card: dict[str, Any]) -> str:
     lines += ["", "## Stack, outermost first", ""]
     lines += [f"{i}. **{p['name']}**({_arguments(p['options'])})" for i, p in enumerate(card["stack"], 1)]
     return "\n".join([*lines, "" if card["stack"] else "no plugins", ""])
-
-
-def plugin_options(plugin: Plugin) -> dict[str, Any]:
-    """A plugin's options as plain data."""
-    if isinstance(plugin, Callback):
-        return {"event": plugin.event, **({"every": str(plugin.every)} if plugin.every else {})}
-    return {o.name: plain(getattr(plugin.config, o.name)) for o in options.of_config(type(plugin).Config)}
-
-
-def plain(value: Any) -> Any:
-    """The value if JSON can hold it, else how it prints."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else repr(value)[:200]
 
 
 def device_name(device: torch.device) -> str:

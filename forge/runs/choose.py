@@ -16,7 +16,7 @@ from forge.runs.card import group_of, new_run_dir
 from forge.checkpoint import Checkpoint, Checkpoints, settle
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
@@ -34,23 +34,23 @@ class Choice:
         return self.source is not None and self.source == self.run_dir
 
 
-def choose(trainer: Trainer) -> Choice:
-    """Decide where; nothing is written or removed."""
+def choose(trainer: Run, task: str) -> Choice:
+    """Decide where a fit of the task called `task` writes; nothing is written or removed."""
     wanted: Any = trainer.wanted_run_dir
     if trainer.resume is None:
-        return Choice(_new_folder(trainer))
+        return Choice(_new_folder(trainer, task))
     if wanted is False:
         raise CheckpointError("resume= needs a run folder to go on in; run_dir=False forbids one.")
     if trainer.resume != "auto":
-        return _from_path(trainer, Path(trainer.resume).absolute())
+        return _from_path(trainer, task, Path(trainer.resume).absolute())
     if wanted is not None:
         folder = Path(wanted).absolute()
         return Choice(folder, folder)
-    group = Path("runs") / group_of(trainer)
+    group = Path("runs") / group_of(trainer.recipe, task)
     newest = newest_run(group.absolute())
     if newest is None:
         logger.info("Nothing to resume in %s: a new run.", group)
-        return Choice(_new_folder(trainer))
+        return Choice(_new_folder(trainer, task))
     return Choice(newest, newest)
 
 
@@ -72,10 +72,10 @@ def find(choice: Choice) -> Checkpoint | None:
     return found
 
 
-def newest(trainer: Trainer) -> Checkpoint:
+def newest(trainer: Run) -> Checkpoint:
     """The newest valid checkpoint of the running fit, the one that is still being written included."""
     run_dir = trainer.run_dir
-    with trainer.env.patience():
+    with trainer.env.no_timeout():
         settle()
         found = None if run_dir is None else trainer.env.from_first(checkpoints_of(run_dir).newest_valid)
     if found is None:
@@ -95,13 +95,13 @@ def newest_run(group: Path) -> Path | None:
     return max(runs, key=lambda folder: folder.name, default=None)
 
 
-def _new_folder(trainer: Trainer) -> Path | None:
+def _new_folder(trainer: Run, task: str) -> Path | None:
     """A folder for a new run. One that holds a run's checkpoints is not trained over."""
     wanted: Any = trainer.wanted_run_dir
     if wanted is False:
         return None
     if wanted is None:
-        return new_run_dir(group_of(trainer)).absolute()
+        return new_run_dir(group_of(trainer.recipe, task)).absolute()
     there = checkpoints_of(Path(wanted)).all()
     if there:
         raise CheckpointError(
@@ -111,10 +111,10 @@ def _new_folder(trainer: Trainer) -> Path | None:
     return Path(wanted).absolute()  # whatever the process does about its working directory
 
 
-def _from_path(trainer: Trainer, path: Path) -> Choice:
+def _from_path(trainer: Run, task: str, path: Path) -> Choice:
     """A run folder is continued where it is; a single checkpoint, or another run, is where a new run begins."""
     wanted: Any = trainer.wanted_run_dir
     is_run = (path / "checkpoints").is_dir()
     if is_run and (wanted is None or Path(wanted).resolve() == path.resolve()):
         return Choice(path, path)
-    return Choice(_new_folder(trainer), path)
+    return Choice(_new_folder(trainer, task), path)

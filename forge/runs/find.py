@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from forge.errors import ForgeError, did_you_mean
-from forge.util.text import near
+from forge.util.text import short_path
 from forge.runs.folder import Run, find_runs
 
 RUNS = "runs"
@@ -21,7 +21,7 @@ def runs_in(folder: str | Path) -> list[Run]:
 
 def label(run: Run) -> str:
     """What to type for a run: its path, without the folder where runs are looked for anyway."""
-    return near(run.path).removeprefix(f"{RUNS}/")
+    return short_path(run.path).removeprefix(f"{RUNS}/")
 
 
 def locate(name: str) -> Run:

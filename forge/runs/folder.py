@@ -217,7 +217,7 @@ class Run:
         said = self.end.get("metrics")
         if not isinstance(said, dict):
             latest = {name: points[-1][1] for name, points in self.series.items()}
-            return still_logged(latest, _series(self._own_lines)) if self.resumed_from else latest
+            return current_metrics(latest, _series(self._own_lines)) if self.resumed_from else latest
         found = {
             name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
         }
@@ -389,7 +389,7 @@ def _number(value: Any) -> float:
 EVALUATIONS = ("val", "test")
 
 
-def still_logged(latest: Mapping[str, Any], logged: Collection[str]) -> dict[str, Any]:
+def current_metrics(latest: Mapping[str, Any], logged: Collection[str]) -> dict[str, Any]:
     """The metrics without those that nobody logs any more.
 
     A run must go on with all of them, to end as one that was never cut off; what is written down of it need not. A name

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from forge.util.text import command, near
+from forge.util.text import command, short_path
 from forge.runs import wording
 from forge.runs.folder import Run
 
@@ -44,7 +44,7 @@ def summary(
 
 def folder_lines(run_dir: Path) -> dict[str, str]:
     """Where the run is, what it saved, and how to look at it."""
-    lines, folder, forge = {"run folder": near(run_dir)}, quote(near(run_dir)), quote(command("forge"))
+    lines, folder, forge = {"run folder": short_path(run_dir)}, quote(short_path(run_dir)), quote(command("forge"))
     saved = [f"{c.name} ({', '.join(c.marks)})" if c.marks else c.name for c in Run(run_dir).checkpoints]
     if saved:
         more = [f"{len(saved) - 3} more", *saved[-3:]] if len(saved) > 3 else saved

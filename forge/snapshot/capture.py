@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from forge.contract.plugin import Plugin
+from forge.checkpoint.weights import describe_task
+from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
-from forge.runs.card import plugin_options
 from forge.snapshot.fingerprint import fingerprint, surroundings
 
-LONG = 10_000
-"""An argument with more entries than this, such as a vocabulary, is not kept with the task's arguments."""
-
 if TYPE_CHECKING:
-    from forge.contract.task import TaskModule
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
-def capture(trainer: Trainer) -> dict[str, Any]:
+def capture(trainer: Run) -> dict[str, Any]:
     """Model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
 
     Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own. On
@@ -44,7 +40,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "data": trainer.feed.state_dict(),
         "means": own["means"] if env.world == 1 else {"by_rank": [rank["means"] for rank in by_rank]},
         "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
-        "left_out": sorted(trainer.left_out),
+        "left_out": sorted(trainer.skipped_windows),
         "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
         "plugins": plugin_states(trainer),
         "stack": [describe_plugin(plugin) for plugin in trainer.stack],
@@ -64,7 +60,7 @@ def flags(task: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def plugin_states(trainer: Trainer) -> dict[str, Any]:
+def plugin_states(trainer: Run) -> dict[str, Any]:
     """`forge_state_dict` of every plugin that has one, by plugin name."""
     states = {name: ask(trainer) for name, ask in trainer.stack.implementations("forge_state_dict")}
     return {name: state for name, state in states.items() if state is not None}
@@ -73,22 +69,3 @@ def plugin_states(trainer: Trainer) -> dict[str, Any]:
 def describe_plugin(plugin: Plugin) -> dict[str, Any]:
     """A plugin of the stack by name, with its options."""
     return {"name": plugin.name, "observer": plugin.observer, "options": plugin_options(plugin)}
-
-
-def describe_task(task: TaskModule) -> dict[str, Any]:
-    """The task's class and the arguments it was made with, as far as they are plain data."""
-    plain = {name: value for name, value in task.init_args.items() if is_plain(value)}
-    return {
-        "class": type(task).__name__,
-        "options": plain,
-        "not_saved": [name for name in task.init_args if name not in plain],
-    }
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold a value, and give it back as what it was."""
-    if type(value) in (list, tuple):
-        return len(value) < LONG and all(is_plain(item) for item in value)
-    if type(value) is dict:
-        return len(value) < LONG and all(isinstance(key, str) and is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)

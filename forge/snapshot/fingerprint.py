@@ -13,7 +13,7 @@ from forge.errors import CheckpointError
 from forge.version import __version__
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the state of a module that is no parameter or buffer: its shape is its own business."""
@@ -28,12 +28,12 @@ WORDS = {
 }
 
 
-def fingerprint(trainer: Trainer) -> dict[str, Any]:
+def fingerprint(trainer: Run) -> dict[str, Any]:
     """What decides the course of a run beside its state. The model's shapes are compared tensor by tensor."""
     return {"seed": trainer.seed, "window": trainer.window, "data": trainer.feed.fingerprint()}
 
 
-def surroundings(trainer: Trainer) -> dict[str, Any]:
+def surroundings(trainer: Run) -> dict[str, Any]:
     """What may change between two lives of a run, and with it the last bits."""
     return {
         "forge": __version__,

@@ -17,23 +17,23 @@ from forge.snapshot.capture import describe_plugin
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 logger = logging.getLogger("forge")
 
 
-def resume(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def resume(trainer: Run, checkpoint: Checkpoint) -> None:
     """Continue from a checkpoint, and say so."""
     restore(trainer, load_for(trainer, checkpoint), str(checkpoint.path))
     logger.info("Continuing from %s.", checkpoint.path)
 
 
-def load_for(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Any]:
+def load_for(trainer: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint as this run needs it: of what is sharded here, each rank reads its own part."""
     return checkpoint.load(place=placed_like(dict(trainer.task.named_parameters())))
 
 
-def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
+def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     """Put everything back as it was captured. Refusals come before anything is changed; the RNG comes last."""
     refuse_another_run(tree["fingerprint"], fingerprint(trainer), where)
     refuse_another_model(tree["model"], trainer.task.state_dict(), where)
@@ -60,12 +60,9 @@ def restore(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
         setattr(trainer.progress, field, value)
     trainer.feed.load_state_dict(tree["data"])
     trainer.means.load_state_dict(tree["means"])
-    trainer.metrics = dict(tree["metrics"])
-    trainer.left_out |= set(tree["left_out"])
     for asked in tree["requests"]:
         trainer.requests.open[asked["kind"]] = Request(**asked)
-    trainer.resumed_from = trainer._saved_at = trainer.progress.update
-    trainer.restores += 1
+    trainer.mark_restored(tree["metrics"], tree["left_out"])
     states = tree["plugins"]
     for name, take in trainer.stack.implementations("forge_load_state_dict"):
         if name in states:
@@ -83,17 +80,17 @@ def restore_flags(task: nn.Module, saved: Mapping[str, list[str]]) -> None:
         module.training = name not in evaluating
 
 
-def restore_rng(trainer: Trainer, tree: Mapping[str, Any]) -> None:
+def restore_rng(trainer: Run, tree: Mapping[str, Any]) -> None:
     """The last act: whatever the other parts drew while they were put back is forgotten. A rank that was not there
     before gets numbers of its own."""
     env, kept = trainer.env, tree["rng"]
     if env.rank < len(kept):
         RNGState.from_tree(kept[env.rank]).restore(env.device)
     else:
-        seed_all(seed_of(trainer.seed or 0, env.share, trainer.progress.update))
+        seed_all(seed_of(trainer.seed or 0, env.data_rank, trainer.progress.update))
 
 
-def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
+def _check_stack(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
     """State goes by plugin name: order is free, observers come and go, other state must find its plugin, and a plugin
     that begins with state must find its own."""
     then = {plugin["name"]: plugin for plugin in tree["stack"]}
@@ -122,7 +119,7 @@ def _check_stack(trainer: Trainer, tree: Mapping[str, Any], where: str) -> None:
                 logger.warning("%s.%s was %r and is %r from here on.", name, option, old, new_value)
 
 
-def _begin_with_state(trainer: Trainer, names: Collection[str]) -> list[str]:
+def _begin_with_state(trainer: Run, names: Collection[str]) -> list[str]:
     """Which of these plugins have state before a run's first update; the others have nothing that could be missing."""
     given = trainer.stack.implementations("forge_state_dict")
     return [name for name, ask in given if name in names and ask(trainer) is not None]
@@ -134,7 +131,7 @@ def _warn_of_other_surroundings(then: Mapping[str, Any], now: Mapping[str, Any])
         logger.warning("Continuing with %s: the last bits may come out differently.", ", ".join(odd))
 
 
-def _refuse_shorter_run(trainer: Trainer, progress: Mapping[str, int], where: str) -> None:
+def _refuse_shorter_run(trainer: Run, progress: Mapping[str, int], where: str) -> None:
     """A run may grow; it cannot end before the point it is continued from."""
     for limit, unit in ((trainer.max_epochs, "epoch"), (trainer.max_updates, "update")):
         if limit is not None and progress[unit] > limit:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from forge.checkpoint import sharding
-from forge.metrics.torchmetrics import kept as kept_metrics
+from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 Owned = tuple[dict[str, Tensor | None], str]
 """A buffer by the dictionary that holds it and its name there: a forward may put another tensor in its place."""
 
 
 @contextmanager
-def untouched(trainer: Trainer) -> Iterator[None]:
+def without_side_effects(trainer: Run) -> Iterator[None]:
     """Whatever runs meanwhile leaves the random numbers, the task's buffers and its metrics as they were."""
     device = trainer.env.device
     rng = RNGState.capture(device)

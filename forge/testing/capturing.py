@@ -23,7 +23,7 @@ from forge.contract.stack import INSIDE
 from forge.engine.trainer import Trainer
 from forge.testing.calls import Calls, Function
 from forge.testing.subject import Subject
-from forge.util.text import near
+from forge.util.text import short_path
 
 READS = {
     "aten::_local_scalar_dense": "a number is read from a tensor (.item(), float(), bool(), `if tensor:`)",
@@ -158,7 +158,7 @@ def _own_line(frame: FrameType | None) -> str:
     """The innermost line, from a frame outwards, that is neither torch's nor forge's."""
     while frame is not None and frame.f_code.co_filename.startswith(NOT_ITS_OWN):
         frame = frame.f_back
-    return f"{near(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
 
 
 def _innermost(error: BaseException) -> FrameType | None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge import registry
+from forge.config.build import make_plugin
 from forge.contract.plugin import Plugin
-from forge.contract.stack import ONE_BY_ONE, SPECS, Stack, make_plugin
+from forge.contract.stack import ONE_BY_ONE, SPECS, Stack
 from forge.contract.task import TaskModule
 from forge.engine.defaults import Core
 from forge.engine.trainer import FitResult

@@ -119,7 +119,7 @@ class Saver(Plugin):
     @hookimpl
     def forge_boundary(self, trainer: Trainer) -> None:
         if trainer.progress.update == CUT:
-            trainer.request_checkpoint("to be resumed from")
+            trainer.request_checkpoint("to be resumed from", by=self.name)
 
     @hookimpl
     def forge_save(self, trainer: Trainer, capture: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.config.build import make_plugins
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
-from forge.contract.stack import make_plugins
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.testing.events import EventTrace

@@ -23,8 +23,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
+from forge.contract.run import Run
 from forge.contract.step import Step
-from forge.engine.trainer import Trainer
 from forge.rng import RNGState
 from forge.testing.trace import Line, digest, hidden_state
 
@@ -67,7 +67,7 @@ class Witness(Plugin):
         self.events.append([kind, name, *(fingerprint(value) if isinstance(value, Tensor) else (digest(value), []))])
 
     @hookimpl
-    def forge_start(self, trainer: Trainer) -> None:
+    def forge_start(self, trainer: Run) -> None:
         self.events, self.watching = [], False
         self._note_weights(trainer.task, "first ")
         self._write(trainer)
@@ -103,14 +103,14 @@ class Witness(Plugin):
                 self.note("gradient", name, known[name])
 
     @hookimpl
-    def forge_boundary(self, trainer: Trainer) -> None:
+    def forge_boundary(self, trainer: Run) -> None:
         self._note_weights(trainer.task)
         for name, state in trainer.optimizers.state_dict(trainer.task).items():
             self.note("optimizer", f"the optimizer {name}" if name else "the optimizer", state)
         self._note_rng(trainer, "rng")
         self._write(trainer)
         if trainer.progress.update >= self.updates:
-            trainer.request_stop(f"{self.updates} updates were written down")
+            trainer.request_stop(f"{self.updates} updates were written down", by=self.name)
 
     @hookimpl
     def forge_end(self) -> None:
@@ -124,7 +124,7 @@ class Witness(Plugin):
         for name, buffer in task.named_buffers():
             self.note(f"{when}buffer", name, buffer)
 
-    def _note_rng(self, trainer: Trainer, kind: str) -> None:
+    def _note_rng(self, trainer: Run, kind: str) -> None:
         for source, state in RNGState.capture(trainer.env.device).as_tree().items():
             self.note(kind, source, state)
 
@@ -143,7 +143,7 @@ class Witness(Plugin):
 
         return hook
 
-    def _write(self, trainer: Trainer) -> None:
+    def _write(self, trainer: Run) -> None:
         line = {
             "update": trainer.progress.update,
             "device": trainer.env.device.type,
@@ -155,7 +155,7 @@ class Witness(Plugin):
         self.events = []
 
 
-def eager_modules(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+def eager_modules(trainer: Run) -> Iterator[tuple[str, nn.Module]]:
     """The task's modules by name, without those that are compiled: a look inside would change what is compiled."""
     shells = [
         module

@@ -23,7 +23,7 @@ from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
 from forge.tuning import memory
 from forge.tuning.trial import Trial, run_trial
-from forge.util.oom import is_full
+from forge.util.oom import is_out_of_memory
 
 WARM_UP = 2
 """Updates before the clock starts: the first one makes the optimizer's state, the second one the memory's peak."""
@@ -164,9 +164,9 @@ def probe_size(
     try:
         run_trial(timer, make_task, lambda: make_train(size), updates=max(updates, MOST), **trainer)
     except Exception as error:
-        if not (is_full(error) or may_fail):
+        if not (is_out_of_memory(error) or may_fail):
             raise
-        why_not = "out of memory" if is_full(error) else f"{type(error).__name__}: {_first_line(error)}"
+        why_not = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {_first_line(error)}"
     peak = timer.peak()
     if not why_not and timer.short is not None:
         why_not = f"the data gave a batch of only {timer.short}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """A path beside `file` to write to, which then takes its place; after an error `file` is as it was, alone."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:

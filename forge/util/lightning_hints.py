@@ -1,11 +1,9 @@
-"""Habits of Lightning: what a LightningModule has and a TaskModule has not, and what to write instead.
+"""Hints for users of Lightning: what to write instead of attributes that only a LightningModule has.
 
-Nothing stands in their way: a task may have attributes of these names, and `hasattr` says what is true.
+A task may define attributes of these names; only a missing one gets the hint.
 """
 
 from __future__ import annotations
-
-from forge.contract.task import TaskModule
 
 _RETURN = 'return {"loss": loss, "name": value} from the step, and forge logs it under the stage\'s name'
 INSTEAD = {
@@ -20,9 +18,9 @@ INSTEAD = {
 }
 
 
-def instead(error: BaseException) -> str:
-    """What to write in place of the attribute that a task was asked for; empty for any other error."""
+def hint_for(error: BaseException, task_class: type) -> str:
+    """Return what to write instead of the attribute that `error` says a task lacks; "" for any other error."""
     name = getattr(error, "name", None)
-    if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), TaskModule) and name in INSTEAD:
+    if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), task_class) and name in INSTEAD:
         return f"A TaskModule has no self.{name}: {INSTEAD[name]} (docs/from-lightning.md)."
     return ""

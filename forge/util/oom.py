@@ -11,7 +11,7 @@ FULL = re.compile(
 )
 
 
-def is_full(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory is full; cuBLAS, cuDNN and the CPU's allocator say so in words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

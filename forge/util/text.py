@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def near(path: str | Path) -> str:
+def short_path(path: str | Path) -> str:
     """A path from where the user stands where it is below the current folder, else as it is."""
     relative = os.path.relpath(path)
     return str(path) if Path(relative).parts[:1] == ("..",) else relative
@@ -20,13 +20,13 @@ def command(name: str) -> str:
     found = shutil.which(name)
     if not here.exists() or (found and Path(found).resolve() == here.resolve()):
         return name
-    return near(here)
+    return short_path(here)
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """ "512 B", "1.5 KiB", "17.8 MiB", "139 GiB": three digits that matter, in units of 1024."""
     value, unit = count, UNITS[0]
     for unit in UNITS:

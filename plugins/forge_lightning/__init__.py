@@ -13,7 +13,7 @@ from forge_lightning.logged import EpochMeans
 from forge_lightning.training import Trains
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
 class LightningAdapter(Trains, Evaluates):
@@ -42,7 +42,7 @@ class LightningAdapter(Trains, Evaluates):
     # -- being run ----------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def forge_configure(self, trainer: Trainer) -> None:
+    def forge_configure(self, trainer: Run) -> None:
         ready = self._ready
         self._forget()
         self._ready = ready
@@ -50,13 +50,13 @@ class LightningAdapter(Trains, Evaluates):
         self._set_up(trainer.verb)
 
     @hookimpl
-    def forge_build_model(self, trainer: Trainer, phase: str) -> None:
+    def forge_build_model(self, trainer: Run, phase: str) -> None:
         if phase == "surgery":
             self.is_built = True  # the Env is known from here on
             self._attach()
 
     @hookimpl
-    def forge_start(self, trainer: Trainer) -> None:
+    def forge_start(self, trainer: Run) -> None:
         if trainer.verb == "fit":
             self._epoch = EpochMeans(trainer)
             self._call("on_fit_start")
@@ -66,7 +66,7 @@ class LightningAdapter(Trains, Evaluates):
         self._failed = True
 
     @hookimpl
-    def forge_end(self, trainer: Trainer) -> None:
+    def forge_end(self, trainer: Run) -> None:
         try:
             if not self._failed:
                 if self._started:
@@ -107,7 +107,7 @@ class LightningAdapter(Trains, Evaluates):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @hookimpl
-    def forge_state_dict(self, trainer: Trainer) -> dict[str, Any]:
+    def forge_state_dict(self, trainer: Run) -> dict[str, Any]:
         epoch = self._epoch.state_dict() if self._epoch is not None else {}
         computed = (
             {} if self._epoch is None else {path: list(names) for path, names in self._epoch.metrics.names.items()}
@@ -116,7 +116,7 @@ class LightningAdapter(Trains, Evaluates):
         own = self._own_state(trainer)
         return {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
 
-    def _own_state(self, trainer: Trainer) -> dict[str, Any]:
+    def _own_state(self, trainer: Run) -> dict[str, Any]:
         """What the module's on_save_checkpoint adds to a checkpoint of Lightning's."""
         if not self._defines("on_save_checkpoint"):
             return {}
@@ -130,12 +130,12 @@ class LightningAdapter(Trains, Evaluates):
             )
         return {key: value for key, value in checkpoint.items() if key not in given}
 
-    def _as_lightning(self, trainer: Trainer) -> dict[str, Any]:
+    def _as_lightning(self, trainer: Run) -> dict[str, Any]:
         progress = trainer.progress
         return {"epoch": progress.epoch, "global_step": progress.update, "state_dict": self.module.state_dict()}
 
     @hookimpl
-    def forge_load_state_dict(self, trainer: Trainer, state: dict[str, Any]) -> None:
+    def forge_load_state_dict(self, trainer: Run, state: dict[str, Any]) -> None:
         self._done = self._before = trainer.feed.batches
         self._ran, self._open = (trainer.progress.update - 1, 1 << 30), None
         self.names |= state["names"]

@@ -11,14 +11,14 @@ from forge.contract.hooks import hookimpl
 from forge.data.windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import Means
-from forge.metrics.torchmetrics import Held, is_metric
+from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_lightning import carried
 from forge_lightning.answers import Answers
 from forge_lightning.logged import Logged, computed, split
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 WORDS = {"val": "validation", "test": "test", "predict": "predict"}
 """What Lightning calls the stages, in the names of methods."""
@@ -28,10 +28,10 @@ class Evaluates(Answers):
     """What forge asks of a task in validation, test and predict."""
 
     @hookimpl(wrapper=True)
-    def forge_evaluate(self, trainer: Trainer, stage: str) -> Generator[None, Any, Any]:
+    def forge_evaluate(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
         self.stage, self._loader = stage, -1
         self._evaluated = Means(trainer.env.device, trainer.env)
-        self._judged = Held(self, "")
+        self._judged = TaskMetrics(self, "")
         try:
             result = yield
             if stage == "predict":
@@ -67,7 +67,7 @@ class Evaluates(Answers):
                 f"{type(self.module).__name__} defines no {WORDS[stage]}_step; leave the {stage} loader out."
             )
         assert self._step is not None
-        output, calls = self._listening(0 if self._step.borrowed else batch_size(batch) or 1, self._run, batch, stage)
+        output, calls = self._listening(0 if self._step.is_padding else batch_size(batch) or 1, self._run, batch, stage)
         loss, extra = split(output)
         extra |= {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
         taken = {short(call.name, stage) for call in calls}

@@ -13,11 +13,11 @@ from torch import Tensor
 from forge.env import Env, move
 from forge.errors import TaskError
 from forge.metrics.means import Means
-from forge.metrics.torchmetrics import Held, is_metric
+from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 
 class Logged(NamedTuple):
@@ -115,7 +115,7 @@ def of_this_batch(name: str, metric: Any) -> dict[str, Any]:
     return {name: value}
 
 
-def computed(metrics: Held, env: Env) -> dict[str, float]:
+def computed(metrics: TaskMetrics, env: Env) -> dict[str, float]:
     """What the metrics come to that were logged; they go on from there. All ranks must ask."""
     values = metrics.compute(env if env.world > 1 else None, reset=False)
     return {name: float(value) for name, value in values.items()}
@@ -125,10 +125,10 @@ class EpochMeans:
     """Values for an epoch of training, of what is logged with `on_epoch=True`; means are kept in checkpoints by rank,
     and what metrics have accumulated is with all that the task holds."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Run):
         self._env = trainer.env
         self.means = Means(trainer.env.device, trainer.env)
-        self.metrics = Held(trainer.task, "train/")
+        self.metrics = TaskMetrics(trainer.task, "train/")
 
     def read(self) -> dict[str, float]:
         """The means so far, which begin anew, and what metrics come to, which do not. All ranks must ask."""

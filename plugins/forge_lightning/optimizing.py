@@ -8,10 +8,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.optim.optimizers import Schedule
-from forge.progress import Interval
+from forge.progress import Interval, Position
 from forge_lightning.names import monitored
 
 KEYS = {"scheduler", "interval", "frequency", "monitor", "reduce_on_plateau", "strict", "name"}
@@ -105,7 +104,7 @@ class WithinEpoch(Interval):
         super().__init__(f"{batches} updates")
         self._position = position
 
-    def due(self, step: Step) -> bool:
+    def due(self, step: Position) -> bool:
         return (self._position() + len(step.window)) % self.count == 0
 
 

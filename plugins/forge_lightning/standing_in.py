@@ -16,7 +16,7 @@ from forge.errors import TaskError
 from forge.metrics.media import Text
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
     from forge_lightning.wrapping import Wrapped
 
 
@@ -45,7 +45,7 @@ class StandIn:
         )
 
     @property
-    def forge(self) -> Trainer:
+    def forge(self) -> Run:
         """The Trainer that runs the module."""
         if self._adapter.trainer is None:
             raise TaskError("self.trainer: no run is under way, so there is nothing to ask the Trainer.")
@@ -126,7 +126,7 @@ class StandIn:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         if stop:
-            self.forge.request_stop("the LightningModule set trainer.should_stop")
+            self.forge.request_stop("trainer.should_stop was set", by=type(self.forge.task).__name__)
 
     # -- what it does now ---------------------------------------------------------------------------------------------
 

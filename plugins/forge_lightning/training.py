@@ -18,7 +18,7 @@ from forge_lightning.logged import Logged, in_training, is_the_loss, of_this_bat
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
 
 OTHER_LOSS = "train/train_loss"
 """Where something goes that is logged as the loss and is another value than the one that was returned."""
@@ -202,7 +202,7 @@ class Trains(Answers):
             self._call("on_train_batch_end", *opened)
 
     @hookimpl
-    def forge_boundary(self, trainer: Trainer, step: Step) -> None:
+    def forge_boundary(self, trainer: Run, step: Step) -> None:
         """The end of an epoch, after the validation that belongs to it. The module's hook finds the epoch's values, and
         what it logs is published with them."""
         if not step.ends_epoch or self._epoch is None:

@@ -15,7 +15,7 @@ from forge.contract.step import Step
 from forge.contract.task import TaskModule
 from forge.errors import DataError
 from forge.metrics.means import Means
-from forge.metrics.torchmetrics import Held
+from forge.metrics.torchmetrics import TaskMetrics
 from forge.optim.optimizers import Schedule
 from forge_lightning import carried
 from forge_lightning.logged import EpochMeans, Logged
@@ -63,7 +63,7 @@ class Wrapped(TaskModule):
         self._schedules: list[Schedule] = []
         self._epoch: EpochMeans | None = None
         self._evaluated: Means | None = None
-        self._judged: Held | None = None
+        self._judged: TaskMetrics | None = None
         "The metrics that this evaluation has logged."
         self.fresh: dict[str, float] = {}
         "What an epoch or an evaluation came to, for the module's hook at its end: nothing of it is published yet."

@@ -201,7 +201,7 @@ class Averaging(forge.Plugin):
         raise NotImplementedError
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb == "fit":  # any other verb leaves the last fit's average where it is, for apply_to
             self._average = Average(trainer.task, self.averages_buffers())
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
@@ -217,7 +217,7 @@ class Averaging(forge.Plugin):
             self._average.wake()
 
     @forge.hookimpl(wrapper=True)
-    def forge_evaluate(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+    def forge_evaluate(self, trainer: forge.Run) -> Generator[None, Any, Any]:
         if trainer.verb != "fit" or not self._average.count:
             return (yield)
         if not self._told:
@@ -227,7 +227,7 @@ class Averaging(forge.Plugin):
             return (yield)
 
     @forge.hookimpl(wrapper=True)
-    def forge_export(self, trainer: forge.Trainer, path: Path) -> Generator[None, Any, Any]:
+    def forge_export(self, trainer: forge.Run, path: Path) -> Generator[None, Any, Any]:
         if not self._average.count:
             text = "%s averaged nothing in this run: %s holds the trained weights. %s.start is %d updates"
             text += ": set it earlier, or train longer."
@@ -237,7 +237,7 @@ class Averaging(forge.Plugin):
         with self.in_place(trainer, over=True), noted_as_average(self.name):
             return (yield)
 
-    def in_place(self, trainer: forge.Trainer, over: bool = False) -> AbstractContextManager[None]:
+    def in_place(self, trainer: forge.Run, over: bool = False) -> AbstractContextManager[None]:
         """The averaged weights in the task, meanwhile; `over` says that training has ended."""
         return self._average.in_place()
 

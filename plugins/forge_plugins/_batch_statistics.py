@@ -28,7 +28,7 @@ def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def unreadable(trainer: forge.Trainer, over: bool) -> str | None:
+def unreadable(trainer: forge.Run, over: bool) -> str | None:
     """Why the training data cannot be read a second time now, or None; once training is over, nothing is in the way."""
     loader, step = trainer.loaders["train"][None], trainer.step
     if over:
@@ -51,7 +51,7 @@ def unreadable(trainer: forge.Trainer, over: bool) -> str | None:
 
 
 def estimate(
-    trainer: forge.Trainer, modules: list[_BatchNorm], limit: int | None, seed: int
+    trainer: forge.Run, modules: list[_BatchNorm], limit: int | None, seed: int
 ) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     """The mean over the batches of what each module sees: (batches, [(buffer, its value)]); nothing else is changed.
 
@@ -75,7 +75,7 @@ def estimate(
                     _forward(trainer, raw.batch if isinstance(raw, Portion) else raw)
                 seen += not borrowed
             found = [(buffer, _over_ranks(trainer, buffer, seen)) for buffer in moving]
-            seen = trainer.env.agree([seen])[0]  # a rank that only borrowed knows what the others found
+            seen = trainer.env.all_max([seen])[0]  # a rank that only borrowed knows what the others found
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum
@@ -83,7 +83,7 @@ def estimate(
     return seen, found
 
 
-def _over_ranks(trainer: forge.Trainer, value: Tensor, seen: int) -> Tensor:
+def _over_ranks(trainer: forge.Run, value: Tensor, seen: int) -> Tensor:
     """The mean over all ranks, each by the batches that it saw."""
     if trainer.env.world == 1:
         return value.clone()
@@ -91,7 +91,7 @@ def _over_ranks(trainer: forge.Trainer, value: Tensor, seen: int) -> Tensor:
     return trainer.env.sum(value * weight) / trainer.env.sum(weight)
 
 
-def _forward(trainer: forge.Trainer, raw: Any) -> None:
+def _forward(trainer: forge.Run, raw: Any) -> None:
     """What training does with a batch before it goes backward, once for each optimizer."""
     step = forge.Step(trainer, "train", [raw])
     batch = trainer.hooks.forge_prepare_batch(step, raw)

@@ -74,7 +74,7 @@ def gradients(step: forge.Step) -> list[Tensor]:
     return [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
 
 
-def gradients_are_scaled(trainer: forge.Trainer) -> bool:
+def gradients_are_scaled(trainer: forge.Run) -> bool:
     """Whether somebody owns the backward pass, as a loss scaler does: gradients that overflow are its business then."""
     return any(call.role == "own" for call in trainer.stack.calls()["forge_backward"])
 
@@ -95,7 +95,7 @@ def moving_buffers(task: torch.nn.Module) -> list[Owned]:
     ]
 
 
-def last_checkpoint(trainer: forge.Trainer) -> Path | None:
+def last_checkpoint(trainer: forge.Run) -> Path | None:
     """The newest checkpoint of the run, if it has any."""
     if trainer.run_dir is None:
         return None

@@ -18,7 +18,7 @@ def check_length(length: int | float | str, option: str) -> None:
         )
 
 
-def updates_of(length: int | float | str, trainer: forge.Trainer, option: str) -> int:
+def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> int:
     """A length in updates, as far as this run can tell."""
     if isinstance(length, float):
         if trainer.planned_updates is None and length:

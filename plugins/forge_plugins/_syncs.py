@@ -15,7 +15,7 @@ import pluggy
 import torch
 
 import forge
-from forge.util.text import near
+from forge.util.text import short_path
 
 SYNC = "called a synchronizing CUDA operation"
 """What torch's sync debug mode says."""
@@ -101,4 +101,4 @@ def own_line(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's own, as `file:line (code)`; else the innermost of all."""
     own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
     frame = (own or list(frames))[-1]
-    return f"{near(frame.filename)}:{frame.lineno} ({frame.line})"
+    return f"{short_path(frame.filename)}:{frame.lineno} ({frame.line})"

@@ -100,13 +100,13 @@ class AMP(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_configure(self, trainer: forge.Trainer) -> None:
+    def forge_configure(self, trainer: forge.Run) -> None:
         """The last moment at which ownership may change: `auto` looks for the device that there will be."""
         if self.config.dtype == "auto":
             self._take(best_dtype(pick_device(trainer.device)))
 
     @forge.hookimpl(wrapper=True)
-    def forge_setup_env(self, trainer: forge.Trainer) -> Generator[None, Env, Env]:
+    def forge_setup_env(self, trainer: forge.Run) -> Generator[None, Env, Env]:
         """As early as this, because others may run the model while they start."""
         env = yield
         device = env.device
@@ -120,13 +120,13 @@ class AMP(forge.Plugin):
         return env
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if self.scaler is not None:
             self._refuse_what_cannot_be_unscaled(trainer)
         self._tell(trainer)
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._skipped and self.scaler is not None:
             many = f"{self._skipped} update{'s' if self._skipped > 1 else ''}"
             logger.info("amp: %s skipped in this run; the loss scale is %.10g now.", many, self.scaler.get_scale())
@@ -159,7 +159,8 @@ class AMP(forge.Plugin):
             del scaler._per_optimizer_states[id(optimizer)]
         elif any(flag.item() for flag in found.values()):
             self._skipped, self._overflowed = self._skipped + 1, True
-            step.skip_update(f"gradients overflow with the loss scaled by {scaler.get_scale():.10g}, which is halved")
+            reason = f"gradients overflow with the loss scaled by {scaler.get_scale():.10g}, which is halved"
+            step.skip_update(reason, by=self.name)
 
     @forge.hookimpl
     def forge_optimizer_step(self, step: forge.Step) -> bool:
@@ -214,7 +215,7 @@ class AMP(forge.Plugin):
 
     # -- what is said and refused -------------------------------------------------------------------------------------
 
-    def _tell(self, trainer: forge.Trainer) -> None:
+    def _tell(self, trainer: forge.Run) -> None:
         device = trainer.env.device
         took = f"{self.dtype} (auto)" if self.config.dtype == "auto" else self.dtype
         kept = sorted({_name(p.dtype) for p in trainer.task.parameters() if p.is_floating_point()})
@@ -239,7 +240,7 @@ class AMP(forge.Plugin):
                 "made. bf16 needs no such read."
             )
 
-    def _refuse_what_cannot_be_unscaled(self, trainer: forge.Trainer) -> None:
+    def _refuse_what_cannot_be_unscaled(self, trainer: forge.Run) -> None:
         for entry in trainer.optimizers.entries.values():
             if entry.needs_closure:
                 raise StackError(

@@ -97,7 +97,7 @@ class Checkpoint(forge.Plugin):
         "Whether a validation was compared, in this life or one before it; whether the run has failed."
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._forget()
         if trainer.verb != "fit":
             return
@@ -118,7 +118,7 @@ class Checkpoint(forge.Plugin):
     # -- when ---------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+    def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         if self._folder is None:
             return
         if self._writer is not None and (self._team is None or self.config.on_failure == "stop"):
@@ -126,16 +126,16 @@ class Checkpoint(forge.Plugin):
             self._look(self._writer.check)
         due = [interval for interval in self._every if interval.due(step)]  # all are asked: a clock starts when it is
         if due:
-            trainer.request_checkpoint(f"every {due[0]}", everywhere=True)
+            trainer.request_checkpoint(f"every {due[0]}", everywhere=True, by=self.name)
 
     @forge.hookimpl(wrapper=True)
-    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+    def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
         metrics = yield
         if self._folder is not None and stage == "val":
             self._compare(trainer, metrics)
         return metrics
 
-    def _compare(self, trainer: forge.Trainer, metrics: dict[str, Any]) -> None:
+    def _compare(self, trainer: forge.Run, metrics: dict[str, Any]) -> None:
         """Ask for a checkpoint of this update if it is among the best; of equals, the earlier stays."""
         best, update = self._watched, trainer.progress.update
         assert best is not None
@@ -150,9 +150,11 @@ class Checkpoint(forge.Plugin):
         if math.isfinite(value):
             self._values[update] = value
             if update in self._best():
-                trainer.request_checkpoint(f"{best.monitor} = {value:.5g} is among the best", everywhere=True)
+                trainer.request_checkpoint(
+                    f"{best.monitor} = {value:.5g} is among the best", everywhere=True, by=self.name
+                )
 
-    def _standing(self, trainer: forge.Trainer) -> dict[int, float]:
+    def _standing(self, trainer: forge.Run) -> dict[int, float]:
         """The values whose checkpoint was saved, the same on all ranks; another folder has none of what a state names.
 
         Only rank 0 looks into the folder, and once: its writer removes old ones there meanwhile.
@@ -172,7 +174,7 @@ class Checkpoint(forge.Plugin):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_save(self, trainer: forge.Trainer, capture: dict[str, Any]) -> None:
+    def forge_save(self, trainer: forge.Run, capture: dict[str, Any]) -> None:
         if self._folder is None:
             return
         began = time.perf_counter()
@@ -192,7 +194,7 @@ class Checkpoint(forge.Plugin):
             level = logging.INFO if waited > 1 else logging.DEBUG
             logger.log(level, "checkpoint of update %d: training waited %.0f ms", update, 1e3 * waited)
 
-    def _tidying(self, trainer: forge.Trainer, update: int) -> Callable[[], None]:
+    def _tidying(self, trainer: forge.Run, update: int) -> Callable[[], None]:
         """What to do in the folder once this checkpoint is there."""
         assert self._folder is not None
         before = -1 if trainer.resumed_from is None else trainer.resumed_from
@@ -217,7 +219,7 @@ class Checkpoint(forge.Plugin):
         self._failing = True
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._folder is not None and self._watched is not None and not (self._compared or self._failing):
             warn_of_nothing_compared(trainer, "checkpoint.best")
         try:

@@ -87,7 +87,7 @@ class DDP(forge.Plugin):
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_setup_env(self, trainer: forge.Trainer) -> DistributedEnv:
+    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
         self._failed = self._finds_unused = False
         self._cleanup.close()
         self._model = self._inner = None
@@ -100,7 +100,7 @@ class DDP(forge.Plugin):
         return self._env
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase == "surgery" and self.config.sync_batchnorm:
             self._refuse_sync_batchnorm_on(trainer.env)
             nn.SyncBatchNorm.convert_sync_batchnorm(build.task)
@@ -111,7 +111,7 @@ class DDP(forge.Plugin):
                 build.model = self._wrapped(build.task)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         """Optimizers are known now, and with them whether parameters rest in some turns."""
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
             logger.info("ddp: several optimizers, so parameters without a gradient are looked for in every step.")

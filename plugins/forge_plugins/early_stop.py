@@ -90,7 +90,7 @@ class EarlyStop(forge.Plugin):
         "Whether a validation came before `after`; whether the run has failed."
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
         if trainer.verb != "fit":
             return
@@ -102,13 +102,13 @@ class EarlyStop(forge.Plugin):
         warn_of_none_planned(trainer, "early_stop")
 
     @forge.hookimpl(wrapper=True)
-    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+    def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
         metrics = yield
         if trainer.verb == "fit" and stage == "val":
             self._look(trainer, metrics)
         return metrics
 
-    def _look(self, trainer: forge.Trainer, metrics: Mapping[str, Any]) -> None:
+    def _look(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
         """Compare one validation with the best so far; ask for a stop when it is time."""
         config, progress, value = self.config, trainer.progress, self._value(metrics)
         done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
@@ -124,7 +124,7 @@ class EarlyStop(forge.Plugin):
                 logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
         self._stop_if_it_is_time(trainer)
 
-    def _stop_if_it_is_time(self, trainer: forge.Trainer) -> None:
+    def _stop_if_it_is_time(self, trainer: forge.Run) -> None:
         config, value = self.config, self._last
         if value is None:
             return
@@ -134,7 +134,8 @@ class EarlyStop(forge.Plugin):
             reason = self._reason()
         else:
             return
-        trainer.request_stop(reason, everywhere=True)  # metrics of a validation are equal on all ranks
+        # the metrics of a validation are equal on all ranks
+        trainer.request_stop(reason, everywhere=True, by=self.name)
 
     def _value(self, metrics: Mapping[str, Any]) -> float:
         monitor = self.config.monitor
@@ -166,7 +167,7 @@ class EarlyStop(forge.Plugin):
         self._failed = True
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit" or self._failed or self._last is not None:
             return
         after = f"early_stop.after is {self.config.after!r}, and every validation of this run came before it."
@@ -180,7 +181,7 @@ class EarlyStop(forge.Plugin):
         return {**watched, "best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self._last}
 
     @forge.hookimpl
-    def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+    def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
         self._begin()
         if (state["monitor"], state["mode"]) == (self.config.monitor, "max" if self._sign > 0 else "min"):
             self._best, self._best_at = state["best"], state["best_at"]

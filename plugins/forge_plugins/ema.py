@@ -72,7 +72,7 @@ class EMA(Averaging):
         return (step.index + 1) % self.config.every == 0
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         super().forge_start(trainer)
         if trainer.verb == "fit" and trainer.planned_updates is not None and not self.config.warmup:
             self._warn_of_short_run(trainer.planned_updates - self._start)

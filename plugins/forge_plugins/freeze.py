@@ -84,7 +84,7 @@ class Freeze(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, phase: str) -> None:
         if phase == "surgery" and trainer.verb == "fit":
             self._begin()
             self._chosen = self._choose(trainer.task)
@@ -93,7 +93,7 @@ class Freeze(forge.Plugin):
             self._tell(trainer.task)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb == "fit":
             self._refuse_undone(trainer.task)
             self._refuse_untrained(trainer)
@@ -111,7 +111,7 @@ class Freeze(forge.Plugin):
                 self._thaw_now(come, step)
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         switch(trainer.task, self._chosen, on=True)
         self._begin()
 
@@ -165,7 +165,7 @@ class Freeze(forge.Plugin):
                 "frozen. Let that plugin stand before freeze in the stack."
             )
 
-    def _refuse_untrained(self, trainer: forge.Trainer) -> None:
+    def _refuse_untrained(self, trainer: forge.Run) -> None:
         """What is thawed later has to be in an optimizer by now: nobody would add it then."""
         task, trained = trainer.task, {id(parameter) for parameter in trainer.optimizers.parameters(None)}
         lost = [n for n, parameter in task.named_parameters() if self._chosen.get(n) and id(parameter) not in trained]
@@ -176,7 +176,7 @@ class Freeze(forge.Plugin):
                 "requires_grad: what has no gradient it passes over."
             )
 
-    def _warn_of_never(self, trainer: forge.Trainer) -> None:
+    def _warn_of_never(self, trainer: forge.Run) -> None:
         limits = {"update": trainer.planned_updates, "epoch": trainer.max_epochs}
         for at in self._ahead:
             limit = limits.get(at.unit)
@@ -253,7 +253,7 @@ class Freeze(forge.Plugin):
         return {"frozen": sorted(self._chosen), "thawed": sorted(self._thawed)}
 
     @forge.hookimpl
-    def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+    def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
         then = set(state["frozen"])
         if then != self._chosen.keys() and not trainer.allow_inexact:
             raise CheckpointError(

@@ -97,7 +97,7 @@ class Guard(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
         if trainer.verb != "fit":
             return
@@ -137,7 +137,7 @@ class Guard(forge.Plugin):
             return
         bad_loss, bad_gradient = (False, False) if finite else self._look(step, loss)
         if self._together:
-            bad_loss, bad_gradient = map(bool, step.trainer.env.agree([bad_loss, bad_gradient]))
+            bad_loss, bad_gradient = map(bool, step.trainer.env.all_max([bad_loss, bad_gradient]))
         if not bad_loss and not bad_gradient:
             self._in_a_row.pop(step.name or "", None)
             return
@@ -216,7 +216,7 @@ class Guard(forge.Plugin):
             raise self._error(step.trainer, bad, reason)
         self._skipped, self._bad_turn = self._skipped + 1, True
         logger.warning("guard skips update %d: %s.", bad.index, bad)
-        step.skip_update(str(bad), told=True)
+        step.skip_update(str(bad), quiet=True, by=self.name)
 
     def _rewind(self, step: forge.Step, bad: Bad) -> None:
         trainer = step.trainer
@@ -229,13 +229,12 @@ class Guard(forge.Plugin):
             reason = f"The run has gone back {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
             raise self._error(trainer, bad, reason)
         self._rewinds += 1
-        step.skip_update(str(bad), told=True)  # by the request to rewind
+        step.skip_update(str(bad), quiet=True, by=self.name)  # the request to rewind is logged
         first = max(0, bad.index + 1 - self.config.leave_out)
-        trainer.request_rewind(
-            f"update {bad.index}: {bad}", leave_out=range(first, bad.index + 1), everywhere=self._together
-        )
+        skipped = range(first, bad.index + 1)
+        trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
-    def _error(self, trainer: forge.Trainer, bad: Bad, why: str) -> NonFiniteError:
+    def _error(self, trainer: forge.Run, bad: Bad, why: str) -> NonFiniteError:
         self._sent = None  # it has been told
         saved = last_checkpoint(trainer)
         told = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
@@ -287,7 +286,7 @@ class Guard(forge.Plugin):
         self._act(step, bad)
 
     @forge.hookimpl
-    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+    def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         if self._flag is None or self._sent is None:
             return
         # whatever is asked for, a checkpoint or an end, would act on what is not known yet; what one of several ranks
@@ -297,7 +296,7 @@ class Guard(forge.Plugin):
             self._receive(step, self._flag)
 
     @forge.hookimpl
-    def forge_state_dict(self, trainer: forge.Trainer) -> dict[str, Any] | None:
+    def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any] | None:
         if self.config.policy == "rewind" and self._flag is not None and trainer.step is not None:
             self._receive(trainer.step, self._flag)  # the Trainer goes back instead of saving
         self._refuse_unheard(trainer, "No checkpoint was written of it.")
@@ -308,7 +307,7 @@ class Guard(forge.Plugin):
         self._skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._skipped:
             logger.warning("guard: %d update%s skipped in this run.", self._skipped, "s" if self._skipped > 1 else "")
         if self._flag is None:
@@ -321,7 +320,7 @@ class Guard(forge.Plugin):
         finally:
             self._flag = None
 
-    def _refuse_unheard(self, trainer: forge.Trainer, why: str) -> None:
+    def _refuse_unheard(self, trainer: forge.Run, why: str) -> None:
         sent, flag = self._sent, self._flag
         if sent is not None and flag is not None and (flag.arrived() or sent.plain_loss_is_bad):
             bad_loss = sent.plain_loss_is_bad or flag.loss_was_bad()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.util.files import replacing
+from forge.util.files import atomic_write
 
 logger = logging.getLogger("forge")
 
@@ -51,12 +51,12 @@ class JSONL(forge.Plugin):
         self._gave_up = False
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._forget()
         self._started = time.monotonic()
 
     @forge.hookimpl
-    def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         if trainer.run_dir is None or not trainer.env.is_main or self._gave_up:
             return
         scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
@@ -78,14 +78,14 @@ class JSONL(forge.Plugin):
     def _seconds(self) -> float:
         return 0.0 if self._started is None else time.monotonic() - self._started
 
-    def _ready(self, trainer: forge.Trainer, folder: Path) -> TextIOWrapper:
+    def _ready(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
         if self._restores != trainer.restores:
             self._close()
         if self._file is None:
             self._file = self._open(trainer, folder)
         return self._file
 
-    def _open(self, trainer: forge.Trainer, folder: Path) -> TextIOWrapper:
+    def _open(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
         """The file, without what a life that was given up has written there."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
@@ -131,11 +131,11 @@ def drop_after(path: Path, update: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    with replacing(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
-def counters_after(trainer: forge.Trainer, update: int) -> tuple[int, int]:
+def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
     """(epochs, samples) done after `update`; a log can arrive one update late, and within the step or after it."""
     progress, step = trainer.progress, trainer.step
     if step is None:

@@ -38,7 +38,7 @@ class Prefetch(forge.Plugin):
         self._wrapped: dict[int, DevicePrefetch] = {}
 
     @forge.hookimpl(wrapper=True)
-    def forge_build_loader(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+    def forge_build_loader(self, trainer: forge.Run) -> Generator[None, Any, Any]:
         built = yield
         device = trainer.env.device
         if device.type != "cuda":

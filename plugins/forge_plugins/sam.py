@@ -66,7 +66,7 @@ class SAM(forge.Plugin):
         self._buffers: list[Owned] = []
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit":
             return
         for entry in trainer.optimizers.entries.values():

@@ -81,7 +81,7 @@ class Schedule(forge.Plugin):
         self._warn_of_unused(values)
 
     @forge.hookimpl(wrapper=True)
-    def forge_build_optimizers(self, trainer: forge.Trainer) -> Generator[None, Optimizers, Optimizers]:
+    def forge_build_optimizers(self, trainer: forge.Run) -> Generator[None, Optimizers, Optimizers]:
         built = yield
         returned = [type(item.schedule).__name__ for entry in built.entries.values() for item in entry.schedules]
         self._refuse_none_or_two(returned, type(trainer.task).__name__)
@@ -93,7 +93,7 @@ class Schedule(forge.Plugin):
 
     # -- what to build ------------------------------------------------------------------------------------------------
 
-    def _recipe_for(self, trainer: forge.Trainer) -> Callable[[Optimizer], LRScheduler]:
+    def _recipe_for(self, trainer: forge.Run) -> Callable[[Optimizer], LRScheduler]:
         """How to make a schedule for an optimizer of this run."""
         config, planned = self.config, trainer.planned_updates
         if planned is None and (config.kind in ("cosine", "linear", "one_cycle") or _is_share(config.warmup)):
@@ -114,7 +114,7 @@ class Schedule(forge.Plugin):
         factor = with_warmup(self._decay(trainer, max(warmup - 1, 0)), warmup)
         return lambda optimizer: LambdaLR(optimizer, factor)
 
-    def _decay(self, trainer: forge.Trainer, peak: int) -> Factor:
+    def _decay(self, trainer: forge.Run, peak: int) -> Factor:
         """The factor after the warm-up, whose last update was `peak`."""
         config = self.config
         if config.kind == "constant":

@@ -19,7 +19,7 @@ import forge
 from forge.data.windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
 from forge.optim import optimizers
-from forge.rng import mix
+from forge.rng import combine_seeds
 from forge.snapshot.sandbox import kept_buffers
 from forge_plugins._average import Averaging
 from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
@@ -100,7 +100,7 @@ class SWA(Averaging):
         return self._every.due(step)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         super().forge_start(trainer)
         if trainer.verb != "fit":
             return
@@ -114,7 +114,7 @@ class SWA(Averaging):
                 f"knows when that ends. Say how many batches to use: {self.name}.update_bn=200."
             )
 
-    def _add_schedules(self, trainer: forge.Trainer, lr: float) -> None:
+    def _add_schedules(self, trainer: forge.Run, lr: float) -> None:
         """Behind whatever schedules there are, so that the rate from the start on is this one's."""
         anneal = updates_of(self.config.anneal, trainer, f"{self.name}.anneal")
         for name, entry in trainer.optimizers.entries.items():
@@ -146,7 +146,7 @@ class SWA(Averaging):
     # -- BatchNorm ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def in_place(self, trainer: forge.Trainer, over: bool = False) -> Iterator[None]:
+    def in_place(self, trainer: forge.Run, over: bool = False) -> Iterator[None]:
         modules = batch_norms(trainer.task)
         with self._average.in_place(), kept_buffers(nn.ModuleList(modules)):
             if self.config.update_bn and modules and not self._estimated:
@@ -155,14 +155,14 @@ class SWA(Averaging):
                     self._warn(reason)
             yield
 
-    def _estimate(self, trainer: forge.Trainer, modules: list[_BatchNorm]) -> str | None:
+    def _estimate(self, trainer: forge.Run, modules: list[_BatchNorm]) -> str | None:
         """Put the statistics of the averaged weights into the average, and into the task, which holds it now.
 
         Returns why that was not possible, if so.
         """
         began = time.perf_counter()
         limit = None if self.config.update_bn is True else self.config.update_bn
-        seen, found = estimate(trainer, modules, limit, mix(torch.initial_seed(), self._average.count))
+        seen, found = estimate(trainer, modules, limit, combine_seeds(torch.initial_seed(), self._average.count))
         if not seen:
             return "the training loader has nothing more to give."
         names = {id(buffer): name for name, buffer in trainer.task.named_buffers()}

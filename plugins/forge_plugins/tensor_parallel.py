@@ -97,11 +97,11 @@ class TensorParallel(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_configure(self, trainer: forge.Trainer) -> None:
+    def forge_configure(self, trainer: forge.Run) -> None:
         trainer.mesh_axes[AXIS] = self.config.size
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase != "shard":
             return
         self._undo = []
@@ -117,7 +117,7 @@ class TensorParallel(forge.Plugin):
         logger.info("tensor_parallel: %d ranks share each of these layers. %s.", self.config.size, shown)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         """Ranks that share layers must drop the same of what all of them hold."""
         if trainer.seed is None and trainer.env.world > 1:
             seeds = trainer.env.gather(torch.initial_seed())

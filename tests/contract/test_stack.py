@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.contract.stack import Stack, make_plugins
+from forge.config.build import make_plugins
+from forge.contract.stack import Stack
 from forge_plugins import Accumulate, Clip
 from tests.support.tasks import Classifier, fit, make_batches
 

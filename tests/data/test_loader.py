@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 import forge
 from forge.data import Loader, Weighted
 from forge.data.sample_seeding import is_pure
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 
 class Augmented(Dataset):
@@ -205,7 +205,7 @@ class TestAugmentation:
         assert len(seen) == 4 * 12
 
     def test_the_generators_do_not_repeat_each_other(self) -> None:
-        words = {mix(seed, epoch, index) for seed in range(9) for epoch in range(9) for index in range(99)}
+        words = {combine_seeds(seed, epoch, index) for seed in range(9) for epoch in range(9) for index in range(99)}
         assert len(words) == 9 * 9 * 99
         assert len({word >> 32 for word in words} | {word & 0xFFFFFFFF for word in words}) > 2 * 9 * 9 * 99 - 10
 

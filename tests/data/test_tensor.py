@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge.data.tensor import TensorLoader
-from forge.rng import mix
+from forge.rng import combine_seeds
 
 sizes = {"samples": st.integers(1, 40), "size": st.integers(1, 12), "shuffle": st.booleans()}
 
@@ -187,7 +187,7 @@ def test_it_can_be_pickled_with_its_place() -> None:
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**63)] * 3), min_size=2, max_size=20, unique=True))
 def test_mixed_numbers_are_64_bits_wide_and_do_not_collide(triples: list[tuple[int, int, int]]) -> None:
-    mixed = {mix(*triple) for triple in triples}
+    mixed = {combine_seeds(*triple) for triple in triples}
     assert len(mixed) == len(triples)
     assert all(0 <= number < 2**64 for number in mixed)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint import Checkpoint
 from forge.errors import TaskError
-from forge.metrics.torchmetrics import Held, is_metric
+from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
 from forge_plugins.cuda_graph.fitness import of_the_metrics
@@ -355,7 +355,7 @@ def nine() -> tuple[Tensor, Tensor]:
 def of_one_rank(rank: int) -> dict[str, Any]:
     """What both ranks compute where only rank 1 has anything, and how lists are refused that cannot be gathered."""
     task, (x, y) = Kept(), nine()
-    held = Held(task, "val/")
+    held = TaskMetrics(task, "val/")
     if rank == 1:
         task.rows.update(x[:, :3].softmax(1), y)
         task.median.update(5.0)

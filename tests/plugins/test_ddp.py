@@ -487,7 +487,7 @@ class Counts(Plain):
         return sum(self.trainer.env.gather(self.seen))
 
     def validation_step(self, batch: Any) -> Any:
-        self.seen = getattr(self, "seen", 0) + (0 if self.borrowed else len(batch[1]))
+        self.seen = getattr(self, "seen", 0) + (0 if self.is_padding else len(batch[1]))
         return super().training_step(batch)
 
     def evaluation_end(self, stage: str) -> dict[str, float]:

@@ -641,11 +641,11 @@ def test_going_back_to_a_checkpoint_takes_the_average_along(tmp_path: Path) -> N
 
 def test_two_that_would_be_evaluated_are_refused_by_name() -> None:
     with pytest.raises(StackError, match="'ema' and 'ema@slow' both provide 'averaged_weights'"):
-        fit_tiny(forge.contract.stack.make_plugins({"ema": {}, "ema@slow": {"decay": 0.9999}}))
+        fit_tiny(forge.config.build.make_plugins({"ema": {}, "ema@slow": {"decay": 0.9999}}))
 
 
 def test_a_second_average_is_kept_beside_the_first(tmp_path: Path) -> None:
-    plugins = forge.contract.stack.make_plugins({"ema@slow": {"decay": 0.99, "evaluate": False}, "ema": {"decay": 0.5}})
+    plugins = forge.config.build.make_plugins({"ema@slow": {"decay": 0.99, "evaluate": False}, "ema": {"decay": 0.5}})
     task, result = fit_tiny([*plugins, Checkpoint()], run_dir=tmp_path)
     alone, slow = EMA(0.5), EMA(0.99)
     assert fit_tiny([alone])[1].metrics == result.metrics

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.snapshot.sandbox import kept, kept_buffers, uncompiled, untouched
+from forge.snapshot.sandbox import kept, kept_buffers, uncompiled, without_side_effects
 
 
 class Holds(nn.Module):
@@ -83,7 +83,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been_drawn() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with untouched(trainer):
+    with without_side_effects(trainer):
         torch.rand(7)
         disturb(trainer.task)
     assert torch.equal(torch.rand(4), expected)

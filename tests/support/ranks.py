@@ -111,7 +111,7 @@ class Pair(Env):
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, numbers: Any) -> list[int]:
+    def all_max(self, numbers: Any) -> list[int]:
         together = torch.tensor(list(numbers))
         dist.all_reduce(together, dist.ReduceOp.MAX)
         return together.tolist()

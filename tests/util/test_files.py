@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import forge
-from forge.util.files import replacing
+from forge.util.files import atomic_write
 from forge_plugins import JSONL
 from forge_plugins.jsonl import drop_after
 from forge_plugins.tensorboard import projector
@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
-    with replacing(file) as beside:
+    with atomic_write(file) as beside:
         beside.write_text("new")
         assert file.read_text() == "old"
     assert (file.read_text(), names(tmp_path)) == ("new", ["file"])

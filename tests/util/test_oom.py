@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.util.oom import is_full
+from forge.util.oom import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from forge.util.oom import is_full
     ],
 )
 def test_an_error_says_whether_memory_is_full(error: Exception, full: bool) -> None:
-    assert is_full(error) is full
+    assert is_out_of_memory(error) is full
 
 
 def test_the_cpus_own_error_is_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert is_full(caught.value)
+    assert is_out_of_memory(caught.value)

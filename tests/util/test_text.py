@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.util.text import near, size
+from forge.util.text import format_bytes, short_path
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ from forge.util.text import near, size
     ],
 )
 def test_a_size_has_three_digits_that_matter_and_its_unit(count: float, text: str) -> None:
-    assert size(count) == text
+    assert format_bytes(count) == text
 
 
 def test_a_path_below_the_current_folder_is_told_from_there(empty_folder: Path) -> None:
-    assert near(empty_folder / "runs" / "first") == "runs/first"
-    assert near(str(empty_folder / "task.py")) == "task.py"
-    assert near(empty_folder / "..odd" / "file") == "..odd/file"
-    assert near(empty_folder) == "."
+    assert short_path(empty_folder / "runs" / "first") == "runs/first"
+    assert short_path(str(empty_folder / "task.py")) == "task.py"
+    assert short_path(empty_folder / "..odd" / "file") == "..odd/file"
+    assert short_path(empty_folder) == "."
 
 
 def test_any_other_path_is_told_as_it_is(empty_folder: Path) -> None:
-    assert near(empty_folder.parent / "elsewhere") == str(empty_folder.parent / "elsewhere")
-    assert near("../elsewhere") == "../elsewhere"
-    assert near("<string>") == "<string>"
+    assert short_path(empty_folder.parent / "elsewhere") == str(empty_folder.parent / "elsewhere")
+    assert short_path("../elsewhere") == "../elsewhere"
+    assert short_path("<string>") == "<string>"

@@ -7,6 +7,7 @@ once per fit, before it can cost an hour; nothing here is in the hot path.
 from __future__ import annotations
 
 from forge.diagnose.checks.first import check_metrics, check_training_output, first_forward
+from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_without_val, refuse_unusable_loaders
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.optimizing import check_optimizers, configured
 from forge.diagnose.checks.start import check_task, is_lightning
@@ -26,4 +27,7 @@ __all__ = [
     "configured",
     "first_forward",
     "is_lightning",
+    "refuse_inexact_data",
+    "refuse_plateau_without_val",
+    "refuse_unusable_loaders",
 ]

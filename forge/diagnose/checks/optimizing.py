@@ -16,7 +16,7 @@ from forge.diagnose.checks.signatures import check_signature
 from forge.errors import TaskError
 
 if TYPE_CHECKING:
-    from forge.engine.trainer import Trainer
+    from forge.contract.run import Run
     from forge.optim.optimizers import Entry, Optimizers, Schedule
 
 logger = logging.getLogger("forge")
@@ -119,7 +119,7 @@ def _refuse_short_schedule(schedule: Schedule, name: str | None, label: str, tas
     )
 
 
-def _planned_steps(schedule: Schedule, trainer: Trainer) -> int | None:
+def _planned_steps(schedule: Schedule, trainer: Run) -> int | None:
     """How often a schedule will step, where that is known: whoever plans windows may plan longer ones later."""
     planned, every = trainer.planned_updates, schedule.every
     if planned != trainer.max_updates and trainer.hooks.forge_plan_step != trainer.core.forge_plan_step:

@@ -63,7 +63,7 @@ class Anomaly(forge.Plugin):
         return report(finding, title=title)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self.findings, self._fresh, self._analysis = [], False, None
         if trainer.verb != "fit":
             return

@@ -20,8 +20,6 @@ from forge_plugins.anomaly.trace import find
 from forge_plugins.anomaly.watch import Watch, bad_rows, describe, tensors_in
 
 Buffers = list[tuple[dict[str, Tensor | None], str]]
-OF_THE_STEP = ("micro", "loss", "_prepared", "_rng", "_record")
-"""What running a window changes in its Step."""
 
 
 @dataclass(slots=True)
@@ -44,7 +42,7 @@ class Before:
         if self.held:
             torch._foreach_copy_(self.held, [_now(owner, name) for owner, name in self.buffers])
         self.versions = versions(step.window)
-        self.had_batches = step._prepared is not None
+        self.had_batches = step.prepared is not None
 
     def put_back(self, device: torch.device) -> None:
         assert self.rng is not None
@@ -108,25 +106,19 @@ class Analysis:
         now = RNGState.capture(device)
         buffers = [_now(owner, name).detach().clone() for owner, name in self.before.buffers]
         gradients = [(p, p.grad) for p in task.parameters()]
-        private = {name: step.__dict__.get(name, _MISSING) for name in OF_THE_STEP}
         for parameter, _ in gradients:
             parameter.grad = None
-        if not self.before.had_batches:
-            step._prepared = None  # prepared again, with the random numbers of the first time
         self.before.put_back(device)
         try:
-            yield
+            # batches that the first run prepared are prepared again, with the same random numbers
+            with step.restored_after(prepare_again=not self.before.had_batches):
+                yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
                 for (owner, name), value in zip(self.before.buffers, buffers, strict=True):
                     _now(owner, name).copy_(value)
-            for name, value in private.items():
-                if value is _MISSING:
-                    step.__dict__.pop(name, None)
-                else:
-                    setattr(step, name, value)
             now.restore(device)
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -173,9 +165,6 @@ class Analysis:
             return None
         indices = ask(self.step.epoch, self.edges[micro], self.edges[micro + 1])
         return [int(indices[row]) for row in rows]
-
-
-_MISSING = object()
 
 
 def _now(owner: dict[str, Tensor | None], name: str) -> Tensor:

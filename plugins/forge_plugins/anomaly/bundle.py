@@ -17,7 +17,7 @@ import forge
 from forge.checkpoint import write_checkpoint
 from forge.errors import CheckpointError
 from forge.snapshot.capture import describe_plugin, describe_task
-from forge.util.text import near
+from forge.util.text import short_path
 from forge_plugins.anomaly.analysis import Before, sample_edges
 
 logger = logging.getLogger("forge.anomaly")
@@ -38,14 +38,14 @@ def write(step: forge.Step, before: Before, finding: dict[str, Any]) -> Path | N
     return target
 
 
-def command(path: Path, trainer: forge.Trainer) -> str:
+def command(path: Path, trainer: forge.Run) -> str:
     """What to type to run a bundle again; a task without a registered name is named by its file."""
-    words = ["forge", "replay", near(path)]
+    words = ["forge", "replay", short_path(path)]
     recipe = trainer.recipe
     if recipe is None or "name" not in recipe.config.get("task", {}):
         kind = type(trainer.task)
         try:
-            file = near(inspect.getfile(kind))
+            file = short_path(inspect.getfile(kind))
         except (OSError, TypeError):  # made in a notebook
             file = "FILE.py"
         words += ["--task", f"{file}:{kind.__name__}"]

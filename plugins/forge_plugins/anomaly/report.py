@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.util.text import near
+from forge.util.text import short_path
 from forge_plugins._patterns import listed
 
 ROWS = 8
@@ -68,7 +68,7 @@ def _operation(label: str, event: dict[str, Any]) -> list[tuple[str, str]]:
     place = event["place"]
     lines = [(label, f"{event['made']} from {_op(event)} {within}")]
     if place is not None:
-        where = f"{near(place['file'])}:{place['line']} in {place['function']}"
+        where = f"{short_path(place['file'])}:{place['line']} in {place['function']}"
         lines.append(("", f"{where}:  {place['code']}" if place["code"] else where))
     return lines
 
@@ -95,7 +95,7 @@ def _met(event: dict[str, Any]) -> list[tuple[str, str]]:
 def _given(origin: dict[str, Any]) -> str:
     if "op" in origin:
         place = origin["place"]
-        where = f" at {near(place['file'])}:{place['line']}" if place else ""
+        where = f" at {short_path(place['file'])}:{place['line']}" if place else ""
         return f"its infinite input was put there by {_op(origin)}{where}: a mask over all?"
     return f"its infinite input is {'the buffer ' + origin['name'] if origin['name'] else 'a constant'}"
 

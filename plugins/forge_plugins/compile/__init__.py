@@ -122,7 +122,7 @@ class Compile(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase != "compile":
             return
         self._begin()
@@ -139,7 +139,7 @@ class Compile(forge.Plugin):
         if patterns:
             logger.info("compile: each for itself: %s.", listed(modules, MANY))
 
-    def _replay_graphs(self, trainer: forge.Trainer, build: Build) -> None:
+    def _replay_graphs(self, trainer: forge.Run, build: Build) -> None:
         model = build.model
         if trainer.env.device.type == "cuda":
             model._compiled_call_impl = Generations(model._compiled_call_impl or model._call_impl, build.task)
@@ -171,7 +171,7 @@ class Compile(forge.Plugin):
             self._warn_of_nothing()
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._regions is None or self._shell is None:
             return
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import forge
 from forge.diagnose.checks import check_training_output
-from forge.snapshot.sandbox import untouched
+from forge.snapshot.sandbox import without_side_effects
 from forge_plugins.compile.difference import Difference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
 from forge_plugins.compile.search import Search, Seen
@@ -52,7 +52,7 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
     own, so that dropout drops the same.
     """
     options, seen = comparable(options), Seen(step.trainer.task)
-    with untouched(step.trainer), torch_random():
+    with without_side_effects(step.trainer), torch_random():
         batch = step.trainer.hooks.forge_prepare_batch(step, step.window[0])
         with regions.away(), seen.dtypes():
             eager = _loss_and_gradients(step, batch)
@@ -92,7 +92,7 @@ def _loss_and_gradients(step: forge.Step, batch: Any) -> dict[str, Tensor]:
     """By name, and outside of `.grad`; random numbers and buffers are put back."""
     trainer, own = step.trainer, {id(parameter) for parameter in step.parameters()}
     named = {n: p for n, p in trainer.task.named_parameters() if id(p) in own and p.requires_grad}
-    with untouched(trainer), torch.enable_grad():
+    with without_side_effects(trainer), torch.enable_grad():
         output = trainer.hooks.forge_forward(step, batch)
         check_training_output(output, trainer.task)
         loss = output if isinstance(output, Tensor) else output["loss"]

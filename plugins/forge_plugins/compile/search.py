@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import forge
-from forge.snapshot.sandbox import untouched
+from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._patterns import parents
 from forge_plugins.compile.difference import TOLERANCES, Difference, furthest
 from forge_plugins.compile.regions import Regions
@@ -84,7 +84,7 @@ def _autocast(module: nn.Module) -> tuple[str, torch.dtype, bool]:
 class Search:
     """Compiles modules one at a time, in the order they were called, and goes into the first that differs."""
 
-    trainer: forge.Trainer
+    trainer: forge.Run
     seen: Seen
     options: Mapping[str, Any]
     tolerance: float
@@ -121,7 +121,11 @@ class Search:
         """Outputs, and the gradients of a weighted sum of them."""
         kind, dtype, enabled = call.autocast
         wanted = {f"the gradient of {n}": p for n, p in call.module.named_parameters() if p.requires_grad}
-        with untouched(self.trainer), torch.set_grad_enabled(call.grad), torch.autocast(kind, dtype, enabled):
+        with (
+            without_side_effects(self.trainer),
+            torch.set_grad_enabled(call.grad),
+            torch.autocast(kind, dtype, enabled),
+        ):
             leaves: list[Tensor] = []
             args, kwargs = tree_map_only(Tensor, functools.partial(_given, leaves), (call.args, call.kwargs))
             wanted |= {f"the gradient of input {i}": leaf for i, leaf in enumerate(leaves)}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import forge
-from forge.util.text import near
+from forge.util.text import short_path
 
 LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(library.__file__))) + os.sep for library in (torch, forge))
 LIBRARIES = (*LIBRARIES, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
@@ -147,7 +147,7 @@ class Watch:
             self.limits.append(again)
         elif failure:
             file, line = getattr(frame, "fail_user_frame_filename", None), getattr(frame, "fail_user_frame_lineno", 0)
-            self.breaks.setdefault(f"{near(file)}:{line}" if file else "an unknown place", because(failure))
+            self.breaks.setdefault(f"{short_path(file)}:{line}" if file else "an unknown place", because(failure))
         elif again is not None and not again.expected:
             self.recompiles.append(again)
 
@@ -227,7 +227,7 @@ def place(stack: Any) -> str:
     frames = list(stack or ())
     own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)]
     frame = next(reversed(own or frames), None)
-    return "an unknown place" if frame is None else f"{near(frame.filename)}:{frame.lineno}"
+    return "an unknown place" if frame is None else f"{short_path(frame.filename)}:{frame.lineno}"
 
 
 def because(reason: str) -> str:

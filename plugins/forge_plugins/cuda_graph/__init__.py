@@ -115,7 +115,7 @@ class CudaGraph(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl(wrapper=True)
-    def forge_build_optimizers(self, trainer: forge.Trainer) -> Generator[None, Optimizers, Optimizers]:
+    def forge_build_optimizers(self, trainer: forge.Run) -> Generator[None, Optimizers, Optimizers]:
         built = yield
         self._forget()
         self._off = fitness.of_the_run(trainer, built)
@@ -126,7 +126,7 @@ class CudaGraph(forge.Plugin):
         return built
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit":
             return
         if self._off is None and trainer.keep_batches:
@@ -178,7 +178,7 @@ class CudaGraph(forge.Plugin):
         return (yield)
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._rates is not None:
             done = trainer.progress.update - (trainer.resumed_from or 0)
             logger.info("cuda_graph: %d of %d updates were replayed.", self.replayed, max(done, self.replayed))

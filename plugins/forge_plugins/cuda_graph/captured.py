@@ -73,21 +73,16 @@ class Captured:
 
     def _record(self, step: forge.Step, window: Window) -> None:
         trainer = step.trainer
-        given, factors = step.window, step._factors
         trainer.means.settle()
         inputs = self._inputs.tensors
-        lying = window.with_tensors(inputs)
+        batches = window.with_tensors(inputs)
 
         def update() -> None:
-            means, noted = trainer.means, Noted(trainer.env.device)
-            step.window, trainer.means = lying, noted
-            if factors is not None:
-                step._factors = list(inputs[-1].unbind())
-            try:
+            noted = Noted(trainer.env.device)
+            factors = None if step.factors is None else list(inputs[-1].unbind())
+            with step.substitute(batches, factors, noted):
                 trainer.core.forge_train_step(step)
                 self._write_down(noted)
-            finally:
-                step.window, step._factors, trainer.means = given, factors, means
 
         traces = Traces(trainer.task)
         try:

@@ -15,7 +15,7 @@ MOVES = ("params", "lr", "initial_lr")
 """What an optimizer's group holds beside constants."""
 
 
-def of_the_run(trainer: forge.Trainer, optimizers: Optimizers) -> str | None:
+def of_the_run(trainer: forge.Run, optimizers: Optimizers) -> str | None:
     """Why nothing of this run can be captured; None where it can."""
     if trainer.env.device.type != "cuda":
         return f"there are graphs on CUDA only, and the run is on {trainer.env.device.type}"
@@ -32,7 +32,7 @@ def of_the_run(trainer: forge.Trainer, optimizers: Optimizers) -> str | None:
     return _of_the_optimizer(entry.optimizer)
 
 
-def of_the_metrics(trainer: forge.Trainer) -> str | None:
+def of_the_metrics(trainer: forge.Run) -> str | None:
     """The metric of torchmetrics that training updates: its state is replaced, and a graph would add to it no more."""
     updated = trainer.means.held.updated() if trainer.means.held is not None else []
     if not updated:
@@ -72,7 +72,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 class Fitness:
     """What the graphs of a run depend on, looked at before the first is made."""
 
-    def __init__(self, trainer: forge.Trainer):
+    def __init__(self, trainer: forge.Run):
         self._trainer = trainer
         self._plugins = _inside(trainer)
         self._at_intervals = [p for p in self._plugins if not p.capturable and _has_due(p)]
@@ -140,7 +140,7 @@ class Fitness:
         return [t.data_ptr() for t in (*self._trainer.task.buffers(), *kept)]
 
 
-def _inside(trainer: forge.Trainer) -> list[Plugin]:
+def _inside(trainer: forge.Run) -> list[Plugin]:
     calls = trainer.stack.calls()
     names = {call.plugin for hook in INSIDE for call in calls.get(hook, ())}
     return [plugin for plugin in trainer.stack if plugin.name in names]

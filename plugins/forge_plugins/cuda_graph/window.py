@@ -27,10 +27,10 @@ class Window:
         self.batches = step.window
         self.tensors: list[Tensor] = []
         kinds = tuple([_kind(batch, self.tensors) for batch in step.window])  # on every update, hence so plain
-        factors = step._factors
+        factors = step.factors
         if factors is not None:
             self.tensors.append(_vector(factors, device))
-        self.key = (kinds, step._divisor, factors is None)
+        self.key = (kinds, step.divisor, factors is None)
 
     def with_tensors(self, tensors: list[Tensor]) -> list[Any]:
         """The window's batches with these in the place of its own."""

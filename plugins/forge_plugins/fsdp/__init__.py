@@ -114,7 +114,7 @@ class FSDP(forge.Plugin):
     # -- build --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_setup_env(self, trainer: forge.Trainer) -> DistributedEnv:
+    def forge_setup_env(self, trainer: forge.Run) -> DistributedEnv:
         self._begin()
         config, axes = self.config, dict(trainer.mesh_axes)
         if config.replicate > 1:
@@ -126,7 +126,7 @@ class FSDP(forge.Plugin):
         return self._env
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase != "parallel":
             return
         assert self._env is not None
@@ -182,7 +182,7 @@ class FSDP(forge.Plugin):
     def _tell(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
-        shards = env.shares // self.config.replicate
+        shards = env.data_world // self.config.replicate
         if not blocks and env.is_main:
             logger.warning(
                 "fsdp: %s has no blocks, so all of its %s parameters are gathered at once. Name some, by class or by "

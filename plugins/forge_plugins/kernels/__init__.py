@@ -13,7 +13,7 @@ import torch
 import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
-from forge.snapshot.sandbox import untouched
+from forge.snapshot.sandbox import without_side_effects
 from forge_kernels import patch, registry
 from forge_kernels.caching import Cache, default_folder, key_of
 from forge_kernels.call_pattern import Call, pattern_of
@@ -102,7 +102,7 @@ class Kernels(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, build: Build, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, build: Build, phase: str) -> None:
         if phase != "surgery":
             return
         self._begin()
@@ -143,7 +143,7 @@ class Kernels(forge.Plugin):
         return {"looked": list(self._looked), "choices": [choice.as_data() for choice in self._choices]}
 
     @forge.hookimpl
-    def forge_load_state_dict(self, trainer: forge.Trainer, state: dict[str, Any]) -> None:
+    def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
         if self.config.use != AUTO or not state["looked"]:
             return
         choices, before = [Choice.from_data(data) for data in state["choices"]], self._choices
@@ -217,7 +217,7 @@ class Kernels(forge.Plugin):
         everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
         others = (Call.from_data(data) for there in everywhere for data in there)
         calls = {**{call.kind: call for call in others}, **seen.calls}
-        with trainer.env.patience():
+        with trainer.env.no_timeout():
             made = trainer.env.from_first(lambda: self._measure(trainer, list(calls.values()), seen))
         choices = [Choice.from_data(data) for data in made["choices"]]
         known = {choice.call.kind for choice in self._choices}
@@ -226,13 +226,13 @@ class Kernels(forge.Plugin):
         if trainer.env.is_main:
             self._tell(trainer, choices, seen, made["measured"])
 
-    def _measure(self, trainer: forge.Trainer, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
+    def _measure(self, trainer: forge.Run, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
         """On the first rank: what is known already from disk, the rest by measuring."""
         device, compiled = trainer.env.device, _compiles(trainer)
         cache = Cache(self._folder())
         stopwatch: Stopwatch | None = None
         choices, measured = [], 0
-        with untouched(trainer):
+        with without_side_effects(trainer):
             for call in calls:
                 rivals = [candidate for candidate in self._candidates if candidate.target == call.target]
                 paths = seen.modules.get(call.kind, [])
@@ -257,7 +257,7 @@ class Kernels(forge.Plugin):
             return Path(cache).expanduser()
         return default_folder() if cache else None
 
-    def _apply(self, trainer: forge.Trainer) -> None:
+    def _apply(self, trainer: forge.Run) -> None:
         """Have the chosen kernels run from now on."""
         chosen: dict[str, list[patch.Chosen]] = {}
         decided: set[str] = set()
@@ -276,7 +276,7 @@ class Kernels(forge.Plugin):
         patch.settle_names()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
-    def _tell(self, trainer: forge.Trainer, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
+    def _tell(self, trainer: forge.Run, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
         if not choices:
             logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
             return
@@ -295,5 +295,5 @@ class Kernels(forge.Plugin):
             )
 
 
-def _compiles(trainer: forge.Trainer) -> bool:
+def _compiles(trainer: forge.Run) -> bool:
     return any("compile" in plugin.provides for plugin in trainer.stack)

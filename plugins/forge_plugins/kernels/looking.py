@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.diagnose.checks import LossWatch
-from forge.snapshot.sandbox import uncompiled, untouched
+from forge.snapshot.sandbox import uncompiled, without_side_effects
 from forge_kernels.call_pattern import Call, Like, Unknown
 from forge_kernels.contract import Functional, Module
 from forge_kernels.patch import StandIns, modules_of, recording, swapped
@@ -51,7 +51,7 @@ def look(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> S
     functions = {c.target for c in candidates if isinstance(c.replaces, Functional)}
     try:
         with ExitStack() as stack:
-            stack.enter_context(untouched(trainer))
+            stack.enter_context(without_side_effects(trainer))
             stack.enter_context(uncompiled())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_dropped, _gone))
             stack.enter_context(StandIns({target: recording(target, seen.note) for target in sorted(functions)}))

@@ -84,7 +84,7 @@ class Ledger(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_configure(self, trainer: forge.Trainer) -> None:
+    def forge_configure(self, trainer: forge.Run) -> None:
         self._forget()
         self.report = None
         if trainer.verb != "fit":
@@ -106,7 +106,7 @@ class Ledger(forge.Plugin):
         return self._account.timers.instrument(hook, impl)
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.env.device.type != "cuda":
             self._audit = None
         if self._account is not None:
@@ -157,7 +157,7 @@ class Ledger(forge.Plugin):
             account.evaluation(before)
 
     @forge.hookimpl
-    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+    def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         account = self._account
         if account is None:
             return
@@ -171,7 +171,7 @@ class Ledger(forge.Plugin):
         self._ended = account.timers.clock()
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if getattr(trainer.instrument, "__self__", None) is self:
             trainer.instrument = None
         account, audit = self._account, self._audit
@@ -197,7 +197,7 @@ class Ledger(forge.Plugin):
             period = account.between(account.first, stop)
         return reports.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
 
-    def _write(self, trainer: forge.Trainer, report: dict[str, Any]) -> None:
+    def _write(self, trainer: forge.Run, report: dict[str, Any]) -> None:
         if trainer.run_dir is None:
             return
         try:

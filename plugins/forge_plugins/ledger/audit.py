@@ -20,7 +20,7 @@ from forge.contract.plugin import Callback
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import TaskModule
 from forge.diagnose.explain import NAMED_METHODS
-from forge.util.text import near
+from forge.util.text import short_path
 from forge_plugins import _syncs
 from forge_plugins._syncs import FORGE, TORCH, Listener
 
@@ -137,7 +137,7 @@ class Audit:
         return [
             {
                 "who": place.who,
-                "file": near(place.file),
+                "file": short_path(place.file),
                 "line": place.line,
                 "code": linecache.getline(place.file, place.line).strip(),
                 "count": count,

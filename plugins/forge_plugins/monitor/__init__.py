@@ -112,7 +112,7 @@ class Monitor(forge.Plugin):
         return not self._shown or self._every.due(step) or (self._draws is not None and self._draws.due(step))
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
         self._judge = Judge(self.config, trainer.task)
 
@@ -162,7 +162,7 @@ class Monitor(forge.Plugin):
         if self._sent[1].here or trainer.progress.update == trainer.planned_updates:
             self._deliver(trainer)
 
-    def _deliver(self, trainer: forge.Trainer) -> None:
+    def _deliver(self, trainer: forge.Run) -> None:
         """Hand on what has arrived."""
         if self._sent is None:
             return
@@ -176,7 +176,7 @@ class Monitor(forge.Plugin):
                 logger.warning("monitor: after update %d: %s", trainer.progress.update, text)
         trainer.publish(metrics)
 
-    def _modules(self, trainer: forge.Trainer) -> list[tuple[str, nn.Module]]:
+    def _modules(self, trainer: forge.Run) -> list[tuple[str, nn.Module]]:
         modules, compiled = watchable(trainer.task, trainer.model)
         if compiled and not self._told_of_compiled:
             self._told_of_compiled = True
@@ -186,7 +186,7 @@ class Monitor(forge.Plugin):
             )
         return modules
 
-    def _show(self, trainer: forge.Trainer, table: shapes.Shapes) -> None:
+    def _show(self, trainer: forge.Run, table: shapes.Shapes) -> None:
         self._shown, self._table = True, None
         row = table.tree(self.config.depth)
         end = shapes.ending(row, table.activations())
@@ -197,7 +197,7 @@ class Monitor(forge.Plugin):
     # -- around it ----------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_state_dict(self, trainer: forge.Trainer) -> dict[str, Any]:
+    def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any]:
         self._deliver(trainer)  # so that a run that is resumed from here has lost nothing
         return {"shown": self._shown, "told": dict(self._judge.told) if self._judge is not None else {}}
 
@@ -209,7 +209,7 @@ class Monitor(forge.Plugin):
         self._sent, self._looks = None, []  # of a course that was given up
 
     @forge.hookimpl(wrapper=True)
-    def forge_export(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
+    def forge_export(self, trainer: forge.Run) -> Generator[None, Any, Any]:
         self._deliver(trainer)
         return (yield)
 

@@ -89,7 +89,7 @@ class Activations:
             if torch.compiler.is_compiling():
                 return  # a function of the user's own is compiled: in there this hook comes to nothing
             # a replay runs the window again, and so does a backward through a checkpointed block
-            if self._step._record and torch._C._current_autograd_node() is None:
+            if self._step.recording and torch._C._current_autograd_node() is None:
                 values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
                 if values is not None:
                     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 import forge
-from forge.util.text import size
+from forge.util.text import format_bytes
 from forge_plugins.monitor.modules import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
@@ -137,8 +137,8 @@ def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
         f"{row.kind}{times}",
         row.output or "–",
         f"{row.parameters:,}{frozen}" if row.parameters else "–",
-        size(row.weights) if row.weights else "–",
-        size(row.activations) if row.activations else "–",
+        format_bytes(row.weights) if row.weights else "–",
+        format_bytes(row.activations) if row.activations else "–",
     )
     for part in row.parts:
         yield from lines(part, indent + 1)
@@ -170,8 +170,8 @@ def ending(row: Row, activations: int) -> str:
     """The sum of it all."""
     trained = row.parameters - row.frozen
     return (
-        f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take {size(row.weights)}, "
-        f"activations {size(activations)} for one micro-batch."
+        f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take "
+        f"{format_bytes(row.weights)}, activations {format_bytes(activations)} for one micro-batch."
     )
 
 

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 import forge
 from forge.errors import RecipeError
-from forge.util.oom import is_full
+from forge.util.oom import is_out_of_memory
 from forge_plugins.profiler import memory, results
 from forge_plugins.profiler.recording import Recording, another_one
 from forge_plugins.profiler.report import Report
@@ -106,7 +106,7 @@ class Profiler(forge.Plugin):
         return False
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._forget()
         self._history = memory.History(trainer.env.device)
         self._remember_the_last()
@@ -176,12 +176,12 @@ class Profiler(forge.Plugin):
     # -- the cycle ----------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_boundary(self, trainer: forge.Trainer) -> None:
+    def forge_boundary(self, trainer: forge.Run) -> None:
         if self._cycles:  # none is left, most of the time
             self._passed += 1
             self._turn(trainer)
 
-    def _turn(self, trainer: forge.Trainer) -> None:
+    def _turn(self, trainer: forge.Run) -> None:
         """An update has ended: wait, warm up, record, or report."""
         config, update = self.config, trainer.progress.update
         if self._passed <= config.wait:
@@ -200,12 +200,12 @@ class Profiler(forge.Plugin):
         elif self._recording is not None:
             self._recording.next()
 
-    def _warm_up(self, trainer: forge.Trainer) -> None:
+    def _warm_up(self, trainer: forge.Run) -> None:
         if self._may_begin():
             self._recording = self._new_recording(trainer)
             self._recording.warm_up(trainer.progress.update)
 
-    def _record(self, trainer: forge.Trainer) -> None:
+    def _record(self, trainer: forge.Run) -> None:
         if not self._may_begin():
             return
         if self.config.memory and self._history is not None:
@@ -215,7 +215,7 @@ class Profiler(forge.Plugin):
         self._recording.record(trainer.progress.update)
         self._active = True
 
-    def _new_recording(self, trainer: forge.Trainer) -> Recording:
+    def _new_recording(self, trainer: forge.Run) -> Recording:
         config = self.config
         return Recording(
             trainer.env.device,
@@ -233,7 +233,7 @@ class Profiler(forge.Plugin):
         self._recording, self._active, self._cycles = None, False, 0
         logger.warning("profiler: nothing more is recorded: %s", why)
 
-    def _finish(self, trainer: forge.Trainer, publish: bool) -> None:
+    def _finish(self, trainer: forge.Run, publish: bool) -> None:
         """Stop, and tell what was recorded. A profile is not worth a run: what goes wrong here is logged."""
         recording, ends = self._recording, self._ends
         assert recording is not None
@@ -264,13 +264,13 @@ class Profiler(forge.Plugin):
             self._history.drop()
 
     @forge.hookimpl
-    def forge_exception(self, trainer: forge.Trainer, error: BaseException) -> None:
+    def forge_exception(self, trainer: forge.Run, error: BaseException) -> None:
         self._failed = True
-        if is_full(error) and getattr(trainer, "env", None) is not None:
+        if is_out_of_memory(error) and getattr(trainer, "env", None) is not None:
             results.explain(trainer, error)
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         try:
             self._end_data()
             if self._active and self._recording is not None and self._recording.updates and not self._failed:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.util.text import size
+from forge.util.text import format_bytes
 from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000
@@ -53,7 +53,7 @@ def dump(file: Path) -> None:
 # What memory is taken up by
 
 
-def parts(trainer: forge.Trainer) -> dict[str, int]:
+def parts(trainer: forge.Run) -> dict[str, int]:
     """Bytes by what they are for, on the run's device; storage that several share counts once."""
     task, device, seen = trainer.task, trainer.env.device, set[int]()
 
@@ -92,7 +92,7 @@ def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held
     for block in (block for segment in segments for block in segment["blocks"]):
         if block["state"] != "active_allocated":
             continue
-        where = line_of(block.get("frames") or ()) or f"a block of {size(block['size'])}"
+        where = line_of(block.get("frames") or ()) or f"a block of {format_bytes(block['size'])}"
         entry = held.setdefault(where, Held(where))
         entry.bytes += block["size"]
         entry.blocks += 1
@@ -112,20 +112,23 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 # When it runs out
 
 
-def told(trainer: forge.Trainer) -> str:
+def told(trainer: forge.Run) -> str:
     """What memory was taken up by when it ran out, as text."""
     device = trainer.env.device
     found = parts(trainer)
     where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
     lines = [f"Memory of {device} when it ran out ({where}):"]
-    lines += [f"  {name:<26}{size(count):>10}" for name, count in found.items()]
+    lines += [f"  {name:<26}{format_bytes(count):>10}" for name, count in found.items()]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        lines.append(f"  {size(allocated)} in use, {size(reserved)} held by torch; {size(free)} free of {size(total)}.")
+        lines.append(
+            f"  {format_bytes(allocated)} in use, {format_bytes(reserved)} held by torch; "
+            f"{format_bytes(free)} free of {format_bytes(total)}."
+        )
         holders = _holders()
         lines += ["The largest parts of it, and the lines that asked for them:"] if holders else []
-        lines += [f"  {size(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
+        lines += [f"  {format_bytes(h.bytes):>10} in {h.blocks} block{'s'[: h.blocks > 1]}: {h.where}" for h in holders]
         wasted = (reserved - allocated) / max(reserved, 1)
         return "\n".join([*lines, *levers(found, trainer, wasted)])
     return "\n".join([*lines, *levers(found, trainer)])
@@ -138,7 +141,7 @@ def _holders() -> list[Held]:
         return []
 
 
-def levers(found: Mapping[str, int], trainer: forge.Trainer, wasted: float = 0.0) -> list[str]:
+def levers(found: Mapping[str, int], trainer: forge.Run, wasted: float = 0.0) -> list[str]:
     """What takes less memory, the part that is largest first."""
     there = provided(trainer.stack)
     training = trainer.verb == "fit"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.util.text import size
+from forge.util.text import format_bytes
 from forge_plugins.profiler.trace import BETWEEN, EVALUATION, PHASES, UPDATE, Operator, Trace
 from forge_plugins.profiler.verdict import Measured, Verdict, duration
 
@@ -63,7 +63,7 @@ class Report:
         for table in (self.phases(), self.main_operators()):
             lines += [*_aligned(table), ""]
         if self.peak is not None:
-            lines += [*_aligned(self.allocators()), f"  At most {size(self.peak)} were in use.", ""]
+            lines += [*_aligned(self.allocators()), f"  At most {format_bytes(self.peak)} were in use.", ""]
         lines += [f"  {line}" for line in self.files]
         return "\n".join(lines).rstrip()
 
@@ -78,7 +78,7 @@ class Report:
         for table in self.tables():
             lines += [*_piped(table), ""]
         if self.peak is not None:
-            lines += [f"At most {size(self.peak)} were in use.", ""]
+            lines += [f"At most {format_bytes(self.peak)} were in use.", ""]
         lines += [f"- {line}" for line in self.files]
         lines += ["", TO_OPEN] if self.files else []
         return "\n".join(lines).rstrip() + "\n"
@@ -135,7 +135,7 @@ class Report:
     def allocators(self) -> Table:
         """Who takes the most memory."""
         found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
-        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", size(o.memory / self.updates)) for o in found]
+        rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", format_bytes(o.memory / self.updates)) for o in found]
         return Table("operators of an update, by memory taken", ("", "calls", "taken"), rows)
 
     def _timed(self, seconds: Any) -> list[str]:

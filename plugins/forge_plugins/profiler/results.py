@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 import forge
-from forge.util.text import near
+from forge.util.text import short_path
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
 from forge_plugins.profiler.report import Report
@@ -34,7 +34,7 @@ class Wanted(Protocol):
     top: int
 
 
-def conclude(trainer: forge.Trainer, recording: Recording, unrecorded: float | None, wanted: Wanted) -> Report:
+def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: Wanted) -> Report:
     """Write the trace and what belongs to it, and work out what it says. `unrecorded`: seconds of an update before."""
     device = trainer.env.device
     with _folder(trainer) as folder:
@@ -61,7 +61,7 @@ def conclude(trainer: forge.Trainer, recording: Recording, unrecorded: float | N
         verdict=verdict,
         top=wanted.top,
         peak=max((size for _, size in points), default=None),
-        files=tuple(f"{KINDS[path.suffix]}: {near(path)}" for path in kept),
+        files=tuple(f"{KINDS[path.suffix]}: {short_path(path)}" for path in kept),
     )
 
 
@@ -75,7 +75,7 @@ def _draw_memory(points: timeline.Points, trace: Trace, document: dict[str, Any]
     picture.write_text(timeline.picture(points, trace.ranges, title))
 
 
-def tell(trainer: forge.Trainer, reports: list[Report]) -> None:
+def tell(trainer: forge.Run, reports: list[Report]) -> None:
     """The newest report into the log, all of them into the run folder."""
     say(reports[-1].text())
     if trainer.run_dir is not None:
@@ -93,7 +93,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def explain(trainer: forge.Trainer, error: BaseException) -> None:
+def explain(trainer: forge.Run, error: BaseException) -> None:
     """Out of memory: what it was taken up by, as a note on the error and in the run folder."""
     text = memory.told(trainer)
     error.add_note(text)  # before anything that may fail
@@ -104,15 +104,15 @@ def explain(trainer: forge.Trainer, error: BaseException) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n\n{error}\n")
-        error.add_note(f"This, and torch's own words: {near(file)}")
+        error.add_note(f"This, and torch's own words: {short_path(file)}")
         if trainer.env.device.type == "cuda":
             memory.dump(file.with_suffix(".pickle"))
-            error.add_note(f"{KINDS['.pickle'].capitalize()}: {near(file.with_suffix('.pickle'))}")
+            error.add_note(f"{KINDS['.pickle'].capitalize()}: {short_path(file.with_suffix('.pickle'))}")
     except Exception as failed:  # a snapshot takes memory, of which there is none
-        error.add_note(f"Not all of it could be written to {near(folder)}: {type(failed).__name__}: {failed}")
+        error.add_note(f"Not all of it could be written to {short_path(folder)}: {type(failed).__name__}: {failed}")
 
 
-def setup_of(trainer: forge.Trainer, trace: Trace) -> Setup:
+def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
     """What the run uses already."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     return Setup(
@@ -134,7 +134,7 @@ def _workers(loader: Any) -> int | None:
 
 
 @contextmanager
-def _folder(trainer: forge.Trainer) -> Generator[Path]:
+def _folder(trainer: forge.Run) -> Generator[Path]:
     """RUN/profile; without a run folder one that is gone afterwards, because a trace is a file."""
     if trainer.run_dir is None:
         with tempfile.TemporaryDirectory() as folder:

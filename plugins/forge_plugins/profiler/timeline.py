@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from forge.util import text as units
+from forge.util.text import format_bytes
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, Trace
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1200, 360, 90, 40, 30
@@ -55,7 +55,7 @@ def picture(points: Points, ranges: Sequence[tuple[str, float, float]], title: s
         for name, start, end in ranges
         if name in COLOURS
     ]
-    drawn += [_text(LEFT - 6, y(size) + 4, units.size(size), "end") for size in {low, high}]
+    drawn += [_text(LEFT - 6, y(size) + 4, format_bytes(size), "end") for size in {low, high}]
     drawn += [_text(LEFT, HEIGHT - 10, "0 ms"), _text(LEFT + wide, HEIGHT - 10, f"{seconds * 1e3:.4g} ms", "end")]
     drawn += [_text(LEFT, 22, title)]
     at = LEFT + wide

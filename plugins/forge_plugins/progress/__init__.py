@@ -51,7 +51,7 @@ class Progress(forge.Plugin):
         self._status = Status()
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._view, self._look_at = None, NEVER
         if not trainer.env.is_main or is_quiet():
             return
@@ -62,7 +62,7 @@ class Progress(forge.Plugin):
         self._look_at = 0.0
 
     @forge.hookimpl
-    def forge_boundary(self, trainer: forge.Trainer, step: forge.Step) -> None:
+    def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         # every update passes here: one look at the clock, and out
         if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
             self._status.move(trainer)
@@ -74,7 +74,7 @@ class Progress(forge.Plugin):
             self._look_at = 0.0
 
     @forge.hookimpl(wrapper=True)
-    def forge_evaluate(self, trainer: forge.Trainer, stage: str) -> Generator[None, Any, Any]:
+    def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
         if self._view is None:
             return (yield)
         self._status.move(trainer)
@@ -92,7 +92,7 @@ class Progress(forge.Plugin):
         self._status.ending = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         view, self._view, self._look_at = self._view, None, NEVER
         if view is not None:
             status = self._status

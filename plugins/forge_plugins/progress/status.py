@@ -76,7 +76,7 @@ class Status:
         """Whether an epoch is something else than the run, and how far it is can be told."""
         return self.verb == "fit" and not self.ending and self.max_epochs != 1 and self.epoch_share is not None
 
-    def move(self, trainer: forge.Trainer) -> None:
+    def move(self, trainer: forge.Run) -> None:
         """Take the counters over, and see how fast they grow."""
         now, progress = time.monotonic(), trainer.progress
         self.update, self.sample, self.epochs = progress.update, progress.sample, progress.epoch
@@ -93,7 +93,7 @@ class Status:
             self.speed = 0.7 * self.speed + 0.3 * done / spent if self.speed else done / spent
             self._last, self.paused = (now, self.update), 0.0
 
-    def _go_back(self, trainer: forge.Trainer) -> None:
+    def _go_back(self, trainer: forge.Run) -> None:
         """The run has been restored: what came after does not count."""
         self.restores, self._first = trainer.restores, None
         for name, found in list(self.bests.items()):
@@ -152,7 +152,7 @@ class Status:
         return max(self.planned - self.update, 0) / self.average_speed
 
 
-def share_of_epoch(trainer: forge.Trainer) -> float | None:
+def share_of_epoch(trainer: forge.Run) -> float | None:
     """How much of the epoch is behind the last update; None where the loader has no length."""
     feed, step = getattr(trainer, "feed", None), trainer.step
     if feed is None or not feed.length:

@@ -11,8 +11,8 @@ from torch import nn
 
 import forge
 from forge.errors import RecipeError
-from forge.snapshot.sandbox import uncompiled, untouched
-from forge.util.text import size
+from forge.snapshot.sandbox import uncompiled, without_side_effects
+from forge.util.text import format_bytes
 from forge_plugins._blocks import repeated
 from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.remat.block import install, remove
@@ -85,7 +85,7 @@ class Remat(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_build_model(self, trainer: forge.Trainer, phase: str) -> None:
+    def forge_build_model(self, trainer: forge.Run, phase: str) -> None:
         if phase != "remat":
             return
         self._begin()
@@ -131,7 +131,7 @@ class Remat(forge.Plugin):
         self._install([name for name in picked if name not in self._installed])
         after = meter.kept(picked)
         turn = "" if step.name is None else f" of {step.name}"
-        share = f"{size(after)} of {size(before)} ({after / max(before, 1):.0%})"
+        share = f"{format_bytes(after)} of {format_bytes(before)} ({after / max(before, 1):.0%})"
         kept = f"activations{turn} kept: {share}, by the first batch"
         if picked:
             logger.info(
@@ -144,7 +144,7 @@ class Remat(forge.Plugin):
                 "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
                 "blocks, or is what they are given: name larger blocks, or make the batch smaller.",
                 self.config.budget,
-                size(after),
+                format_bytes(after),
                 turn,
             )
 
@@ -155,7 +155,7 @@ class Remat(forge.Plugin):
         for name, own in installed.items():
             remove(self._blocks[name], own)
         try:
-            with untouched(trainer), uncompiled():
+            with without_side_effects(trainer), uncompiled():
                 batch = trainer.hooks.forge_prepare_batch(step, step.window[0])
                 with meter.measuring():
                     output = trainer.hooks.forge_forward(step, batch)

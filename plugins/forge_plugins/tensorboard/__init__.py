@@ -78,18 +78,18 @@ class Tensorboard(forge.Plugin):
         "As it was written last."
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
         if _writes(trainer):
             import torch.utils.tensorboard  # noqa: F401 (slow: now rather than at the first log)
 
     @forge.hookimpl
-    def forge_log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+    def forge_log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         if _writes(trainer) and not self._gave_up:
             with self._going_on():
                 self._log(trainer, update, metrics)
 
-    def _log(self, trainer: forge.Trainer, update: int, metrics: dict[str, Any]) -> None:
+    def _log(self, trainer: forge.Run, update: int, metrics: dict[str, Any]) -> None:
         writer = self._writer or self._open(trainer)
         if self._restores != trainer.restores:
             self._take_back(writer, trainer)
@@ -112,7 +112,7 @@ class Tensorboard(forge.Plugin):
                 projector.write(writer.log_dir, name, value)
                 add_text(writer, name, projector.told(value), update)
 
-    def _lay_out(self, writer: SummaryWriter, trainer: forge.Trainer, update: int) -> None:
+    def _lay_out(self, writer: SummaryWriter, trainer: forge.Run, update: int) -> None:
         """Write the layout where the names that are known by now make another one."""
         charts = layout.make(self._tags, trainer.stack)
         if charts != self._layout:
@@ -124,7 +124,7 @@ class Tensorboard(forge.Plugin):
         self._failed = True
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if self._writer is None:
             return
         with self._going_on():
@@ -160,7 +160,7 @@ class Tensorboard(forge.Plugin):
                     writer.close()
             logger.error("tensorboard: its folder cannot be written: %s. The run goes on, without it.", error)
 
-    def _open(self, trainer: forge.Trainer) -> SummaryWriter:
+    def _open(self, trainer: forge.Run) -> SummaryWriter:
         """A file of this process's own, which takes back what earlier ones drew of updates that are made again."""
         assert trainer.run_dir is not None
         writer = self._writer = new_file(
@@ -173,7 +173,7 @@ class Tensorboard(forge.Plugin):
             self._begin_anew(writer, trainer)
         return writer
 
-    def _take_back(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
+    def _take_back(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """After a rewind: what was drawn since the checkpoint is made again."""
         self._restores, first = trainer.restores, first_made(trainer)
         assert first is not None
@@ -182,7 +182,7 @@ class Tensorboard(forge.Plugin):
             self._add_card(writer, trainer)
         self._begin_anew(writer, trainer)
 
-    def _begin_anew(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
+    def _begin_anew(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """The layout, which may have been taken back, and no points of a fit that is made again from its beginning."""
         first = first_made(trainer) or 0
         self._layout = {}
@@ -191,17 +191,17 @@ class Tensorboard(forge.Plugin):
         if not first:
             projector.clear(writer.log_dir)
 
-    def _add_card(self, writer: SummaryWriter, trainer: forge.Trainer) -> None:
+    def _add_card(self, writer: SummaryWriter, trainer: forge.Run) -> None:
         """At the first update of this process, so that the next one to continue from there takes it back."""
         self._card_at = first_made(trainer) or 0
         add_text(writer, "card", run_card(trainer), self._card_at)
 
 
-def _writes(trainer: forge.Trainer) -> bool:
+def _writes(trainer: forge.Run) -> bool:
     return trainer.run_dir is not None and trainer.env.is_main
 
 
-def first_made(trainer: forge.Trainer) -> int | None:
+def first_made(trainer: forge.Run) -> int | None:
     """The first update that this fit makes, again where it was restored; 0 where nothing is continued.
 
     TensorBoard is told of it even then: it takes the first such word for the start of a run, and only what follows for
@@ -212,7 +212,7 @@ def first_made(trainer: forge.Trainer) -> int | None:
     return trainer.resumed_from + 1 if trainer.resumed_from else 0
 
 
-def run_card(trainer: forge.Trainer) -> str:
+def run_card(trainer: forge.Run) -> str:
     """The card of this run as Markdown, its table as a list: TensorBoard squeezes a table's first column."""
     assert trainer.run_dir is not None
     file = trainer.run_dir / "card.md"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Hyperparameter = bool | int | float | str
 
 
-def hyperparameters(trainer: forge.Trainer) -> dict[str, Hyperparameter]:
+def hyperparameters(trainer: forge.Run) -> dict[str, Hyperparameter]:
     """What can be varied between runs: options by the names they have in a recipe."""
     found: dict[str, Any] = {f"task.{key}": value for key, value in trainer.task.init_args.items()}
     data = trainer.recipe.config.get("data") if trainer.recipe is not None else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import forge
 from forge.metrics import drawing
-from forge.util.files import replacing
+from forge.util.files import atomic_write
 
 CONFIG = "projector_config.pbtxt"
 FOLDER = "projector"
@@ -31,13 +31,13 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
     home = Path(folder) / FOLDER / quote(name, safe="")
     home.mkdir(parents=True, exist_ok=True)
     vectors = embedding.vectors.detach().cpu().float().nan_to_num().numpy()
-    with replacing(home / "vectors.tsv") as path:
+    with atomic_write(home / "vectors.tsv") as path:
         np.savetxt(path, vectors, fmt="%.6g", delimiter="\t")
     for file in ("labels.tsv", "drawing.png"):
         (home / file).unlink(missing_ok=True)
     if embedding.labels:
         lines = "".join(f"{_one_line(label)}\n" for label in embedding.labels)
-        with replacing(home / "labels.tsv") as path:
+        with atomic_write(home / "labels.tsv") as path:
             path.write_text(lines, encoding="utf-8")
     size = None
     if embedding.images is not None:
@@ -75,7 +75,7 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
         entry.sprite.image_path = _from(folder, home / "drawing.png")
         entry.sprite.single_image_dim.extend(size)
     text = text_format.MessageToString(config)
-    with replacing(folder / CONFIG) as path:
+    with atomic_write(folder / CONFIG) as path:
         path.write_text(text, encoding="utf-8")
 
 
@@ -93,7 +93,7 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
     sheet[: len(images)] = images
     sheet = sheet.view(columns, columns, channels, height, width).permute(2, 0, 3, 1, 4)
     drawn = drawing.png(forge.Image(sheet.reshape(channels, columns * height, columns * width)))
-    with replacing(file) as path:
+    with atomic_write(file) as path:
         path.write_bytes(drawn)
     return width, height
 

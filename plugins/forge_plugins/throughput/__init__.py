@@ -93,14 +93,14 @@ class Throughput(forge.Plugin):
     # -- a run --------------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit":
             return
         device, config = trainer.env.device, self.config
         on_cuda = device.type == "cuda"
         self._running = True
         self._steps: Steps = DeviceSteps.on(device) if on_cuda else HostSteps()
-        self._items = Items(config.items, trainer.weighs_by_itself)
+        self._items = Items(config.items, trainer.task_defines_num_items)
         self._look = Look(trainer, config.flops, activations=config.memory and not on_cuda)
         self._step: forge.Step | None = None
         "The step under way."
@@ -153,7 +153,7 @@ class Throughput(forge.Plugin):
         self._failed = True
 
     @forge.hookimpl
-    def forge_end(self, trainer: forge.Trainer) -> None:
+    def forge_end(self, trainer: forge.Run) -> None:
         if not self._running:  # the run was no fit, or ended before it began
             return
         self._running = False
@@ -209,7 +209,7 @@ class Throughput(forge.Plugin):
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
-    def _tell_flops(self, trainer: forge.Trainer) -> None:
+    def _tell_flops(self, trainer: forge.Run) -> None:
         """What was counted, and what it is compared with."""
         self._look.fresh = False
         dtype, name = self._look.dtype, told.device_name(trainer.env.device)

@@ -81,7 +81,7 @@ class Counting(TorchDispatchMode):
         self.count.by_dtype[as_computed(first.dtype, first.device, "conv" in str(packet))] += flops
 
 
-def is_compiled(trainer: forge.Trainer, graphs_before: int) -> bool:
+def is_compiled(trainer: forge.Run, graphs_before: int) -> bool:
     """Whether some of what this run calls is compiled: a dispatch mode around it would have it run uncompiled."""
     marked = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in trainer.model.modules())
     return marked or graphs_compiled() > graphs_before

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Look:
     """Looks into the second step of each optimizer: in the first one things are still being compiled."""
 
-    def __init__(self, trainer: forge.Trainer, flops: bool, activations: bool):
+    def __init__(self, trainer: forge.Run, flops: bool, activations: bool):
         self.counts: dict[str | None, tuple[Count, float]] = {}
         "By optimizer: what a window computed, and the samples in it."
         self.activations: int | None = None
@@ -87,7 +87,7 @@ class Look:
         self.fresh = True
 
 
-def autocast_of(trainer: forge.Trainer) -> torch.dtype | None:
+def autocast_of(trainer: forge.Run) -> torch.dtype | None:
     """What forward runs in: who provides autocast says so in `dtype`."""
     providers = (plugin for plugin in trainer.stack if "autocast" in plugin.provides)
     return next((DTYPES.get(getattr(plugin, "dtype", "")) for plugin in providers), None)

@@ -12,7 +12,7 @@ from torch.autograd import graph
 from torch.utils._pytree import tree_leaves
 
 import forge
-from forge.util.text import size
+from forge.util.text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _unpack(held: _Held) -> Tensor:
     return held.tensor
 
 
-def on_cuda(trainer: forge.Trainer) -> Breakdown:
+def on_cuda(trainer: forge.Run) -> Breakdown:
     """At the end of a step, by what the allocator counts: nothing is waited for."""
     device = trainer.env.device
     parameters, gradients, optimizer = _parameters(trainer), _gradients(trainer), _optimizer(trainer)
@@ -121,21 +121,24 @@ def on_cuda(trainer: forge.Trainer) -> Breakdown:
     return Breakdown(parameters, gradients, optimizer, max(0, peak - parameters - gradients - optimizer - other), other)
 
 
-def on_host(trainer: forge.Trainer, activations: int | None) -> Breakdown:
+def on_host(trainer: forge.Run, activations: int | None) -> Breakdown:
     """By what is known to be there: the host has no allocator to ask."""
     return Breakdown(_parameters(trainer), _gradients(trainer), _optimizer(trainer), activations, 0)
 
 
 def told(breakdown: Breakdown, device: str) -> str:
     """One line: the peak and its parts."""
-    parts = ", ".join(f"{name} {size(number)}" for name, number in breakdown.parts().items())
+    parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in breakdown.parts().items())
     unseen = ", activations unknown (compiled code and torch.func hide them)" if breakdown.activations is None else ""
-    return f"{size(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
+    return f"{format_bytes(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
 
 
 def as_markdown(breakdown: Breakdown) -> str:
     """A table for sinks that draw Markdown."""
-    rows = [f"| {name} | {size(number)} | {number / max(breakdown.peak, 1):.1%} |" for name, number in _rows(breakdown)]
+    rows = [
+        f"| {name} | {format_bytes(number)} | {number / max(breakdown.peak, 1):.1%} |"
+        for name, number in _rows(breakdown)
+    ]
     return "\n".join(["| memory | | share |", "|---|---:|---:|", *rows])
 
 
@@ -143,11 +146,11 @@ def _rows(breakdown: Breakdown) -> list[tuple[str, int]]:
     return [*breakdown.parts().items(), ("peak", breakdown.peak)]
 
 
-def _parameters(trainer: forge.Trainer) -> int:
+def _parameters(trainer: forge.Run) -> int:
     return _bytes((*trainer.task.parameters(), *trainer.task.buffers()), trainer.env.device)
 
 
-def _gradients(trainer: forge.Trainer) -> int:
+def _gradients(trainer: forge.Run) -> int:
     """Of several optimizers each has gradients in its own turn only: the largest share counts."""
     return max(
         _bytes((p for p in trainer.optimizers.parameters(name) if p.requires_grad), trainer.env.device)
@@ -155,7 +158,7 @@ def _gradients(trainer: forge.Trainer) -> int:
     )
 
 
-def _optimizer(trainer: forge.Trainer) -> int:
+def _optimizer(trainer: forge.Run) -> int:
     states = [dict(optimizer.state) for optimizer in trainer.optimizers.values()]
     return _bytes((leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)), trainer.env.device)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from forge.util.text import size
+from forge.util.text import format_bytes
 from forge_plugins.throughput.flops import Count
 from forge_plugins.throughput.memory import Breakdown
 from forge_plugins.throughput.steps import Summary, percentile
@@ -54,7 +54,7 @@ def summary(
     if speed is not None:
         parts.append(f"{scaled(speed)}FLOP/s" + (f", {speed / peak:.1%} of the peak" if peak else ""))
     if breakdown is not None:
-        parts.append(f"{size(breakdown.peak)} of memory at the peak")
+        parts.append(f"{format_bytes(breakdown.peak)} of memory at the peak")
     return "; ".join(parts) + "."
 
 

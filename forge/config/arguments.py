@@ -1,0 +1,57 @@
+"""The Trainer's arguments: a recipe, plugins and settings become one recipe, its settings and built plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from forge.config.build import make_plugin, make_plugins
+from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
+from forge.config.settings import Settings
+from forge.contract.plugin import Plugin
+from forge.errors import StackError, did_you_mean
+
+Options = Mapping[str, Mapping[str, Any] | None]
+Plugins = Iterable[Plugin | type[Plugin] | str] | Options
+"""What a person writes: a list of plugins, classes or names, or a mapping of name to options."""
+
+
+def resolve(
+    recipe: str | Path | Recipe | None, plugins: Plugins | None, given: Mapping[str, Any]
+) -> tuple[Recipe | None, Settings, list[Plugin]]:
+    """Return the recipe, the settings and the plugins of a Trainer.
+
+    `given` are the settings passed in code; they win over the recipe's. `plugins` are merged over the recipe's.
+    """
+    settings = Settings.of(dict(given))  # names and values are checked before anything is read
+    if recipe is None and plugins is None:
+        recipe = DEFAULT
+    own: list[Plugin] | Options | None = None
+    if plugins is not None:
+        own = cast(Options, plugins) if isinstance(plugins, Mapping) else make_plugins(plugins)
+    if isinstance(recipe, (str, Path)):
+        replaced = own if isinstance(own, Mapping) else [plugin.name for plugin in own or ()]
+        recipe = load_unbuilt(recipe, frozenset(replaced))
+    if recipe is None:
+        return None, settings, own if isinstance(own, list) else make_plugins(own)
+    recipe = recipe.with_trainer({key: value for key, value in given.items() if key != "run_dir"})
+    return recipe, Settings.of({**recipe.trainer, **given}), _merged(recipe, own)
+
+
+def _merged(recipe: Recipe, own: list[Plugin] | Options | None) -> list[Plugin]:
+    """Build the recipe's plugins with `own` merged over them."""
+    base: dict[str, Any] = dict(recipe.plugins)
+    if own is None:
+        return recipe.make_plugins(base)
+    if not isinstance(own, Mapping):
+        names = {plugin.name for plugin in own}
+        return [*recipe.make_plugins(name for name in base if name not in names), *own]
+    changed: dict[str, Any] = {}
+    for name, values in own.items():
+        if values is None and name not in base:
+            raise StackError(f"plugins={{{name!r}: None}} removes nothing.{did_you_mean(name, base)}")
+        changed[name] = {**base.get(name, {}), **values} if isinstance(values, Mapping) else values
+    kept = {plugin.name: plugin for plugin in recipe.make_plugins(name for name in base if name not in changed)}
+    names = [name for name in {**base, **changed} if name in kept or changed[name] is not None]
+    return [kept[name] if name in kept else make_plugin(name, changed[name]) for name in names]

@@ -1,0 +1,100 @@
+"""Settings: the Trainer's options, the same in Python, in a recipe's `trainer` section and on the command line."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict
+
+from forge.errors import ForgeError, did_you_mean
+from forge.progress import Interval
+
+LIGHTNING = {
+    "max_steps": "max_updates",
+    "log_every_n_steps": "log_every",
+    "val_check_interval": "validate_every",
+    "check_val_every_n_epoch": "validate_every",
+    "accelerator": "device",
+    "callbacks": "plugins",
+    "logger": "plugins",
+}
+"""Arguments of Lightning's Trainer by their name here; docs/from-lightning.md has all of them."""
+
+
+class GivenSettings(TypedDict, total=False):
+    """The settings that `forge.Trainer(...)` takes by name; `Settings` describes them."""
+
+    max_epochs: int | None
+    max_updates: int | None
+    seed: int | None
+    run_dir: str | Path | Literal[False] | None
+    device: str
+    validate_every: str | None
+    log_every: int
+    resume: str | Path | bool | None
+    deterministic: bool
+    allow_inexact: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class Settings:
+    """How long, where and how often: everything about a run that is neither task, data nor plugin."""
+
+    max_epochs: int | None = None
+    "Epochs to train for."
+    max_updates: int | None = None
+    "Optimizer updates to train for; with max_epochs too, whichever comes first."
+    seed: int | None = None
+    "Seed of the run: data order, dropout, augmentation. None leaves the generators alone."
+    run_dir: str | Path | Literal[False] | None = None
+    "Folder for the run; None makes a new one under runs/, False writes nothing."
+    device: str = "auto"
+    'Where to run: "auto" (CUDA, MPS, then CPU), "cpu", "cuda", "cuda:1", "mps".'
+    validate_every: str | None = "1 epoch"
+    "How often a fit validates."
+    log_every: int = 50
+    "Updates between two logs."
+    resume: str | Path | bool | None = None
+    'Continue a run: "auto" for the newest, or a run folder or checkpoint.'
+    deterministic: bool = False
+    "Allow only deterministic algorithms."
+    allow_inexact: bool = False
+    "Allow what cannot be continued exactly, with a warning."
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "max_updates", "log_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ForgeError(f"{name}={value!r}: it must be a whole number of at least 1.")
+        self.seed = None if self.seed is None else int(self.seed)
+        self.device = str(self.device)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """Check names and values."""
+        known = [field.name for field in fields(cls)]
+        for name in (name for name in given if name not in known):
+            near = did_you_mean(name, [*known, "recipe", "plugins"])
+            hint = f" Did you mean {LIGHTNING[name]}?" if name in LIGHTNING else near
+            raise TypeError(f"forge.Trainer takes no argument {name!r}.{hint}")
+        return cls(**given)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what the run card shows."""
+        return {
+            "max_epochs": self.max_epochs,
+            "max_updates": self.max_updates,
+            "seed": self.seed,
+            "device": self.device,
+            "validate_every": str(Interval(self.validate_every)) if self.validate_every else None,
+            "log_every": self.log_every,
+            "deterministic": self.deterministic,
+        }
+
+
+def signature(*more: inspect.Parameter) -> inspect.Signature:
+    """Return the signature of a function that takes every setting, and `more`, by name."""
+    named = inspect.Parameter.KEYWORD_ONLY
+    settings = [inspect.Parameter(f.name, named, default=f.default, annotation=f.type) for f in fields(Settings)]
+    return inspect.Signature([*settings, *more])

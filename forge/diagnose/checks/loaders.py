@@ -1,0 +1,57 @@
+"""Checks of the loaders of a fit, once they are built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from forge.data.adapt import resumable_reason, shares_badly
+from forge.errors import DataError, TaskError
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
+
+
+def refuse_unusable_loaders(trainer: Run) -> None:
+    """Refuse several training loaders, and one loader for training and validation that cannot serve both."""
+    train = trainer.loaders["train"]
+    if None not in train:
+        raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
+    inner = _innermost(train[None])
+    shared = any(_innermost(loader) is inner for loader in trainer.loaders.get("val", {}).values())
+    if shared and getattr(inner, "persistent_workers", False):
+        raise DataError(
+            "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
+            "is being trained on. Make a loader for each."
+        )
+    given = trainer.given_loaders
+    both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
+    if any(loader is given["train"] for loader in both) and shares_badly(train[None]):
+        raise DataError(
+            f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
+            "training on. Make a loader for each."
+        )
+
+
+def refuse_inexact_data(trainer: Run) -> None:
+    """Refuse data that a saved run could not be continued on exactly: now, rather than after the first crash."""
+    saves = trainer.hooks.forge_save is not None or trainer.resume
+    reason = resumable_reason(trainer.feed.loader) if saves else None
+    if reason is not None and not trainer.allow_inexact:
+        raise DataError(
+            f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True "
+            "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
+        )
+
+
+def refuse_plateau_without_val(trainer: Run) -> None:
+    """Refuse a schedule that watches a validation metric in a fit without validation."""
+    watching = any(item.monitor for entry in trainer.optimizers.entries.values() for item in entry.schedules)
+    if watching and "val" not in trainer.loaders:
+        raise TaskError("A ReduceLROnPlateau steps after each validation, but this fit has no val loader. Pass one.")
+
+
+def _innermost(loader: Any) -> Any:
+    """Return the loader inside all wrappers."""
+    while hasattr(loader, "loader"):
+        loader = loader.loader
+    return loader
