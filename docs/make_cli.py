@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from forge.cli import VERBS, target
+from forge.cli import target
+from forge.cli import verbs as all_verbs
 
 PAGE = Path(__file__).parent / "cli.md"
 INTRODUCTION = """\
@@ -37,9 +38,9 @@ EXIT_CODES = """\
 
 def page() -> str:
     """The whole page."""
-    verbs = [f"| [`forge {verb}`](#forge-{verb}) | {text} |" for verb, text in VERBS.items()]
+    verbs = [f"| [`forge {verb}`](#forge-{verb}) | {text} |" for verb, text in all_verbs().items()]
     overview = "\n".join(["| verb | what it does |", "|---|---|", *verbs])
-    parts = [INTRODUCTION, overview, COMMON, table(common()), *map(section, VERBS), EXIT_CODES]
+    parts = [INTRODUCTION, overview, COMMON, table(common()), *map(section, all_verbs()), EXIT_CODES]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What is installed: plugins, recipes, tasks, data sets and kernels, found through entry points.
+"""What is installed: plugins, recipes, tasks, data sets, kernels and commands, found through entry points.
 
 Everything here works from package metadata; a thing is imported only when it is asked for by name, so a broken
 third-party package breaks nobody but those who name it.
@@ -21,6 +21,7 @@ GROUPS = {
     "task": "forge.tasks",
     "data": "forge.data",
     "kernel": "forge.kernels",
+    "command": "forge.commands",
 }
 
 
@@ -67,6 +68,8 @@ def summary(entry: EntryPoint) -> str:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError):
         return ""
+    if not entry.attr:
+        return (ast.get_docstring(tree) or "").strip().partition("\n")[0]
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == entry.attr:
             return (ast.get_docstring(node) or "").strip().partition("\n")[0]

@@ -8,9 +8,11 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from forge.cli import ranks, show
+from forge import registry
+from forge.cli import ranks
 from forge.distributed.exit_codes import exit_code, is_first_to_fail
 from forge.errors import ForgeError, Interrupted, did_you_mean
+from forge.util import show
 from forge.version import __version__
 
 VERBS = {
@@ -29,7 +31,6 @@ VERBS = {
     "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",
     "recipes": "List recipes, show one, or copy one to start from.",
     "plugins": "List installed plugins, or show one's options and hooks.",
-    "kernels": "List installed kernels, show one's contract, or measure them.",
     "new": "Start a task or a plugin package from a working template.",
 }
 
@@ -97,17 +98,24 @@ def _is_told(error: BaseException) -> bool:
     return getattr(error, "__forge_told__", False) or not is_first_to_fail()
 
 
+def verbs() -> dict[str, str]:
+    """Return every verb with its one-line description: forge's own, and those of installed packages."""
+    offered = {name: registry.summary(entry) for name, entry in registry.installed("command").items()}
+    return {**VERBS, **{name: text for name, text in offered.items() if name not in VERBS}}
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in VERBS.items())), end="")
+        print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in verbs().items())), end="")
         return 0
     if words[0] in ("-V", "--version", "version"):
         print(f"forge {__version__}")
         return 0
     verb, *rest = words
-    if verb not in VERBS:
-        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, VERBS)}")
-    module = import_module("forge.kernels.command" if verb == "kernels" else f"forge.cli.{verb.replace('-', '_')}")
+    if verb not in verbs():
+        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, verbs())}")
+    own = verb in VERBS
+    module = import_module(f"forge.cli.{verb.replace('-', '_')}") if own else registry.load("command", verb)
     # intermixed: overrides may stand before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):

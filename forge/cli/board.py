@@ -12,11 +12,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from forge.cli import show, target
 from forge.cli.board_links import Links, base_of
 from forge.cli.board_server import serve
 from forge.errors import ForgeError
 from forge.runs.find import RUNS, locate
+from forge.util import show
 
 EXAMPLES = """\
 examples:
@@ -30,7 +30,7 @@ LOOK_AGAIN = 5.0
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("board", "Look at runs with TensorBoard, on this machine.", EXAMPLES)
+    parser = show.new_parser("board", "Look at runs with TensorBoard, on this machine.", EXAMPLES)
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run, or a folder with runs in it (default: runs)")
     parser.add_argument("--port", type=int, help="where to listen (default: 6006, or a free one where that is taken)")
     parser.add_argument("--host", default="localhost", help="0.0.0.0 lets other machines look too (default: localhost)")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from forge.cli import show, target
 from forge.errors import CheckpointError, ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.checkpoint import Checkpoint, Checkpoints
@@ -43,7 +43,7 @@ SHOWN = 30
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("ckpt", "Show, verify, compare or export checkpoints.", EXAMPLES)
+    parser = show.new_parser("ckpt", "Show, verify, compare or export checkpoints.", EXAMPLES)
     parser.add_argument("action", choices=list(USAGE), help="what to do")
     parser.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, or a run folder")
     parser.add_argument("--json", action="store_true", help="show, diff: print one JSON object instead")

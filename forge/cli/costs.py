@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import show, target
+from forge.cli import target
 from forge.config import Recipe
 from forge.errors import ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.contract.plugin import Callback

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import show, subprocesses, target
+from forge.cli import subprocesses, target
 from forge.errors import ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.testing.witness import Difference
@@ -61,7 +62,7 @@ ROUNDING = 1e-5
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser(
+    parser = show.new_parser(
         "determinism", "Run a recipe twice, in fresh processes, and name the first tensor that differs.", EXAMPLES
     )
     target.add_arguments(parser)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from forge.cli import ranks, show, target
+from forge.cli import ranks, target
 from forge.cli.measure import naming_options
 from forge.config.recipe import DEFAULT
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.data import Splits
@@ -29,7 +30,7 @@ examples:
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("fit", "Train a recipe, or a task from your own file.", EXAMPLES)
+    parser = show.new_parser("fit", "Train a recipe, or a task from your own file.", EXAMPLES)
     target.add_arguments(parser)
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: runs/RECIPE/TIME-ID)")
     parser.add_argument(

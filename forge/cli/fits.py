@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import show
 from forge.errors import ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.config import Recipe

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import ranks, show, target
+from forge.cli import ranks, target
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -21,7 +22,7 @@ NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
     example = f"forge {verb} quickstart --weights runs/quickstart/RUN"
-    parser = target.new_parser(verb, description, f"examples:\n  {example}\n  {example} --nproc 2 -p ddp\n")
+    parser = show.new_parser(verb, description, f"examples:\n  {example}\n  {example} --nproc 2 -p ddp\n")
     target.add_arguments(parser)
     parser.add_argument(
         "--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file"

@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 
 from forge import registry
-from forge.cli import show, target
 from forge.contract.plugin import snake_case
 from forge.errors import ForgeError
+from forge.util import show
 
 EXAMPLES = """\
 examples:
@@ -28,7 +28,7 @@ PLUGIN_FILES = {
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("new", "Start a task or a plugin package from a working template.", EXAMPLES)
+    parser = show.new_parser("new", "Start a task or a plugin package from a working template.", EXAMPLES)
     parser.add_argument("kind", choices=["task", "plugin"])
     parser.add_argument("name", metavar="NAME", help="my_task, my-task or MyTask: they come to the same")
     return parser

@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.text import Text
 
-from forge.cli import costs, fits, show, target
+from forge.cli import costs, fits, target
 from forge.config import Recipe
 from forge.config.build import make_plugins
 from forge.config.merge import leaves
 from forge.contract.stack import ACTIONS, CORE, Call, Stack
 from forge.errors import ForgeError
+from forge.util import show
 
 EXAMPLES = """\
 examples:
@@ -32,7 +33,7 @@ VERBS = {"own": "owns", "wrap": "wraps", "default": "does it"}
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser(
+    parser = show.new_parser(
         "plan",
         "Show what a recipe would run, or what fits where. Nothing is trained, unless --measure asks for it.",
         EXAMPLES,

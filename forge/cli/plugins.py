@@ -9,12 +9,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forge import options, registry
-from forge.cli import plugin_page, show, target
+from forge.cli import plugin_page
 from forge.errors import ForgeError
+from forge.util import show
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("plugins", "List installed plugins, or show one's options and hooks.")
+    parser = show.new_parser("plugins", "List installed plugins, or show one's options and hooks.")
     parser.add_argument("name", metavar="NAME", nargs="?", help="a plugin to show")
     parser.add_argument("--markdown", action="store_true", help="print its page as Markdown, for a package's docs")
     return parser

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import ranks, show, target
+from forge.cli import ranks, target
 from forge.cli.measure import measuring_parser, naming_options, warn_without_weights
 from forge.errors import DataError, ForgeError, TaskError
+from forge.util import show
 
 if TYPE_CHECKING:
     from torch import Tensor

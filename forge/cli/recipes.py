@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.syntax import Syntax
 
-from forge.cli import show, target
 from forge.config import Recipe, list_recipes, read_recipe
 from forge.config.files import locate, omegaconf
 from forge.errors import ForgeError
+from forge.util import show
 
 EXAMPLES = """\
 examples:
@@ -23,7 +23,7 @@ examples:
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("recipes", "List recipes, show one, or copy one to start from.", EXAMPLES)
+    parser = show.new_parser("recipes", "List recipes, show one, or copy one to start from.", EXAMPLES)
     parser.add_argument("words", metavar="NAME | copy NAME FILE", nargs="*", help="a recipe; or copy one to a file")
     parser.add_argument("--force", action="store_true", help="let copy overwrite FILE")
     return parser

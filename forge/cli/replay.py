@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import show, target
+from forge.cli import target
 from forge.errors import ForgeError, NonFiniteError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.contract.plugin import Plugin
@@ -27,7 +28,7 @@ OF_THIS_RUN = {"place", "samples", "batch_changed"}
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("replay", "Run a window again that the plugin anomaly kept.", EXAMPLES)
+    parser = show.new_parser("replay", "Run a window again that the plugin anomaly kept.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="RUN/anomaly/update-XXXXXXXX")
     parser.add_argument("--task", metavar="FILE.py:Task", help="the task, where it is none that is installed by name")
     parser.add_argument("--device", metavar="NAME", help="where to run it (default: as the run did)")

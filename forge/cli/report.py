@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from forge.cli import show, target
 from forge.errors import ForgeError
 from forge.runs.find import locate
+from forge.util import show
 
 EXAMPLES = """\
 RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has. The page needs no
@@ -21,7 +21,7 @@ examples:
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("report", "Write a run, or several, as one HTML page to send to someone.", EXAMPLES)
+    parser = show.new_parser("report", "Write a run, or several, as one HTML page to send to someone.", EXAMPLES)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run; several are compared")
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write (default: RUN/report.html; for several: report.html)"

@@ -14,12 +14,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from forge.cli import show, target
 from forge.errors import ForgeError, did_you_mean
 from forge.runs import compare, wording
 from forge.runs.directions import mode_of
 from forge.runs.find import RUNS, label, locate, runs_in
 from forge.runs.folder import Run
+from forge.util import show
 
 COMPARE = "compare"
 EXAMPLES = """\
@@ -39,7 +39,7 @@ MOST_METRICS = 6
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser(
+    parser = show.new_parser(
         "runs", "List runs with what they came to, or compare some (compare RUN RUN ...).", EXAMPLES
     )
     parser.add_argument(

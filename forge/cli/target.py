@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -16,10 +16,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from forge.cli import show
 from forge.config import Recipe, list_recipes, load_recipe
 from forge.config.recipe import DEFAULT
 from forge.errors import ForgeError, did_you_mean
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 
 EPOCHS = 10
 """How long a task from a file trains when neither its recipe nor the command line says."""
-
-
-def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
-    """A verb's parser; examples go into the epilog."""
-    return ArgumentParser(
-        prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
-    )
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import show, subprocesses, target
+from forge.cli import subprocesses, target
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.tuning import BatchReport, LRCurve, Probe
@@ -36,7 +37,7 @@ ONLY = {"lr": ("min", "optimizer", "out"), "batch": ("exact", "limit")}
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser("tune", "Find a learning rate, or the largest batch that fits, by trying.", EXAMPLES)
+    parser = show.new_parser("tune", "Find a learning rate, or the largest batch that fits, by trying.", EXAMPLES)
     parser.add_argument("what", choices=list(ONLY), help="what to find")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")

@@ -9,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.cli import show, subprocesses, target
+from forge.cli import subprocesses, target
 from forge.errors import ForgeError
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge.testing.trace import Difference, Line
@@ -32,7 +33,7 @@ ADVICE = {
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser(
+    parser = show.new_parser(
         "verify-resume", "Run a recipe straight, and killed and resumed; compare every update bit for bit.", EXAMPLES
     )
     target.add_arguments(parser)

@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from forge.distributed import exit_codes
-from forge.engine.signals import ECHO, NAMES
 from forge.errors import ForgeError
+from forge.util.signals import ECHO, NAMES
 
 MISTAKE = 2
 """The exit code of a worker that met a ForgeError."""

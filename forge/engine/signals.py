@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge.contract.requests import Request
 from forge.errors import Interrupted
-from forge.util.signals import NAMES
+from forge.util.signals import ECHO, NAMES
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
 
 SIGNAL = "signal"
 """The name under which a signal requests a stop."""
-ECHO = 2.0
-"""A scheduler signals all processes of a job, and a launcher passes it on: within so many seconds it is one signal."""
 
 
 class Signals:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+ECHO = 2.0
+"""A scheduler signals all processes of a job, and a launcher passes it on: within so many seconds it is one signal."""
 
 
 @contextmanager

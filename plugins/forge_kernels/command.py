@@ -1,4 +1,4 @@
-"""`forge kernels`: what is installed and what each one promises; `forge kernels bench` measures whether it keeps it."""
+"""List installed kernels, show one's contract, or measure them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forge import registry
-from forge.cli import show, target
 from forge.errors import ForgeError, did_you_mean
+from forge.util import show
 
 if TYPE_CHECKING:
     from forge_kernels.bench import Bench, Row
@@ -33,7 +33,7 @@ AGAINST = ("eager", "compile", "liger")
 
 
 def parser() -> ArgumentParser:
-    parser = target.new_parser(
+    parser = show.new_parser(
         "kernels", "List installed kernels, show one's contract, or measure them (bench).", EXAMPLES
     )
     parser.add_argument("words", metavar="NAME", nargs="*", help="a kernel to show; or bench, and kernels to measure")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from forge import __version__, registry
-from forge.cli import VERBS, main
+from forge.cli import main, verbs
 
 QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
 
@@ -71,7 +71,7 @@ def broken_plugin(tmp_path, monkeypatch):
 # -- the command itself -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in VERBS)])
+@pytest.mark.parametrize("words", [["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in verbs())])
 def test_help_and_lists_do_not_import_torch(words):
     code = f"import sys; from forge.cli import main; code = main({words!r}); sys.exit(code or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -81,7 +81,7 @@ def test_help_and_lists_do_not_import_torch(words):
 
 def test_help_names_every_verb(forge):
     text = forge("--help")
-    assert all(verb in text for verb in VERBS)
+    assert all(verb in text for verb in verbs())
     assert forge() == text
 
 

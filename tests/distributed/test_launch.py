@@ -289,7 +289,7 @@ def test_a_worker_that_is_started_again_resumes_by_itself(
 def test_other_ranks_than_the_first_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
     import logging
 
-    from forge.cli import show
+    from forge.util import show
 
     logger = logging.getLogger("forge")
     with show.plain_messages(), ranks.only_first_talks(3):

@@ -101,7 +101,7 @@ def parse(command: Command) -> None:
     from forge.cli import target
 
     verb, *rest = command.words[1:]
-    assert verb in cli.VERBS, command.place
+    assert verb in cli.verbs(), command.place
     module = import_module(f"forge.cli.{verb.replace('-', '_')}")
     try:
         args = module.parser().parse_intermixed_args(rest)

@@ -87,7 +87,7 @@ def test_a_page_made_by_a_script_is_current(script: str) -> None:
     assert made.PAGE.read_text() == made.page(), f"python docs/{script}.py writes {made.PAGE.name} anew"
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.verbs())
 def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
     parser = import_module(f"forge.cli.{verb.replace('-', '_')}").parser()
     # what stands behind two spaces is said about the command

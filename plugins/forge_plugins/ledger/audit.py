@@ -120,7 +120,7 @@ class Audit:
             return f"the task's {code.co_name}", ""
         if isinstance(me, Optimizer) and code.co_name == "step":
             return f"the optimizer {type(me).__name__}", ""
-        if isinstance(me, forge.Trainer):
+        if isinstance(me, forge.Run):
             return "", EXPECTED_IN_TRAINER.get(code.co_name, "")
         if code.co_filename.startswith(FORGE) and code.co_name == "epoch":
             return "the data loader", ""

@@ -1,4 +1,4 @@
-"""What the verbs share in printing: one console, plain tables, and errors on stderr."""
+"""Printing on the command line: one console, plain tables, errors on stderr; and the parser of a verb."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,13 @@ from rich.text import Text
 
 from forge.util import text as places
 from forge.util.text import command as command
+
+
+def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
+    """Return the parser of a verb; examples go into the epilog."""
+    return ArgumentParser(
+        prog=f"forge {verb}", description=description, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
+    )
 
 
 def console(stderr: bool = False) -> Console:

@@ -1,0 +1,44 @@
+"""The limits of the house: who may import whom, and how much there is to read. `python -m tests.house` prints it."""
+
+from __future__ import annotations
+
+from tests import house
+
+EDGES = house.graph()
+
+
+def test_no_room_imports_one_beside_or_above() -> None:
+    assert house.beside_or_above(EDGES) == []
+
+
+def test_every_file_is_in_a_room_with_a_level() -> None:
+    assert {house.room_of(module) for module in house.MODULES} <= house.LEVEL.keys()
+
+
+def test_no_circle_of_files_crosses_rooms() -> None:
+    circles = house.circles(EDGES)
+    assert [circle for circle in circles if len({house.room_of(module) for module in circle}) > 1] == []
+    assert all(len(circle) <= 7 for circle in circles)
+    assert all(house.room_of(circle[0]) == "contract" for circle in circles if len(circle) > 2)
+
+
+def test_contract_and_engine_can_be_read_in_one_sitting() -> None:
+    assert len(house.files("contract", "engine")) <= 13
+    assert house.lines("contract", "engine") <= 2_800
+    trainer = house.MODULES["forge.engine.trainer"].read_text()
+    assert len(trainer.splitlines()) <= 400
+
+
+def test_few_files_stand_at_the_top() -> None:
+    assert len(house.top_files()) <= 12
+
+
+def test_forge_has_at_most_26000_lines() -> None:
+    assert house.all_lines() <= 26_000
+
+
+def test_a_circle_and_a_forbidden_import_are_found() -> None:
+    edges = {"forge.data.a": {"forge.data.b"}, "forge.data.b": {"forge.data.a"}, "forge.errors": {"forge.engine.x"}}
+    edges |= {"forge.engine.x": {"forge.errors"}}
+    assert house.circles(edges) == [["forge.data.a", "forge.data.b"], ["forge.engine.x", "forge.errors"]]
+    assert house.beside_or_above(edges) == ["forge.errors (errors) imports forge.engine.x (engine)"]
