@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
-from forge.cli import target
+from forge.cli import module_of, target
 from forge.cli import verbs as all_verbs
 
 PAGE = Path(__file__).parent / "cli.md"
@@ -58,7 +57,7 @@ def table(actions: list[argparse.Action]) -> str:
 
 def section(verb: str) -> str:
     """One verb: what it does, how it is called, its arguments and options, examples."""
-    parser = import_module(f"forge.cli.{verb.replace('-', '_')}").parser()
+    parser = module_of(verb).parser()
     return "\n\n".join([f"## forge {verb}", *described(parser)])
 
 

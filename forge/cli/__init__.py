@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from forge import registry
 from forge.cli import ranks
@@ -104,6 +105,11 @@ def verbs() -> dict[str, str]:
     return {**VERBS, **{name: text for name, text in offered.items() if name not in VERBS}}
 
 
+def module_of(verb: str) -> Any:
+    """Import the module of a verb, which has `parser()` and `run(args)`."""
+    return import_module(f"forge.cli.{verb.replace('-', '_')}") if verb in VERBS else registry.load("command", verb)
+
+
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(HELP.format(verbs="\n".join(f"  {verb:<13} {text}" for verb, text in verbs().items())), end="")
@@ -114,8 +120,7 @@ def _run(words: list[str]) -> int:
     verb, *rest = words
     if verb not in verbs():
         raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, verbs())}")
-    own = verb in VERBS
-    module = import_module(f"forge.cli.{verb.replace('-', '_')}") if own else registry.load("command", verb)
+    module = module_of(verb)
     # intermixed: overrides may stand before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
