@@ -220,14 +220,14 @@ class Step:
         """Run on other batches: inside the `with`, these replace the window, its factors (unless None) and the means
         that count its metrics (unless None). Use it to capture a step on memory that later windows are copied to."""
         run = self.trainer
-        own = self.window, self.factors, run.means
+        own = self.window, self.factors, self.finished, run.means
         self.window = window
         self.factors = self.factors if factors is None else list(factors)
         run.means = run.means if means is None else means
         try:
             yield
         finally:
-            self.window, self.factors, run.means = own
+            self.window, self.factors, self.finished, run.means = own
 
     @contextmanager
     def restored_after(self, prepare_again: bool = False) -> Iterator[None]:

@@ -157,7 +157,7 @@ def test_each_implementation_can_be_replaced_by_an_instrumented_one() -> None:
 
 
 def test_the_hooks_object_has_a_place_for_every_hook_of_the_contract() -> None:
-    assert set(Hooks.__slots__) == set(SPECS)
+    assert set(Hooks.__slots__) == {*SPECS, "plugged"}
 
 
 def test_a_traceback_through_dispatch_shows_its_source_line() -> None:

@@ -266,7 +266,7 @@ def test_a_metric_that_training_updates_keeps_the_step_out_of_a_cuda_graph_by_na
 
 def test_metrics_go_back_with_the_means_to_a_mark() -> None:
     task = Measured()
-    means = forge.metrics.Means(torch.device("cpu"))
+    means = forge.metrics.means.Means(torch.device("cpu"))
     means.hold(task)
     task.seen.update(1.0)
     means.add("loss", 2.0)
@@ -289,8 +289,8 @@ class Extremes(Classifier):
         self.each = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
 
 
-def held_by(task: nn.Module) -> forge.metrics.Means:
-    means = forge.metrics.Means(torch.device("cpu"))
+def held_by(task: nn.Module) -> forge.metrics.means.Means:
+    means = forge.metrics.means.Means(torch.device("cpu"))
     means.hold(task)
     return means
 

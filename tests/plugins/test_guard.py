@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import forge
+from forge.contract.dispatch import Plugged
 from forge.errors import NonFiniteError, RecipeError
 from forge.metrics.means import Means
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
@@ -61,10 +62,10 @@ def test_finite_training_is_the_same_bit_for_bit(policy: str, kind: Any, window:
     assert result.metrics == expected.metrics
 
 
-def test_policy_stop_leaves_core_its_step_written_out() -> None:
+def test_policy_stop_leaves_default_actions_written_out() -> None:
     trainer = forge.Trainer(max_updates=2, plugins=[Guard()], run_dir=False, device="cpu")
     trainer.fit(TinyTask(), tiny_batches())
-    assert trainer.core.direct is not None
+    assert trainer.hooks.plugged == Plugged(None, None, None, None)
 
 
 class Large(forge.TaskModule):

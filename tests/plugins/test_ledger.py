@@ -355,13 +355,12 @@ def test_the_weights_are_the_same_to_the_bit() -> None:
     assert_same_weights(fit_tiny([Ledger(), *stack])[0], fit_tiny(stack)[0])
 
 
-def test_core_runs_its_step_written_out_as_it_does_without_the_ledger() -> None:
+def test_default_actions_stay_written_out_under_the_ledger() -> None:
     def path(*plugins: forge.Plugin) -> Any:
         trainer = forge.Trainer(plugins=list(plugins), max_epochs=1, run_dir=False)
         trainer.fit(Classifier(), make_batches())
-        direct = trainer.core.direct
-        assert direct is not None
-        return {field.name: getattr(direct, field.name) is None for field in dataclasses.fields(direct)}
+        plugged = trainer.hooks.plugged
+        return {field.name: getattr(plugged, field.name) is None for field in dataclasses.fields(plugged)}
 
     assert path(Ledger(), Clip()) == path(Clip())
     assert path(Ledger(), Clip())["backward"]
@@ -424,7 +423,7 @@ def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
             if self is None:
                 yield
 
-    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_plugin_ledger.py:\d+\) did not yield"):
+    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_ledger.py:\d+\) did not yield"):
         fit(plugins=[Ledger(), Silent()])
 
 
@@ -522,7 +521,7 @@ class Helper(forge.Plugin):
 def test_a_wait_is_put_down_to_the_plugin_the_hook_and_the_line() -> None:
     (found,) = heard(Helper())
     assert found["who"] == "plugin 'helper' in forge_step_end"
-    assert found["file"].endswith("test_plugin_ledger.py")
+    assert found["file"].endswith("test_ledger.py")
     assert found["line"] == line_of(Helper, "as `.item()` would")
     assert found["code"] == "warnings.warn(SYNC, stacklevel=1)  # as `.item()` would"
     assert (found["count"], found["per_update"], found["expected"]) == (4, 1.0, "")

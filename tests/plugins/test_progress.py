@@ -213,7 +213,7 @@ class TestBar:
         assert re.search(r"metric +last +best +update", end)
         assert re.search(r"val/error +2 +1 +8\n", end)
         assert re.search(r"val/score +not finite *\n", end)
-        assert re.search(r"train/loss +0\.\d+ *\n", end)
+        assert re.search(r"train/loss +\d\.\d+ *\n", end)
         assert "trained     3 epochs, 12 updates in " in end
         assert "s, as planned (max_epochs)" in end
         assert re.search(r"speed +\S+ updates/s, \S+ samples/s", end)

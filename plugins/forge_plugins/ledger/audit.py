@@ -28,7 +28,7 @@ EXPECTED_HOOKS = {"forge_state_dict": "saving", "forge_end": "ending"}
 EXPECTED_IN_TRAINER = {
     "_log": "logging",
     "_deliver_log": "logging",
-    "_publish": "logging",
+    "log_metrics": "logging",
     "_validate": "validating",
     "_save": "saving",
     "_finish": "saving",

@@ -1,0 +1,99 @@
+"""One path for a train step: a change of the model or the task is seen at once, whatever plugins there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import forge
+from forge.testing import TinyTask, tiny_batches
+
+
+def no_plugin() -> list[forge.Plugin]:
+    return []
+
+
+def inert_micro_step() -> list[forge.Plugin]:
+    def around(self: Any) -> Any:
+        return (yield)
+
+    return [type("Inert", (forge.Plugin,), {"forge_micro_step": forge.hookimpl(wrapper=True)(around)})()]
+
+
+def observer() -> list[forge.Plugin]:
+    @forge.on("step_end")
+    def watch(step: forge.Step) -> None: ...
+
+    return [watch]
+
+
+STACKS = pytest.mark.parametrize("stack", [no_plugin, inert_micro_step, observer])
+
+
+def calls_seen(stack: Callable[[], list[forge.Plugin]], change: Callable[[forge.Run, list[int]], None]) -> list[int]:
+    """Train ten updates, change something after the second, and return the updates that noticed."""
+    seen: list[int] = []
+
+    @forge.on("step_end", mutates=True)
+    def after_two(step: forge.Step) -> None:
+        if step.index == 1:
+            change(step.trainer, seen)
+
+    trainer = forge.Trainer(max_updates=10, seed=1, plugins=[*stack(), after_two], run_dir=False)
+    trainer.fit(TinyTask(), tiny_batches())
+    return seen
+
+
+@STACKS
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_a_hook_on_the_model_is_called(stack: Callable[[], list[forge.Plugin]], kind: str) -> None:
+    def change(run: forge.Run, seen: list[int]) -> None:
+        getattr(run.model, f"register_{kind}")(lambda *_: seen.append(run.progress.update))
+
+    assert calls_seen(stack, change) == list(range(2, 10))
+
+
+@STACKS
+def test_a_replaced_training_step_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
+    def change(run: forge.Run, seen: list[int]) -> None:
+        given = run.task.training_step
+
+        def replaced(batch: Any) -> Any:
+            seen.append(run.progress.update)
+            return given(batch)
+
+        run.task.training_step = replaced
+
+    assert calls_seen(stack, change) == list(range(2, 10))
+
+
+@STACKS
+def test_a_replaced_model_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
+    def change(run: forge.Run, seen: list[int]) -> None:
+        model = run.model
+
+        class Around(type(model)):
+            def forward(self, *given: Any) -> Any:
+                seen.append(run.progress.update)
+                return super().forward(*given)
+
+        run.replace_model(Around(run.task))
+
+    assert calls_seen(stack, change) == list(range(2, 10))
+
+
+@STACKS
+def test_a_replaced_optimizer_step_is_called(stack: Callable[[], list[forge.Plugin]]) -> None:
+    def change(run: forge.Run, seen: list[int]) -> None:
+        optimizer = run.optimizers[None]
+        given = optimizer.step
+
+        def replaced(*arguments: Any) -> Any:
+            seen.append(run.progress.update)
+            return given(*arguments)
+
+        optimizer.step = replaced
+
+    assert calls_seen(stack, change) == list(range(2, 10))
