@@ -1,7 +1,7 @@
 """A run whose numbers are exact in float32 on every machine: sums, products and halves of small integers.
 
-`tests/fixtures/earlier_run` is such a run, saved and stopped after 6 of 12 updates by forge as of 2026-11-15, before the
-rooms were built; `expected.json` has the weights at the end of the same run, uninterrupted, with the same code.
+`tests/fixtures/earlier_run` is such a run, saved and stopped after 6 of 12 updates by forge as of 2026-11-15, before
+the rooms were built; `expected.json` has the weights at the end of the same run, uninterrupted, with the same code.
 """
 
 from __future__ import annotations
