@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -69,6 +70,19 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Tests compare bits with plain loops on the CPU, so "auto" means the CPU, except where a test is about a GPU."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr("forge.env.auto_device", lambda: "cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection_on_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Many tests capture CUDA graphs; garbage of an earlier test that is collected during a capture would break torch's
+    allocator of pinned memory (see forge_plugins/cuda_graph/graph.py)."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -360,6 +360,20 @@ def test_a_captured_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_pa
     assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
 
 
+def test_garbage_of_an_earlier_run_is_not_collected_in_a_capture() -> None:
+    """Each run leaves cycles that hold pinned memory, which the graph's stream has used."""
+    threshold = gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(4):
+            run([Guard(), CudaGraph(strict=True)], max_epochs=1)
+    finally:
+        gc.set_threshold(*threshold)
+    torch.cuda.synchronize()
+    assert all(torch.empty(2**20, dtype=torch.uint8, pin_memory=True).is_pinned() for _ in range(8))
+
+
 def test_nothing_waits_for_the_device_between_logs() -> None:
     graph, strict = CudaGraph(strict=True), []
 

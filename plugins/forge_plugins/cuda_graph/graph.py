@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none until the end. Pinned memory that is freed during a capture, after use on the
+    capturing stream, leaves torch's host allocator with an event that it can never query: from then on every
+    allocation of pinned memory in the process fails."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Graph:
@@ -26,7 +43,10 @@ class Graph:
         before, failure = generator.get_state(), None
         try:
             # other threads (a loader's, a checkpoint's writer) may go on with what they do
-            with torch.cuda.graph(self._graph, pool=self._wanted, capture_error_mode="thread_local"):
+            with (
+                without_garbage_collection(),
+                torch.cuda.graph(self._graph, pool=self._wanted, capture_error_mode="thread_local"),
+            ):
                 try:
                     body()
                 except BaseException as error:
