@@ -24,7 +24,7 @@ SUDO := $(if $(filter-out 0,$(shell id -u)),sudo)
 # how many runs `make faults` kills
 N ?= 1000
 
-.PHONY: help quickstart test check test-full test-browser docs faults clean
+.PHONY: help quickstart test check test-full test-browser docs faults install chromium clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -40,8 +40,7 @@ test: $(INSTALLED_DEV)  ## run the tests: small profiles with fixed seeds
 test-full: $(INSTALLED_DEV)  ## run everything, with long profiles and fresh seeds
 	@FORGE_PROFILE=full $(PYTEST)
 
-test-browser: $(INSTALLED_BROWSER)  ## look at TensorBoard and reports in Chromium (Debian's is installed where there is none)
-	@command -v chromium >/dev/null || { echo "Installing Debian's chromium"; $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --no-install-recommends chromium >/dev/null; }
+test-browser: $(INSTALLED_BROWSER) chromium  ## look at TensorBoard and reports in Chromium (Debian's is installed where there is none)
 	@FORGE_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 docs: $(INSTALLED_DOCS)  ## build the site into site/, strictly
@@ -55,6 +54,11 @@ check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
+
+install: $(INSTALLED_DOCS) $(INSTALLED_BROWSER) chromium  ## install what all the targets above need, and run nothing
+
+chromium:
+	@command -v chromium >/dev/null || { echo "Installing Debian's chromium"; $(SUDO) apt-get -qq update && $(SUDO) apt-get -qq install --no-install-recommends chromium >/dev/null; }
 
 clean:  ## remove what make made: .venv, caches, builds; runs/ stays
 	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis

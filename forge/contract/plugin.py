@@ -1,24 +1,4 @@
-"""Plugin: what every plugin, built in or third-party, derives from.
-
-::
-
-    class Clip(forge.Plugin):
-        '''Clip the gradient norm before the optimizer step.'''
-
-        @dataclass(kw_only=True, slots=True)
-        class Config:
-            max_norm: float = 1.0
-            "Largest allowed global gradient norm."
-
-        config: Config
-        provides = ("clip",)
-
-        @forge.hookimpl
-        def forge_edit_grads(self, step): ...
-
-    Clip(0.5)            # the first option also by position
-    Clip(max_norm=0.5)   # every option by name
-"""
+"""Plugin: the base class of every plugin, built in or third-party; and `@forge.on`, the smallest plugin."""
 
 from __future__ import annotations
 
@@ -46,38 +26,35 @@ class Plugin:
     """A set of hook implementations with typed options.
 
     Subclasses may define a nested dataclass `Config`, the declarations below, and methods named after hooks (see
-    :mod:`forge.contract.hooks`) marked with `@forge.hookimpl`. One instance drops a hook of its class by
-    `self.<hook> = None` in `__init__`; ownership and `provides` are per instance.
-
-    Where "remove one of them" is not the best there is to say about a conflict, `conflicts` is a mapping of each thing
-    to a sentence that names the fix, which the refusal then ends with::
-
-        conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
+    :mod:`forge.contract.hooks`) marked with `@forge.hookimpl`. Every option can be given by name, the first one also by
+    position: `Clip(0.5)`, `Clip(max_norm=0.5)`. An instance drops a hook of its class by `self.<hook> = None` in
+    `__init__`; ownership and `provides` are per instance.
     """
 
     Config: ClassVar[type[Any]] = NoOptions
     """The options, a keyword-only dataclass; a string under a field describes it."""
 
     provides: tuple[str, ...] = ()
-    """What this plugin does to a run; two plugins that provide the same thing are refused."""
+    """What this plugin adds to a run; two plugins that provide the same thing are refused."""
     requires: tuple[str, ...] = ()
     """Names, or things provided, that must be in the stack too."""
     conflicts: tuple[str, ...] | Mapping[str, str] = ()
-    """Names, or things provided, that cannot be in the same stack; a mapping says of each what to do instead."""
+    """Names, or things provided, that cannot be in the same stack. A mapping gives each a sentence that names the fix:
+    `{"grad_scaler": "Use amp.dtype=bf16, which needs none."}`."""
     before: tuple[str, ...] = ()
-    """Stand before (outside of) these in the stack, when they are there."""
+    """Come before (outside of) these in the stack."""
     after: tuple[str, ...] = ()
-    """Stand after (inside of) these in the stack, when they are there."""
+    """Come after (inside of) these in the stack."""
     observer: bool = False
     """Promises never to change the run: weights stay bit-identical with and without it."""
     init_device: str | None = None
-    "Where the command line makes the task: `meta` for a strategy that gives weights their memory itself."
+    "Where the command line builds the task: `meta` for a strategy that allocates the weights itself."
     capturable: bool = False
     """Promises that its step hooks may run inside a CUDA graph."""
     replays: bool = False
     """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
     charts: Mapping[str, str] = {}
-    """What to draw of the metrics that it logs: `section/title` of a chart to a regular expression of their names."""
+    """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
 
     name: str
     """The recipe key, or the class name in snake case."""
@@ -164,7 +141,7 @@ def on(
 
 
 def _as_hook(function: Callable[..., Any], every: Interval | None) -> Callable[..., Any]:
-    """The function as a hook implementation that runs when its interval is due."""
+    """Return the function as a hook implementation that runs when its interval is due."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters]
     asked = names if every is None or "step" in names else ["step", *names]

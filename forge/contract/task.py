@@ -1,26 +1,5 @@
 """TaskModule: what a user subclasses. A torch module that knows its loss, its metrics and its optimizers.
 
-::
-
-    class Classifier(forge.TaskModule):
-        def __init__(self, hidden: int = 256, lr: float = 1e-3):
-            super().__init__()
-            self.lr = lr
-            self.net = nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch):
-            x, y = batch
-            logits = self(x)
-            return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
-
-        validation_step = training_step
-
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters(), lr=self.lr)
-
 A step is pure: it returns its loss and metrics, and forge does the rest (zero, backward, step, logging, modes).
 """
 

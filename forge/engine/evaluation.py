@@ -1,4 +1,4 @@
-"""Evaluation: one pass over a stage's loaders with the right modes, and everything put back after."""
+"""Evaluation: one pass over a stage's loaders in evaluation mode; modes and RNG are restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from forge.contract.task import STAGE_METHODS
 from forge.data.sharding import Portion
 from forge.data.windows import length_of, set_epoch
 from forge.diagnose import checks
+from forge.env import move
 from forge.errors import DataError, TaskError
 from forge.metrics import torchmetrics
 from forge.metrics.means import Means, check_scalars
@@ -36,7 +37,7 @@ def run(trainer: Run, stage: str) -> Any:
             prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
             for step, raw, output in forward_batches(trainer, stage, name, loader):
                 if stage == "predict":
-                    outputs.append(None if step.is_padding else _to_host(output))
+                    outputs.append(None if step.is_padding else move(output, torch.device("cpu")))
                 else:
                     count(means, prefix, output, 0 if step.is_padding else trainer.task.num_items(raw), step)
             if len(loaders) > 1:
@@ -78,7 +79,7 @@ def forward_batches(trainer: Run, stage: str, name: str | None, loader: Any) -> 
 
 
 def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: Step) -> None:
-    """Count one batch's metrics."""
+    """Add one batch's metrics to the means."""
     if isinstance(output, Tensor):
         means.add(f"{prefix}loss", output, weight)
         return
@@ -90,7 +91,7 @@ def count(means: Means, prefix: str, output: Any, weight: int | Tensor, step: St
 
 @contextmanager
 def evaluation_mode(trainer: Run) -> Iterator[None]:
-    """`eval()` and the task's gradient mode; then modes and RNG are put back, and fit has no stray `.grad`."""
+    """Set `eval()` and the task's gradient mode; restore modes and RNG afterwards, and leave fit no stray `.grad`."""
     task, device = trainer.task, trainer.env.device
     modes = [(module, module.training) for module in task.modules()]
     rng = RNGState.capture(device)
@@ -108,7 +109,7 @@ def evaluation_mode(trainer: Run) -> Iterator[None]:
 
 
 def gradient_mode(name: str) -> AbstractContextManager[Any]:
-    """The context for `TaskModule.evaluation`."""
+    """Return the context for `TaskModule.evaluation`."""
     if name not in GRADIENT_MODES:
         raise TaskError(f"TaskModule.evaluation is {name!r}; it can be 'inference', 'no_grad' or 'grad'.")
     return GRADIENT_MODES[name]()
@@ -124,7 +125,7 @@ def _named(stage: str, ending: Any, trainer: Run) -> dict[str, Any]:
 
 
 def _from_all_ranks(trainer: Run, outputs: list[Any]) -> list[Any]:
-    """The outputs in the order of the data, on every rank: on several, a batch gives one output for each share."""
+    """Return the outputs of all ranks in the order of the data; a batch gives one output per data rank."""
     env = trainer.env
     if env.data_world == 1:
         return outputs
@@ -133,13 +134,7 @@ def _from_all_ranks(trainer: Run, outputs: list[Any]) -> list[Any]:
 
 
 def _from_first_rank(trainer: Run, ending: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's numbers count on all ranks, because schedules and plugins may go by them."""
+    """Return rank 0's numbers on all ranks, because schedules and plugins may depend on them."""
     numbers = {name: value for name, value in ending.items() if isinstance(value, float)}
     others = {name: value for name, value in ending.items() if name not in numbers}
     return {**others, **trainer.env.broadcast(numbers)}
-
-
-def _to_host(output: Any) -> Any:
-    from forge.env import move
-
-    return move(output, torch.device("cpu"))

@@ -23,6 +23,8 @@ from forge.data.windows import Feed, check_loader
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
+from forge.distributed import consistency
+from forge.distributed.rank_info import refuse_alone
 from forge.engine.defaults import Core
 from forge.errors import ForgeError, Interrupted, TaskError
 from forge.metrics import torchmetrics
@@ -131,8 +133,6 @@ class Session:
         trainer = self.trainer
         trainer.env = trainer.hooks.forge_setup_env(trainer)
         if trainer.verb == "fit" and {"WORLD_SIZE", "SLURM_NTASKS"} & os.environ.keys():
-            from forge.distributed.rank_info import refuse_alone
-
             refuse_alone(trainer.env.world)
         trainer.means = Means(trainer.env.device, trainer.env)
         if trainer.env.world > 1:
@@ -167,9 +167,7 @@ class Session:
 
     def _meet(self) -> None:
         """Several ranks: the same model on all, and one clock."""
-        from forge.distributed.consistency import refuse_different_models
-
-        refuse_different_models(self.trainer)
+        consistency.refuse_different_models(self.trainer)
         self.trainer.agreed_time = self.trainer.env.broadcast(time.monotonic())
 
     def _build_model(self) -> None:
@@ -204,8 +202,6 @@ class Session:
             trainer.loaders[stage] = named
 
     def _compare_data(self) -> None:
-        from forge.distributed import consistency
-
         consistency.refuse_different_data(self.trainer)
         if self.trainer.verb == "fit":
             consistency.tell_shares(self.trainer)

@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from forge.util.files import atomic_write
 from forge.runs.folder import LIVES, Run
+from forge.util.files import atomic_write
 
 MOST_SHOWN = 10
 """A run that was resumed more often shows its first life and its last ones."""

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from forge.errors import Interrupted
-from forge.version import __version__
 from forge.contract.plugin import plugin_options, snake_case
+from forge.errors import Interrupted
 from forge.options import plain
-from forge.util.files import atomic_write
 from forge.runs import wording
 from forge.runs.folder import current_metrics
+from forge.util.files import atomic_write
+from forge.version import __version__
 
 if TYPE_CHECKING:
-    from forge.contract.task import TaskModule
     from forge.contract.run import AnyRecipe, Run
+    from forge.contract.task import TaskModule
 
 END = "end.json"
 """Written when a fit ends, in whatever way it can still write; removed when the run goes on."""

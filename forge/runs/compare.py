@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from forge.runs.attempts import changed_setup, commands, lives_of
 from forge.runs.directions import best_of, mode_of
 from forge.runs.folder import Run, is_modest
-from forge.runs.attempts import changed_setup, commands, lives_of
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")

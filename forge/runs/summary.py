@@ -10,9 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from forge.util.text import command, short_path
 from forge.runs import wording
 from forge.runs.folder import Run
+from forge.util.text import command, short_path
 
 ORDER = ("val", "test", "train")
 
