@@ -7,6 +7,7 @@ tests/docs/test_plugins.py fails when a page is out of date.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from forge import registry
@@ -53,6 +54,8 @@ GROUPS = {
     },
 }
 """The titles of the pages, in the order of the overview; a test checks that no plugin is missing."""
+LABELS = r"^(When to use it|What you see|Together with):"
+"""Labels at the start of a docstring's paragraph; the page prints them bold."""
 INTRODUCTION = """\
 Add a plugin with one line in a recipe, or with `-p NAME` on the command line. forge checks every combination of plugins
 before a run starts: it either works, or is refused with a message that names the conflict. `forge plugins NAME` prints
@@ -66,10 +69,11 @@ def pages() -> dict[str, str]:
     lines = ["# Plugins", "", INTRODUCTION, ""]
     made: dict[str, str] = {}
     for group, titles in GROUPS.items():
-        lines += [f"## {group}", "", "| plugin | what it does |", "|---|---|"]
+        lines += [f"## {group}", "", "| plugin | technique | what it does |", "|---|---|---|"]
         for name, title in titles.items():
-            lines.append(f"| [{name}]({name}.md) | {registry.summary(entries[name])} |")
-            made[f"{name}.md"] = plugin_page.markdown(name, title=f"{name}: {title}")
+            lines.append(f"| [{name}]({name}.md) | {title} | {registry.summary(entries[name])} |")
+            page = plugin_page.markdown(name, title=f"{name}: {title}")
+            made[f"{name}.md"] = re.sub(LABELS, r"**\1:**", page, flags=re.MULTILINE)
         lines.append("")
     return {"README.md": "\n".join(lines), **made}
 
