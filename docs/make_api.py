@@ -23,7 +23,7 @@ from forge.cli.plugin_page import parts
 PAGE = Path(__file__).parent / "api.md"
 MODULES = ["forge", "forge.data", "forge.kernels", "forge.tuning", "forge.testing"]
 FIRST = [
-    *("Trainer", "TaskModule", "FitResult", "Step", "Interval"),
+    *("Trainer", "Run", "TaskModule", "FitResult", "Step", "Interval"),
     *("Plugin", "hookimpl", "on", "load_recipe", "load_weights"),
 ]
 """Names that come first, in this order; the others follow by name."""
@@ -89,7 +89,8 @@ def spaced(code: str) -> str:
 def members(kind: type) -> Iterator[str]:
     """Yield the public bases of a class, then its attributes and its methods as tables.
 
-    Both are collected over its bases in the same package. A base that this page documents itself is only named.
+    Attributes come from the class and all its bases in forge; methods from the class and its internal bases, because
+    those of a public base are in the section of that base.
     """
     public = documented_classes()
     links = [f"[`{public[base]}`](#{anchor(public[base])})" for base in kind.__mro__[1:] if base in public]
@@ -98,7 +99,7 @@ def members(kind: type) -> Iterator[str]:
     fields: dict[str, str] = {}
     methods: dict[str, str] = {}
     for base in kind.__mro__:
-        if base is not kind and (base in public or package(base) != package(kind)):
+        if base not in public and package(base) != package(kind):
             continue
         for name, annotation, text in attributes(base):
             fields.setdefault(name, f"| `{name}` | {code(annotation)} | {escaped(linked(text))} |")
@@ -110,7 +111,7 @@ def members(kind: type) -> Iterator[str]:
             if isinstance(what, property):
                 returns = bare(inspect.signature(what.fget).return_annotation) if what.fget else ""
                 fields.setdefault(name, f"| `{name}` | {code(returns)} | {escaped(linked(text))} |")
-            elif inspect.isfunction(what):
+            elif inspect.isfunction(what) and (base is kind or base not in public):
                 shown = escaped(name + one_line(signature(what)))
                 methods.setdefault(name, f"| `{shown}` | {escaped(linked(text))} |")
     if fields:

@@ -56,9 +56,11 @@ def test_attributes_and_methods_come_from_every_internal_base() -> None:
     assert methods.splitlines()[2:] == ["| `ask()` | Ask. |"]
 
 
-def test_a_base_with_a_section_of_its_own_is_linked() -> None:
-    first, *_ = load_script("make_api").members(forge.LightningAdapter)
+def test_a_base_with_its_own_section_is_linked_and_gives_its_attributes() -> None:
+    first, fields, methods = load_script("make_api").members(forge.LightningAdapter)
     assert first == "Inherits from [`forge.TaskModule`](#forgetaskmodule)."
+    assert "| `init_args` |" in fields
+    assert "| `num_items(" not in methods
 
 
 def test_trainer_and_step_have_their_attributes() -> None:
