@@ -1,8 +1,8 @@
-"""What mkdocs is told beyond mkdocs.yml, so that the same Markdown reads well in the repository and as a site.
+"""Hooks of mkdocs, so that the same Markdown works in the repository and as a site.
 
-A page may link to any file of the repository: `../forge/hooks.py`, `../benchmarks/README.md`. In the site such a file
-is a page of its own under source/. A navigation entry that ends in / stands for a folder: its index page, and in the
-order of that page everything it links to.
+A page may link to any file of the repository: `../forge/contract/hooks.py`, `../benchmarks/README.md`. In the site such
+a file becomes a page under source/. A navigation entry that ends in / stands for a folder: its index page, followed by
+every page that the index links to, in that order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FENCE = re.compile(r"^ *```.*?^ *```[ ]*$", flags=re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".md": "markdown"}
 NOT_SHOWN = {".png", ".svg", ".gif"}
 SHOWN: dict[str, Path] = {}
-"""Pages under source/, each with the file whose links it has."""
+"""Pages under source/, each with the file that its links are relative to."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Folders in the navigation become their pages."""
+    """Replace folders in the navigation by their pages."""
     config.nav = [_expanded(entry, Path(config.docs_dir)) for entry in config.nav or []]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Files of the repository that pages link to become pages, and those that these link to."""
+    """Make pages of the repository's files that pages link to, recursively."""
     docs = Path(config.docs_dir)
     root = docs.parent
     waiting = [(file.content_string, docs / file.src_uri) for file in files.documentation_pages()]
@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links that leave docs/ go to those pages."""
+    """Point links that leave docs/ to those pages."""
     docs = Path(config.docs_dir)
     root = docs.parent
     uri = page.file.src_uri
@@ -95,7 +95,7 @@ def _expanded(entry: Any, docs: Path) -> Any:
 
 
 def _split(markdown: str) -> list[tuple[str, bool]]:
-    """Text and fenced code, in turn."""
+    """Return the text and the fenced code blocks, alternating."""
     parts, at = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [(markdown[at : fence.start()], False), (fence[0], True)]
@@ -110,7 +110,7 @@ def _target(link: str, here: Path) -> Path | None:
 
 
 def _outside(text: str, path: Path, docs: Path) -> list[Path]:
-    """The files of the repository that a page links to, outside of docs/."""
+    """Return the files of the repository outside docs/ that a page links to."""
     links = [link for part, is_code in _split(text) if not is_code for link, _ in LINK.findall(part)]
     found = [target for link in links if (target := _target(link, path)) is not None and target.exists()]
     return [
@@ -121,7 +121,7 @@ def _outside(text: str, path: Path, docs: Path) -> list[Path]:
 
 
 def _source_uri(target: Path, root: Path) -> str:
-    """A README stands for its folder: as an index page mkdocs would hang the section that names it onto it."""
+    """Return the page of a file. A README becomes its folder's page: mkdocs would make a section of an index page."""
     shown = target.parent if target.name == "README.md" else target
     name = shown.relative_to(root).as_posix() if shown != root else root.name
     return f"source/{name}" if shown.suffix == ".md" else f"source/{name}.md"

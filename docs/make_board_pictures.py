@@ -2,7 +2,7 @@
 
     python docs/make_board_pictures.py
 
-Needs what `make test-browser` needs: Chromium and playwright. Look at the pictures before you keep them.
+Needs Chromium and playwright, as `make test-browser` does. Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EPOCHS = 12
 
 
 def keep(watched: Watched, name: str) -> None:
-    """A picture of what is shown, in few colours: it need not be large."""
+    """Save a screenshot, in few colours to keep the file small."""
     watched.page.wait_for_timeout(1000)  # curves and points move into their places
     shown = Image.open(io.BytesIO(watched.page.screenshot())).convert("RGB")
     shown.quantize(192).save(PICTURES / f"board-{name}.png", optimize=True)
@@ -50,7 +50,7 @@ def images(browser: Browser, address: str) -> None:
 
 
 def points(browser: Browser, address: str) -> None:
-    """PROJECTOR: what the last hidden layer makes of each digit."""
+    """PROJECTOR: the last hidden layer for each digit."""
     watched = Watched.of(browser, address)
     page = watched.open("projector")
     inside = page.frame_locator("iframe").frame_locator("iframe")
@@ -60,7 +60,7 @@ def points(browser: Browser, address: str) -> None:
 
 
 def table(browser: Browser, address: str) -> None:
-    """HPARAMS: runs by what differs between them, and what they came to."""
+    """HPARAMS: the options that differ between runs, and their results."""
     watched = Watched.of(browser, address, width=1800, height=400)
     page = watched.open("hparams")
     expect(page.locator("tf-hparams-table-view").get_by_text("val/loss", exact=True).first).to_be_visible()

@@ -1,8 +1,8 @@
-"""Write docs/cli.md: every verb of the command line with everything it takes, from the parsers themselves.
+"""Write docs/cli.md: every command of `forge` with its arguments and options, from the parsers themselves.
 
     python docs/make_cli.py
 
-tests/docs/test_pages.py says so when the page is not what the parsers say any more.
+tests/docs/test_pages.py fails when the page is out of date.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from forge.cli import verbs as all_verbs
 
 PAGE = Path(__file__).parent / "cli.md"
 INTRODUCTION = """\
-# Command line
+# Command-line reference
 
-Every verb, and everything it takes. `forge VERB --help` prints the same. What they are for, in the order in which one
-meets them: [recipes and the command line](recipes-and-cli.md)."""
+Every command with its arguments and options. `forge COMMAND --help` prints the same. For a guide by task, see
+[recipes and the command line](recipes-and-cli.md)."""
 COMMON = """\
-## RECIPE and what goes with it
+## Recipe arguments
 
-Every verb that works on a recipe takes these:"""
+Every command that works on a recipe takes these:"""
 EXIT_CODES = """\
 ## Exit codes
 
 | code | meaning |
 |---|---|
-| 0 | well |
+| 0 | success |
 | 1 | a crash, with its traceback |
-| 2 | a mistake that the message explains |
-| 85 | a signal after which the run can be resumed: [surviving](surviving.md) |"""
+| 2 | a mistake in the input; the message explains it |
+| 85 | stopped by a signal; the run can be [resumed](surviving.md#signals) |"""
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     verbs = [f"| [`forge {verb}`](#forge-{verb}) | {text} |" for verb, text in all_verbs().items()]
-    overview = "\n".join(["| verb | what it does |", "|---|---|", *verbs])
+    overview = "\n".join(["| command | what it does |", "|---|---|", *verbs])
     parts = [INTRODUCTION, overview, COMMON, table(common()), *map(section, all_verbs()), EXIT_CODES]
     return "\n\n".join(parts) + "\n"
 
 
 def common() -> list[argparse.Action]:
-    """The arguments of every verb that works on a recipe."""
+    """Return the arguments of every command that works on a recipe."""
     parser = argparse.ArgumentParser(add_help=False)
     target.add_arguments(parser)
     return parser._actions
@@ -52,17 +52,17 @@ def common() -> list[argparse.Action]:
 
 def table(actions: list[argparse.Action]) -> str:
     rows = [f"| {name(action)} | {what(action)} |" for action in actions if not is_verbs(action)]
-    return "\n".join(["| argument | what it is |", "|---|---|", *rows])
+    return "\n".join(["| argument | meaning |", "|---|---|", *rows])
 
 
 def section(verb: str) -> str:
-    """One verb: what it does, how it is called, its arguments and options, examples."""
+    """Return one command: description, usage, arguments and options, examples."""
     parser = module_of(verb).parser()
     return "\n\n".join([f"## forge {verb}", *described(parser)])
 
 
 def described(parser: argparse.ArgumentParser, title: str = "") -> Iterator[str]:
-    """A parser as Markdown; the parsers of its own verbs come after it."""
+    """Yield a parser as Markdown, followed by the parsers of its subcommands."""
     if title:
         yield title
     yield escaped(parser.description or "")
@@ -71,7 +71,7 @@ def described(parser: argparse.ArgumentParser, title: str = "") -> Iterator[str]
     known = {(action.dest, action.help) for action in common()}
     own = [action for action in shown if (action.dest, action.help) not in known and not is_verbs(action)]
     if len(own) + len(known) <= len(shown):
-        yield "Takes [RECIPE and what goes with it](#recipe-and-what-goes-with-it)" + (", and:" if own else ".")
+        yield "Takes the [recipe arguments](#recipe-arguments)" + (", and:" if own else ".")
     if own:
         yield table(own)
     if parser.epilog:
@@ -89,7 +89,7 @@ def is_verbs(action: argparse.Action) -> bool:
 
 
 def usage(parser: argparse.ArgumentParser, shown: list[argparse.Action]) -> str:
-    """The first line of --help, written here because argparse breaks lines by the width of the terminal."""
+    """Return the usage line of --help. argparse would break it by the width of the terminal."""
     words = [parser.prog]
     for action in sorted(shown, key=lambda action: bool(action.option_strings)):
         word = " ".join([*action.option_strings[:1], *filter(None, [values(action)])])
@@ -104,7 +104,7 @@ def usage(parser: argparse.ArgumentParser, shown: list[argparse.Action]) -> str:
 
 
 def values(action: argparse.Action) -> str:
-    """What follows an option, or stands for an argument."""
+    """Return the placeholder of an option's value, or of an argument."""
     if action.nargs == 0:
         return ""
     metavar = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
@@ -113,7 +113,7 @@ def values(action: argparse.Action) -> str:
 
 
 def name(action: argparse.Action) -> str:
-    """An argument as a table shows it."""
+    """Return an argument's cell in the table."""
     word = values(action)
     if not action.option_strings:
         return f"`{word}`".replace("|", "\\|")
@@ -126,7 +126,7 @@ def what(action: argparse.Action) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that shows its angle brackets, stars and underscores."""
+    """Escape angle brackets, stars and underscores."""
     return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 

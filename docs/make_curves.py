@@ -2,7 +2,7 @@
 
     python docs/make_curves.py runs/fashion_mlp/seed-1 runs/fashion_mlp/seed-2 runs/fashion_mlp/seed-3 --metric accuracy
 
-Several runs are drawn over each other; NAME is the recipe that the first one ran, unless --name says otherwise.
+Several runs are drawn in one chart. NAME is the recipe of the first run, unless --name is given.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [Run(path) for path in args.runs]
     name = args.name or runs[0].recipe
     if not name:
-        raise ForgeError(f"{runs[0].path} has no card that says which recipe it ran. Say --name NAME.")
+        raise ForgeError(f"{runs[0].path} has no card that names its recipe. Pass --name NAME.")
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / f"{name}.svg"
     title = args.title or f"{name}: {args.metric}"
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def curves(runs: Sequence[Run], metric: str) -> dict[str, list[tuple[float, float]]]:
-    """The metric of every stage and run that has it: stage by stage, so that those of one stage stand together."""
+    """Return the metric of every stage and run that has it, grouped by stage."""
     found = {
         f"{word}{label(run, runs)}": [(float(x), y) for x, y in run.series[f"{stage}/{metric}"]]
         for stage, word in STAGES.items()
@@ -57,12 +57,12 @@ def curves(runs: Sequence[Run], metric: str) -> dict[str, list[tuple[float, floa
 
 
 def label(run: Run, runs: Sequence[Run]) -> str:
-    """What tells one run from the others: its seed, else its folder."""
+    """Return what distinguishes one run from the others: its seed, else its folder."""
     if len(runs) == 1:
         return ""
     seeds = [other.card.get("seed") for other in runs]
-    tells_apart = None not in seeds and len(set(seeds)) == len(seeds)
-    return f", seed {run.card['seed']}" if tells_apart else f", {run.path.name}"
+    distinct = None not in seeds and len(set(seeds)) == len(seeds)
+    return f", seed {run.card['seed']}" if distinct else f", {run.path.name}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Write docs/plugins/: a page for each of forge's own plugins, made from its docstrings, and a list of them.
+"""Write docs/plugins/: a page for each built-in plugin, made from its docstrings, and an overview of them.
 
     python docs/make_pages.py
 
-tests/docs/test_plugins.py says so when a page is not what its plugin says any more.
+tests/docs/test_plugins.py fails when a page is out of date.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from forge import registry
@@ -14,28 +15,65 @@ from forge.cli import plugin_page
 
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
-    "Speed and memory": ["amp", "compile", "cuda_graph", "kernels", "remat", "prefetch"],
-    "Many processes": ["ddp", "fsdp", "tensor_parallel"],
-    "Training": ["accumulate", "clip", "schedule", "ema", "swa", "sam", "freeze", "early_stop"],
-    "Safety": ["checkpoint", "guard", "anomaly"],
-    "Looking": ["progress", "jsonl", "tensorboard", "monitor", "throughput", "profiler", "ledger"],
+    "Speed and memory": {
+        "amp": "mixed precision (bf16, fp16)",
+        "compile": "torch.compile",
+        "cuda_graph": "CUDA graphs",
+        "kernels": "fused kernels",
+        "remat": "activation checkpointing",
+        "prefetch": "copying batches to the GPU ahead of use",
+    },
+    "Distributed training": {
+        "ddp": "data parallel training (DDP)",
+        "fsdp": "sharded training (FSDP2)",
+        "tensor_parallel": "tensor parallelism",
+    },
+    "Training": {
+        "accumulate": "gradient accumulation",
+        "clip": "gradient clipping",
+        "schedule": "learning rate schedules",
+        "ema": "exponential moving average of weights",
+        "swa": "stochastic weight averaging",
+        "sam": "sharpness-aware minimisation",
+        "freeze": "freezing and gradual unfreezing",
+        "early_stop": "early stopping",
+    },
+    "Checkpoints and safety": {
+        "checkpoint": "checkpointing",
+        "guard": "NaN and infinity guard",
+        "anomaly": "finding the source of a NaN",
+    },
+    "Logging and profiling": {
+        "progress": "progress bar",
+        "jsonl": "metrics as JSON lines",
+        "tensorboard": "TensorBoard logging",
+        "monitor": "gradient, weight and activation statistics",
+        "throughput": "throughput, MFU and memory",
+        "profiler": "profiling",
+        "ledger": "cost of each plugin",
+    },
 }
-"""The order a reader meets them in; a test holds it complete."""
+"""The titles of the pages, in the order of the overview; a test checks that no plugin is missing."""
+LABELS = r"^(When to use it|What you see|Together with):"
+"""Labels at the start of a docstring's paragraph; the page prints them bold."""
 INTRODUCTION = """\
-Each is one line in a recipe, or `-p NAME` on the command line. Any stack of them is right, or is refused before it
-starts with a message that names who clashes. `forge plugins NAME` prints what these pages say."""
+Add a plugin with one line in a recipe, or with `-p NAME` on the command line. forge checks every combination of plugins
+before a run starts: it either works, or is refused with a message that names the conflict. `forge plugins NAME` prints
+the same text as these pages. [Plugin costs and speedups](../levers.md) has measurements, and the
+[hooks reference](../hooks.md#hooks-by-plugin) lists the hooks that each plugin uses."""
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file's name."""
+    """Return every page by file name."""
     entries = registry.installed("plugin")
     lines = ["# Plugins", "", INTRODUCTION, ""]
     made: dict[str, str] = {}
-    for group, names in GROUPS.items():
-        lines += [f"## {group}", "", "| plugin | what it does |", "|---|---|"]
-        for name in names:
-            lines.append(f"| [{name}]({name}.md) | {registry.summary(entries[name])} |")
-            made[f"{name}.md"] = plugin_page.markdown(name)
+    for group, titles in GROUPS.items():
+        lines += [f"## {group}", "", "| plugin | technique | what it does |", "|---|---|---|"]
+        for name, title in titles.items():
+            lines.append(f"| [{name}]({name}.md) | {title} | {registry.summary(entries[name])} |")
+            page = plugin_page.markdown(name, title=f"{name}: {title}")
+            made[f"{name}.md"] = re.sub(LABELS, r"**\1:**", page, flags=re.MULTILINE)
         lines.append("")
     return {"README.md": "\n".join(lines), **made}
 

@@ -2,7 +2,7 @@
 
     python docs/make_rhythm.py
 
-tests/docs/test_hooks.py says so when the picture is not the contract any more.
+tests/docs/test_hooks.py fails when the picture is out of date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forge.contract.stack import ACTIONS
 PICTURE = Path(__file__).parent / "pictures" / "rhythm.svg"
 WIDTH, ROW, GAP, INDENT = 940, 26, 7, 22
 LEFT, NOTES = 22, 330
-"""Where the outermost boxes begin, and where the notes do."""
+"""Left edges of the outermost boxes, and of the notes."""
 STYLE = """
   .paper { fill: #ffffff; }
   text { font: 13px ui-sans-serif, system-ui, sans-serif; fill: #1f2933; }
@@ -44,7 +44,7 @@ STYLE = """
 
 @dataclass(slots=True)
 class Node:
-    """A line of the rhythm: a hook, or a heading, with what stands below it."""
+    """A line of the rhythm: a hook or a heading, with the lines below it."""
 
     text: str
     note: str = ""
@@ -56,7 +56,7 @@ class Node:
 
 
 def rhythm() -> list[Node]:
-    """The rhythm as a tree, by the indentation of the docstring."""
+    """Return the rhythm as a tree, by the indentation of the docstring."""
     text = (inspect.getdoc(hooks) or "").partition("in its place::\n\n")[2]
     top: list[Node] = []
     around: list[tuple[int, list[Node]]] = [(-1, top)]
@@ -79,7 +79,7 @@ def rhythm() -> list[Node]:
 
 
 def _nodes(words: str) -> Iterator[Node]:
-    """The hooks of a line, each with what is said of it; a line that ends in a colon is a heading."""
+    """Yield the hooks of a line, each with its note; a line that ends in a colon is a heading."""
     if words.endswith(":"):
         yield Node(words.removesuffix(":"))
     elif words.startswith("forge_"):
@@ -91,23 +91,23 @@ def _nodes(words: str) -> Iterator[Node]:
 
 
 def what(node: Node) -> str:
-    """What the rhythm says of a hook; where that is little, the first sentence of its docstring with it."""
+    """Return the note of a hook; if that is short, with the first sentence of the hook's docstring."""
     text = " ".join((inspect.getdoc(getattr(hooks, node.text)) or "").split()).partition(" ")[2]
     condition, *more = re.split(r"(?<=[.;]) ", text)
     if condition[0].islower() and ":" not in condition and more:  # a condition alone says too little
         condition = f"{condition.rstrip('.;')}: {more[0][0].lower()}{more[0][1:]}"
     sentence = re.sub(r" \([^)]*\)", "", condition).rstrip(".;")
     if (node.below and not node.note) or len(node.note) > 12:
-        said = node.note or sentence
+        text = node.note or sentence
     elif node.note in ("on error", "always"):
-        said = f"{node.note}: {sentence[0].lower()}{sentence[1:]}"
+        text = f"{node.note}: {sentence[0].lower()}{sentence[1:]}"
     else:
-        said = sentence
-    return (said[0].upper() + said[1:]).replace("forge_", "").replace("`", "")
+        text = sentence
+    return (text[0].upper() + text[1:]).replace("forge_", "").replace("`", "")
 
 
 def drawn(nodes: list[Node], y: int, depth: int) -> tuple[list[str], int]:
-    """The lines of SVG for these nodes, from `y` down, and where they end."""
+    """Return the lines of SVG for these nodes, from `y` down, and the `y` where they end."""
     x, out = LEFT + depth * INDENT, list[str]()
     for node in nodes:
         if node.is_hook:
@@ -131,15 +131,15 @@ def drawn(nodes: list[Node], y: int, depth: int) -> tuple[list[str], int]:
 
 
 def svg() -> str:
-    """The whole picture."""
+    """Return the whole picture."""
     body, height = drawn(rhythm(), 56, 0)
     legend = [
         '<rect class="action" x="22" y="16" width="60" height="22" rx="6"/>',
         '<text x="32" y="31">action</text>',
-        '<text class="note" x="92" y="31">done once: own it, or wrap it</text>',
+        '<text class="note" x="92" y="31">runs once: own it, or wrap it</text>',
         f'<rect class="event" x="{NOTES}" y="16" width="56" height="22" rx="6"/>',
         f'<text x="{NOTES + 10}" y="31">event</text>',
-        f'<text class="note" x="{NOTES + 66}" y="31">everybody is told, in the order of the stack</text>',
+        f'<text class="note" x="{NOTES + 66}" y="31">calls every plugin, in the order of the stack</text>',
     ]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height + 8}" width="{WIDTH}" '

@@ -2,7 +2,7 @@
 
     python docs/make_terminal_picture.py [FILE]
 
-What is drawn is what the command wrote to a terminal of 100 columns: the bars in the middle of the run, then its end.
+The picture shows the output on a terminal of 100 columns: the bars in the middle of the run, then its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = 100
 COMMAND = ["fit", "quickstart", "--run-dir", "runs/quickstart/first"]
 SHOWN = "forge fit quickstart"
 REDRAWN = re.compile(r"\r?\x1b\[2K(?:\x1b\[1A\x1b\[2K)*")
-"""What a live picture begins with: it takes back the one before."""
+"""Start of a redraw: it erases the previous one."""
 CURSOR = re.compile(r"\x1b\[\?25[lh]")
 FONT = re.compile(r"@font-face\s*{.*?}\s*", re.DOTALL)
 DARK, LIGHT = "#171a1f", "#dee2e6"
@@ -35,11 +35,11 @@ BRIGHT = ("#7a838e", "#ff8b80", "#6edcaa", "#f5cd6e", "#78b9f5", "#d8a0e6", "#69
 
 
 WORKER = "import sys; sys.stdin.readline(); from forge.cli import main; sys.exit(main())"
-"""It waits for a line: until then the terminal has no size."""
+"""Waits for a line, because the terminal has no size until then."""
 
 
 def environment() -> dict[str, str]:
-    """A terminal's, on the CPU; with this Python's programs on the path, so that hints say `forge`."""
+    """Return a terminal's environment, on the CPU. This Python's programs are on the path, so hints say `forge`."""
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     return {**kept, "PATH": path, "TERM": "xterm-256color", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ THEME = TerminalTheme(rgb(DARK), rgb(LIGHT), [rgb(code) for code in NORMAL], [rg
 
 
 def record(words: list[str], folder: str) -> str:
-    """What a forge command writes to a terminal of its own."""
+    """Return what a forge command writes to a terminal."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -65,7 +65,7 @@ def record(words: list[str], folder: str) -> str:
     while True:
         try:
             part = os.read(terminal, 65536)
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux: the other end is closed
             break
         if not part:
             break
@@ -76,14 +76,14 @@ def record(words: list[str], folder: str) -> str:
 
 
 def pictures(recorded: str) -> tuple[str, str]:
-    """(the screen in the middle of the run, the screen at its end), as they were drawn."""
+    """Return the screen in the middle of the run, and the screen at its end."""
     drawn = [CURSOR.sub("", part).strip("\n") for part in REDRAWN.split(recorded)]
     moving = [part for part in drawn[:-1] if "left" in part and "samples/s" in part and "val " in part]
     return moving[len(moving) // 2], drawn[-1]
 
 
 def as_svg(middle: str, end: str) -> str:
-    """Without the font that rich would have fetched from a server."""
+    """Return the SVG, without the font that rich would load from a server."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
     console.print(Text.assemble(("$ ", "bold green"), (SHOWN, "bold")))
     console.print(Text.from_ansi(middle), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A plugin's documentation, gathered from its class: docstring, Config, declarations and hooks. Also as a page."""
+"""A plugin's documentation, read from its class: docstring, Config, declarations and hooks. Also as a page."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def when(hook: str) -> str:
     return text.partition(". ")[0].removesuffix(".")
 
 
-def markdown(name: str) -> str:
-    """The page of an installed plugin."""
+def markdown(name: str, title: str = "") -> str:
+    """Return the page of an installed plugin, for its users: no hooks."""
     kind = plugin_class(name)
-    lines = [f"# {name}", ""]
+    lines = [f"# {title or name}", ""]
     for part in parts(inspect.getdoc(kind) or "(no description)"):
         if part.is_code:
             language = "bash" if part.text.startswith("forge ") else "python"
@@ -99,8 +99,4 @@ def markdown(name: str) -> str:
             words = f"`{option.name}`", options.type_name(option.type), f"`{default_of(option)}`", option.doc
             lines.append(f"| {' | '.join(word.replace('|', '/') for word in words)} |")
         lines.append("")
-    lines += ["## Hooks", "", "| hook | role | when |", "|---|---|---|"]
-    lines += [f"| `{hook}` | {role} | {when(hook)} |" for hook, role in implemented(kind)]
-    if declared(kind):
-        lines += ["", f"Declares: {'; '.join(declared(kind))}."]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)

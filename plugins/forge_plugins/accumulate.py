@@ -11,8 +11,13 @@ from forge.errors import RecipeError
 class Accumulate(forge.Plugin):
     """Make each update from several micro-batches: their gradients are averaged before one optimizer step.
 
-    The mean is right for unequal batches and for the epoch's last, shorter window too; `num_items` on the task decides
-    what is averaged over. Clipping, schedules and logs count updates, not micro-batches. BatchNorm sees micro-batches.
+    The mean is exact for micro-batches of different sizes and for the last, shorter window of an epoch; `num_items` on
+    the task sets the weight of each micro-batch. Clipping, schedules and logs count updates, not micro-batches.
+    BatchNorm computes its statistics per micro-batch.
+
+    When to use it: for a larger batch than fits into memory.
+
+    Together with: `ddp` and `fsdp` exchange gradients once per update, not per micro-batch.
 
     ::
 

@@ -36,23 +36,27 @@ HOPELESS = (
 
 
 class AMP(forge.Plugin):
-    """Run every forward in bfloat16 or float16, while weights, gradients and optimizer stay in float32.
+    """Run every forward pass in bfloat16 or float16, while weights, gradients and optimizer stay in float32.
 
-    Autocast stands around the forward, in training and in evaluation: torch runs matrix products and convolutions in
-    the short type, losses and normalisations in float32. It is `with torch.autocast(...):` around the task's step, bit
-    for bit. What `predict` returns has the type that autocast gave it.
+    The task's step runs under `torch.autocast`, in training and in evaluation, bit for bit as if you had written it
+    yourself: matrix products and convolutions in the short type, losses and normalisations in float32. Outputs of
+    `predict` keep the type that autocast gave them.
 
-    bf16 needs no more than that, waits for nothing, and is what to use where the hardware has it: `auto` does, and says
-    in the log what it took. A CPU without instructions for it (AMX, AVX512_BF16) is slower in it than in float32, and
-    nearly every CPU is slow in fp16.
+    When to use it: on any recent GPU. `auto` uses bf16 if the device supports it, else fp16, and logs its choice. A CPU
+    without bf16 instructions (AMX, AVX512_BF16) is slower in bf16 than in float32, and nearly every CPU is slow in
+    fp16.
 
-    fp16 overflows above 65504 and loses what is below 6e-8, so the loss is scaled before the backward pass (torch's
-    GradScaler, one for all optimizers) and gradients are unscaled before anybody reads them: clip clips true ones. An
-    update whose gradients overflow is skipped, for schedules and averages too, and the scale is halved; that is normal
-    in the first updates. `amp/scale` and `amp/skipped` are logged; a scale below 1 is warned of, because then it is not
-    the scale that is to blame. Knowing whether to skip costs one read of the device per update. The scale is saved with
-    the run and goes back with a rewind. Optimizers that take a closure, and tasks that are in float16 themselves, are
-    refused.
+    bf16 needs nothing else and never waits for the device. fp16 overflows above 65504 and loses values below 6e-8, so
+    the loss is scaled before the backward pass (torch's GradScaler, one for all optimizers), and gradients are unscaled
+    before other plugins read them. An update whose gradients overflow is skipped, for schedules and averages too, and
+    the scale is halved; this is normal in the first updates. Deciding whether to skip costs one read of the device per
+    update. The scale is saved with the run and restored by a rewind.
+
+    What you see: with fp16, `amp/scale` and `amp/skipped` in the log. A scale below 1 gives a warning, because then the
+    scale is not the cause of the overflow.
+
+    Together with: `clip` clips the unscaled gradients. fp16 is refused with `fsdp`, `sam` and `cuda_graph`, with
+    optimizers that take a closure, and for tasks that are in float16 themselves.
 
     ::
 
@@ -63,11 +67,11 @@ class AMP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         dtype: Literal["auto", "bf16", "fp16"] = "auto"
-        "What to run forwards in; auto is bf16 where the device computes in it, else fp16."
+        "Type of the forward pass; auto is bf16 if the device supports it, else fp16."
         init_scale: float = 2.0**16
-        "fp16: what the loss is multiplied by at first."
+        "fp16: initial factor of the loss."
         growth_interval: int = 2000
-        "fp16: the scale is doubled after so many updates in a row without an overflow."
+        "fp16: double the scale after this many updates in a row without an overflow."
 
     config: Config
 

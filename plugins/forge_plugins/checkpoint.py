@@ -33,17 +33,22 @@ class Best:
 
 
 class Checkpoint(forge.Plugin):
-    """Save the run's whole state to RUN/checkpoints/update-XXXXXXXX, from which `--resume` goes on bit for bit.
+    """Save the run's whole state to RUN/checkpoints/update-XXXXXXXX, from which `--resume` continues bit for bit.
 
-    It saves when an interval of `every` ends, when a validation is among the best, when a signal or a plugin stops the
-    run, and at the run's end. It keeps the last `keep` and the best; an older one is removed only when the new one is
-    whole on disk, under its name. `checkpoints/latest` and `checkpoints/best` are links to what they say.
+    It saves at the interval `every`, when a validation is among the best (`best`), when a signal or a plugin stops the
+    run, and at the end of the run. It keeps the last `keep` checkpoints and the best. An older one is removed only when
+    the new one is complete on disk. Without a run folder nothing is saved.
 
-    In the background, training goes on as soon as the state is copied to host memory; hashing and writing follow. A
-    write that fails leaves the earlier checkpoints as they are. Without a run folder nothing is saved.
+    When to use it: always; it is part of the recipe `default`.
 
-    On several ranks all of them write, each its share, into one directory, which must be on a file system that all
-    hosts share. A run on any other number of ranks can continue from it.
+    With `background`, training continues as soon as the state is copied to host memory; hashing and writing follow in a
+    thread. If a write fails, earlier checkpoints stay intact.
+
+    What you see: one directory per checkpoint, and the links `checkpoints/latest` and `checkpoints/best`. `forge ckpt
+    show RUN` lists them.
+
+    On several ranks, all ranks write into one directory, each its part. It must be on a file system that all hosts
+    share. Any other number of ranks can continue from it.
 
     ::
 
@@ -54,15 +59,15 @@ class Checkpoint(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str | list[str] | None = "1 epoch"
-        "How often to save: 500 updates, 1 epoch, 10 min, or a list of such; null: only the best, and at the end."
+        "How often to save: 500 updates, 1 epoch, 10 min, or a list of these; null: only the best, and at the end."
         keep: int = 2
-        "How many of the last checkpoints to keep."
+        "Number of latest checkpoints to keep."
         best: Best | str | None = None  # a str only to answer it with the right form
-        "Keep the best too: {monitor: val/accuracy, mode: max}, mode min for a loss; keep: 3 for the best three."
+        "Keep the best too: {monitor: val/accuracy, mode: max}; mode min for a loss, keep: 3 for the best three."
         background: bool = True
-        "Write while training goes on; needs host memory for one copy of the state."
+        "Write while training continues; needs host memory for one copy of the state."
         on_failure: Literal["stop", "warn"] = "stop"
-        "What a write that fails does: stop the run at its next update, or log an error and try again next time."
+        "If a write fails: stop the run at its next update, or log an error and try again next time (warn)."
 
     config: Config
     observer = True

@@ -17,9 +17,13 @@ from forge_plugins._sharded import clip_norm_, total_norm
 class Clip(forge.Plugin):
     """Clip gradients before the optimizer step: by their global norm, by value, or both (norm first).
 
-    Clips once per update, over the parameters of the current optimizer, after unscaling; where ranks hold a part each,
-    by the norm over all of them. The norm before and after is logged as `grad_norm/before` and `grad_norm/after`, and
-    stays on the device until then.
+    Gradients are clipped once per update, over the parameters of the current optimizer, after they are unscaled. If
+    ranks hold parts of the parameters, the norm is taken over all parts.
+
+    When to use it: for transformers and recurrent networks, and whenever `grad_norm/before` has spikes.
+
+    What you see: the norm before and after clipping as `grad_norm/before` and `grad_norm/after`. The values stay on the
+    device until they are logged.
 
     ::
 
@@ -29,9 +33,9 @@ class Clip(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         max_norm: float | None = 1.0
-        "Largest allowed global gradient norm; null leaves the norm alone."
+        "Largest allowed global gradient norm; null does not limit the norm."
         max_value: float | None = None
-        "Largest allowed magnitude of a single gradient entry; null leaves values alone."
+        "Largest allowed magnitude of a single gradient entry; null does not limit entries."
         norm_type: float = 2.0
         "Which norm: 2 is the usual one, .inf the largest entry."
 

@@ -25,21 +25,25 @@ HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_co
 
 
 class DDP(forge.Plugin):
-    """Train on several processes that hold a whole copy of the model each, by torch's DistributedDataParallel.
+    """Train on several processes that each hold a copy of the model, with torch's DistributedDataParallel.
 
     Start them with `forge fit RECIPE --nproc 4 -p ddp`, with torchrun, or with srun. The batch size of a recipe is the
-    global one: every rank takes its share of each batch, so that all ranks together follow the order of a single
-    process, and a run can go on with another number of them. Gradients are averaged once per update, while the last
-    micro-batch of its window runs backward; a short last batch is weighed right. Between GPUs they travel over NCCL,
-    between CPUs over gloo.
+    global one: every rank takes its part of each batch, so all ranks together follow the order of a single process, and
+    a run can be resumed with another number of ranks. Gradients are averaged once per update, during the backward pass
+    of the window's last micro-batch; a short last batch is weighted correctly. Gradients are sent over NCCL between
+    GPUs and over gloo between CPUs.
 
-    With `compile`, torch cuts compiled code where a bucket ends, so that it can travel while the backward pass goes on.
-    That costs fusion: compile by blocks (compile.blocks) and set split_graphs=false where blocks are many.
+    When to use it: if the model, its gradients and its optimizer state fit on every device. Otherwise use `fsdp`.
 
-    With several optimizers, `find_unused` is on: in each turn the other parameters rest. When parameters are frozen or
-    thawed on the way, the wrapper is made anew, because it would never average what it had not seen. Buffers, such as
-    BatchNorm's statistics, are rank 0's, in training as in evaluation and in checkpoints; `sync_batchnorm` computes
-    them over the whole batch.
+    What you see: the batch size per rank at the start. If a rank fails or stalls, all ranks end with a message that
+    names it.
+
+    Together with: with `compile`, torch splits compiled code at the ends of buckets, so that they are sent during the
+    backward pass. This costs fusion: compile by blocks (compile.blocks), and set split_graphs=false if there are many
+    blocks. With several optimizers `find_unused` is on, because each turn leaves the other parameters without
+    gradients. When parameters are frozen or unfrozen during a run, the wrapper is rebuilt, because the old one would
+    never average them. Buffers, such as BatchNorm's statistics, are those of rank 0, in training, evaluation and
+    checkpoints; `sync_batchnorm` computes them over the whole batch.
 
     ::
 
@@ -49,23 +53,23 @@ class DDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         backend: str | None = None
-        "What gradients travel over: nccl, gloo, ...; null takes what suits the device."
+        "Backend for gradients: nccl, gloo, ...; null chooses by device."
         bucket_mb: float | None = None
-        "Gradients are sent in buckets of so many MiB, while the backward pass goes on; null: 25, the first one 1."
+        "Size in MiB of the buckets that gradients are sent in during the backward pass; null: 25, the first one 1."
         static_graph: bool = False
-        "Promise that every step uses the same parameters in the same way: a little faster, and remat may be reentrant."
+        "Promise that every step uses the same parameters in the same way: slightly faster, and remat may be reentrant."
         find_unused: bool | None = None
         "Look for parameters without a gradient in every step; null: only with several optimizers."
         bucket_view: bool = True
-        "Gradients are views into the buckets, which saves one copy of them in memory."
+        "Make gradients views into the buckets, which saves one copy of them in memory."
         compress: Literal["bf16", "fp16"] | None = None
-        "Send gradients in a shorter type: half the traffic, and rounded sums."
+        "Send gradients in a shorter type: half the traffic, rounded sums."
         split_graphs: bool | None = None
-        "Cut compiled code where buckets end, so that they travel while it runs backward; null: with several ranks."
+        "Split compiled code at the ends of buckets, to send them during the backward pass; null: with several ranks."
         sync_batchnorm: bool = False
         "Compute BatchNorm's statistics over the batches of all ranks."
         watchdog: float = 120.0
-        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits for which, and ends."
 
     config: Config
     provides = ("strategy",)

@@ -26,18 +26,21 @@ LESS_IS_BETTER = frozenset({"loss", "error", "err"})
 
 
 class EarlyStop(forge.Plugin):
-    """Stop the run when a validation metric has not improved for a while, or when it has reached a target.
+    """Stop the run when a validation metric has not improved for a while, or has reached a target.
 
-    After every validation of a fit the metric is compared with the best so far; it has improved if it is better by more
-    than `min_delta`. After `patience` validations in a row that are not better, the run stops: it is saved as at every
-    stop, and `FitResult.stop_reason` says why. NaN and infinity are never an improvement, which the log says. A metric
-    that the validation does not give is refused with the list of those that it does.
+    After every validation of a fit the metric is compared with the best value so far; it has improved if it is better
+    by more than `min_delta`. After `patience` validations in a row without improvement the run stops. NaN and infinity
+    never count as an improvement. A metric that the validation does not return is refused, with a list of those that it
+    does.
 
-    The weights are then those of the last update, not of the best one: `checkpoint.best` keeps those. With `ema` or
-    `swa` it is the averaged weights that are validated, and so watched.
+    When to use it: if you do not know how many epochs a run needs. The weights at the end are those of the last update;
+    to keep those of the best validation, set `checkpoint.best`.
 
-    The best value and the count are saved with the run. A run that was stopped, and is resumed, is over: it trains no
-    further unless it is given a larger `patience`, or another `target`.
+    What you see: the reason in the log and in `FitResult.stop_reason`. The state is saved as at every stop.
+
+    Together with: with `ema` or `swa` the averaged weights are validated, and so watched. The best value and the count
+    are saved with the run. A stopped run that is resumed does not train further, unless it gets a larger `patience` or
+    another `target`.
 
     ::
 
@@ -48,17 +51,17 @@ class EarlyStop(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         monitor: str = "val/loss"
-        "The validation metric to watch, as it is logged."
+        "The validation metric to watch, by its logged name."
         mode: Literal["min", "max"] | None = None
-        "Whether smaller (min) or larger (max) is better. null: min; where more seems to be better it has to be said."
+        "Whether smaller (min) or larger (max) is better; null: min. Required for a metric such as an accuracy."
         patience: int = 3
-        "So many validations in a row may pass without an improvement; the last of them stops the run."
+        "Stop after this many validations in a row without improvement."
         min_delta: float = 0.0
-        "By how much a value must be better than the best so far to be an improvement."
+        "By how much a value must be better than the best so far to count as an improvement."
         target: float | None = None
         "Stop as soon as the metric is as good as this."
         after: str | None = None
-        "Begin to look then: 1000 updates, 2 epochs. Validations before it are not compared."
+        "Ignore validations before this point: 1000 updates, 2 epochs."
 
     config: Config
     provides = ("early_stop",)

@@ -16,22 +16,27 @@ logger = logging.getLogger("forge")
 class EMA(Averaging):
     """Keep an exponential moving average of the weights, and evaluate and export it in their place.
 
-    After every update the average moves a share of 1 - decay towards the weights: the weights of the last 1 / (1 -
-    decay) updates or so count. For a half-life of n updates take decay = 0.5 ** (1 / n). An update that is skipped is
-    no update here either. The average begins as a copy of the weights after the first update beyond `start`. With
-    `warmup` the n-th step has a decay of at most (1 + n) / (10 + n), so that the average is not held back by the first
-    weights.
+    After every update the average moves by a share of 1 - decay towards the weights, so about the last 1 / (1 - decay)
+    updates count. For a half-life of n updates use decay = 0.5 ** (1 / n). A skipped update does not count. The average
+    starts as a copy of the weights after the first update beyond `start`. With `warmup` the n-th step uses a decay of
+    at most (1 + n) / (10 + n), so that the initial weights are forgotten sooner.
 
-    Training is not touched, bit for bit. Validation inside a fit, and RUN/weights.safetensors at its end, use the
-    average: it is copied into the memory of the weights, which are put back after, even after an error; so it goes with
-    compiled and captured models. The task itself, and `model` in every checkpoint, hold the trained weights. To get at
-    the average: `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT OUT --weights ema` or
-    `Task.from_checkpoint(checkpoint, weights="ema")` of any checkpoint; `plugin.apply_to(task)` after a fit in Python.
+    When to use it: for better validation results at almost no cost: one copy of the weights, one kernel per update, and
+    two copies around each evaluation.
 
-    All of the task's parameters are averaged, of however many optimizers; frozen ones take neither time nor memory
-    until they are thawed. bf16 and fp16 weights are averaged in float32. It costs one copy of the weights, one kernel
-    per update, and two copies around each evaluation. A second average, `ema@slow`, goes beside the first with
-    evaluate=false; it is saved and can be exported. The log says from when on the average is evaluated.
+    Training does not change, bit for bit. Validation inside a fit, and RUN/weights.safetensors at its end, use the
+    average: it is copied into the memory of the weights, which are restored afterwards, even after an error. So it
+    works with compiled and captured models. The task itself, and `model` in every checkpoint, keep the trained weights.
+
+    What you see: the log says from which update on the average is evaluated. To load it: `Task.from_checkpoint(run)`
+    for a finished run; `forge ckpt export CHECKPOINT OUT --weights ema` or `Task.from_checkpoint(checkpoint,
+    weights="ema")` for any checkpoint; `plugin.apply_to(task)` after a fit in Python.
+
+    All parameters of the task are averaged, for any number of optimizers; frozen ones take neither time nor memory
+    until they are unfrozen. bf16 and fp16 weights are averaged in float32.
+
+    Together with: a second average, `ema@slow`, works beside the first with evaluate=false; it is saved and can be
+    exported.
 
     ::
 
@@ -42,15 +47,15 @@ class EMA(Averaging):
     @dataclass(kw_only=True, slots=True)
     class Config:
         decay: float = 0.999
-        "How much of the average stays at each update, from 0 up to 1."
+        "Share of the average that is kept at each update, from 0 to below 1."
         start: int | float | str = 0
         "When averaging begins: updates (500), a share of the run (0.1), '500 updates' or '2 epochs'."
         warmup: bool = False
-        "Begin with a smaller decay: (1 + n) / (10 + n) at the n-th step, as long as that is less."
+        "Start with a smaller decay: (1 + n) / (10 + n) at the n-th step, while that is less."
         every: int = 1
-        "Move the average after every so many updates."
+        "Move the average every so many updates."
         buffers: Literal["copy", "average"] = "copy"
-        "BatchNorm's statistics and other buffers: as training has them, or averaged like weights."
+        "BatchNorm's statistics and other buffers: copied from training, or averaged like weights."
         evaluate: bool = True
         "Evaluate and export the average; false only keeps it, beside another one."
 

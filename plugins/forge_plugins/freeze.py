@@ -18,25 +18,26 @@ logger = logging.getLogger("forge")
 
 
 class Freeze(forge.Plugin):
-    """Train only a part of the task: parameters chosen by name keep their values, for good or until they are thawed.
+    """Train only a part of the task: parameters chosen by name keep their values, for good or until they are unfrozen.
 
-    A pattern is matched against the names of parameters and of the modules that they are in: `backbone` and
-    `backbone.*` are all of it, `encoder.layers.[0-3]` the first four layers, `*.bias` every bias. `*` stands for any
-    text, dots too. What also matches `keep` stays trained. A pattern that matches nothing is refused.
+    A pattern is matched against the names of parameters and of the modules that contain them: `backbone` and
+    `backbone.*` match all of it, `encoder.layers.[0-3]` the first four layers, `*.bias` every bias. `*` matches any
+    text, including dots. Parameters that also match `keep` stay trained. A pattern that matches nothing is refused.
+
+    When to use it: to fine-tune a pretrained model, with gradual unfreezing if wanted.
 
     A frozen parameter has `requires_grad` off: no gradient, no step, no weight decay, no optimizer state. A frozen
-    BatchNorm stays in evaluation mode, so that its statistics rest with its weights, unless `norm` is false; dropout
-    goes on as it was. A module that somebody puts back into training mode on the way is put right after that update,
-    with a warning.
+    BatchNorm stays in evaluation mode, so that its statistics stay fixed too, unless `norm` is false; dropout stays
+    active. If other code switches such a module to training mode, it is corrected after that update, with a warning.
 
-    `thaw` is when training of the frozen parts begins: one moment for all, or moments by pattern, for gradual
-    unfreezing from the top. A parameter that several patterns match thaws at the first of their moments, one that none
-    matches stays frozen. What is to be thawed must be in an optimizer from the start: pass it all of
-    `self.parameters()`, because parameters without a gradient are passed over. The learning rate at the thaw is what
-    the schedule says then.
+    `thaw` says when to unfreeze: one time for all, or times by pattern, for gradual unfreezing from the top. A
+    parameter that several patterns match is unfrozen at the first of their times; one that no pattern matches stays
+    frozen. Parameters to be unfrozen must be in an optimizer from the start: pass it all of `self.parameters()`,
+    because parameters without a gradient are skipped. When they are unfrozen, they train at the learning rate of the
+    schedule at that time.
 
-    It acts in `fit` alone, and hands the task back at the end with the flags that it had. What has been thawed is saved
-    with the run, so a resume goes on exactly; `thaw` may change for what is still frozen then.
+    It acts only in `fit`, and restores `requires_grad` at the end. The unfrozen parameters are saved with the run, so a
+    resume is exact; on resume, `thaw` may change for parameters that are still frozen.
 
     ::
 
@@ -48,13 +49,13 @@ class Freeze(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         modules: str | list[str]
-        "What to freeze: patterns of module or parameter names, as in backbone.*, or '*.bias' (quoted, for YAML)."
+        "What to freeze: patterns of module or parameter names, such as backbone.*, or '*.bias' (quoted, for YAML)."
         keep: str | list[str] = field(default_factory=list)
-        "What stays trained all the same: patterns too."
+        "Patterns of parameters that stay trained nevertheless."
         thaw: str | dict[str, str] | None = None
-        "When to train it after all: '3 epochs', '500 updates', or moments by pattern; null: never."
+        "When to unfreeze: '3 epochs', '500 updates', or times by pattern; null: never."
         norm: bool = True
-        "Keep frozen BatchNorm, and whatever else has running statistics, in evaluation mode."
+        "Keep frozen BatchNorm, and other modules with running statistics, in evaluation mode."
 
     config: Config
 

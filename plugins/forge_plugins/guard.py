@@ -39,16 +39,24 @@ READS = {
 
 
 class Guard(forge.Plugin):
-    """Keep a loss or gradient that is NaN or infinite from the weights, and from everything that is saved.
+    """Keep a NaN or infinite loss or gradient from the weights, and from everything that is saved.
 
-    `stop` ends the run with a NonFiniteError that says where it was and what to do. `skip` leaves the update out and
-    goes on: weights, optimizer, buffers (BatchNorm's statistics) and the means in the log are as if the window had not
-    been there. `rewind` goes back to the newest checkpoint and leaves the bad window out this time.
+    `stop` ends the run with a NonFiniteError that says where it happened and what to do. `skip` skips the update and
+    continues: weights, optimizer, buffers (BatchNorm's statistics) and logged means are as if the window had not been
+    there. `rewind` restores the newest checkpoint and skips the bad window this time.
 
-    With finite numbers nothing changes, bit for bit. On a CUDA device `stop` and `rewind` wait for nothing with fused
-    optimizers: the update is made a no-op on the device, with all after it, and the host hears of it one update later,
-    always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
-    owns are left to it; the loss is looked at all the same. What one of several ranks finds, all of them act upon.
+    When to use it: always; it is part of the recipe `default`. Choose `skip` or `rewind` for long runs that should
+    survive a bad batch.
+
+    With finite numbers nothing changes, bit for bit. On a CUDA device with fused optimizers, `stop` and `rewind` wait
+    for nothing: the update and all after it become no-ops on the device, and the host learns of it one update later,
+    always before a checkpoint is written. Otherwise the device is read once per update.
+
+    What you see: the update, the parameters and the policy, in the log or in the error. Add `anomaly` to find the
+    cause.
+
+    Together with: with fp16 in `amp`, the loss scaler handles gradients, and guard checks only the loss. On several
+    ranks, all ranks act on what one of them finds.
 
     ::
 
@@ -60,11 +68,11 @@ class Guard(forge.Plugin):
         policy: Literal["stop", "skip", "rewind"] = "stop"
         "What to do: stop the run, skip the update, or rewind to the newest checkpoint."
         max_skips: int = 10
-        "skip: so many updates in a row may be skipped before the run is stopped after all; 0 means any number."
+        "skip: stop the run after this many skipped updates in a row; 0 allows any number."
         leave_out: int = 1
-        "rewind: how many windows to leave out, the bad one and those right before it (a spike often begins earlier)."
+        "rewind: number of windows to skip, the bad one and those right before it (a spike often begins earlier)."
         max_rewinds: int = 3
-        "rewind: how often one process may go back before the run is stopped after all."
+        "rewind: stop the run after this many rewinds in one process."
 
     config: Config
     provides = ("guard",)

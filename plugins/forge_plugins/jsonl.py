@@ -20,17 +20,19 @@ METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
 
 
 class JSONL(forge.Plugin):
-    """Write metrics to RUN/metrics.jsonl, one JSON object a line for every log.
+    """Write metrics to RUN/metrics.jsonl, one JSON object per line for every log.
 
-    Each line begins with where the run was: `update`, `epoch` (epochs finished) and `sample` (samples trained on), as
-    they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
-    name; images and histograms are left out. What is not finite (NaN, infinity) is written as null, because JSON has
-    no number for it and a column keeps its type. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`.
+    When to use it: always; it is part of the recipe `default`. Reports and `forge runs` read this file.
 
-    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
-    it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
-    Without a run folder nothing is written. Where the file cannot be written (a full disk), that is logged as an error,
-    once, and the run goes on without it. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+    What you see: each line starts with the position of the run after that update: `update`, `epoch` (epochs finished),
+    `sample` (samples trained on) and `time` (seconds since this process started the run). Then come the metrics by
+    name; images and histograms are not included. NaN and infinity are written as null, because JSON has no number for
+    them. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`. To read the metrics:
+    `pandas.read_json("metrics.jsonl", lines=True)`.
+
+    Lines are flushed as they are written, so a killed run keeps them. A resumed run continues the file; lines after the
+    checkpoint are removed, because these updates are made again. Without a run folder nothing is written. If the file
+    cannot be written (a full disk), an error is logged once and the run continues.
 
     ::
 

@@ -12,10 +12,12 @@ from forge.errors import RecipeError
 
 
 class Prefetch(forge.Plugin):
-    """Copy batches to a CUDA device ahead of use, from pinned memory on a stream of their own.
+    """Copy batches to a CUDA device ahead of use, from pinned memory on a separate stream.
 
-    The copy of the next batches runs while the device computes; what is trained on, and in which order, stays the same.
-    On any other device there is nothing to do. Each batch ahead takes its memory on the device.
+    The next batches are copied while the device computes. The data and their order do not change. Each batch ahead
+    takes memory on the device. On other devices the plugin does nothing.
+
+    When to use it: if the profiler says that a run is transfer-bound. Set `pin_memory=True` on the loader.
 
     ::
 
@@ -25,7 +27,7 @@ class Prefetch(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         depth: int = 2
-        "Batches to be ahead by."
+        "Number of batches to copy ahead."
 
     config: Config
     provides = ("prefetch",)

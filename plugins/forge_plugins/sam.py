@@ -23,21 +23,22 @@ ETA = 0.01
 
 
 class SAM(forge.Plugin):
-    """Sharpness-aware minimisation: step by the gradient at the worst point nearby, towards minima that are flat.
+    """Sharpness-aware minimisation: step with the gradient at the worst point nearby, towards flat minima.
 
-    Each update runs its window twice (Foret et al. 2021). The first pass gives the gradient; the weights climb along it
-    by a step of length `rho`; the second pass, over the same batches with the same random numbers, gives the gradient
-    that is used; the weights are put back bit for bit before the optimizer steps. With `adaptive` each weight climbs in
-    proportion to its own size (ASAM, Kwon et al. 2021), which wants a `rho` of 0.5 to 2.
+    Each update runs its window twice (Foret et al. 2021). The first pass gives a gradient, along which the weights
+    climb by a step of length `rho`. The second pass, over the same batches with the same random numbers, gives the
+    gradient that is used. The weights are restored, bit for bit, before the optimizer steps. With `adaptive` each
+    weight climbs in proportion to its own size (ASAM, Kwon et al. 2021), which needs a `rho` of 0.5 to 2.
 
-    The base optimizer, schedules, accumulation (the whole window is climbed), clipping and guarding work as ever, on
-    the gradient that is used. With several optimizers each climbs with its own parameters in its own turn. Loss and
-    metrics in the log are the first pass's, at the weights themselves; `sharpness` is how much the loss rises by the
-    climb. BatchNorm, and whatever else moves buffers in a forward, does so in the first pass alone.
+    When to use it: for better generalisation, if twice the time per update is acceptable. It also needs memory for one
+    more copy of the trained parameters. It reads nothing from the device.
 
-    An update costs two forwards and backwards, and memory for one more copy of the trained parameters. Nothing is read
-    from the device. Gradients are made true (unscaled, reduced by hand) after each of the two passes. It does not work
-    with a loss scaler (use bf16), nor with optimizers that run the window themselves, such as LBFGS.
+    What you see: loss and metrics of the first pass, at the weights themselves, and `sharpness`, the increase of the
+    loss by the climb. BatchNorm, and other modules that change buffers in a forward pass, do so only in the first pass.
+
+    Together with: optimizers, schedules, `accumulate` (the whole window climbs), `clip` and `guard` work as usual, on
+    the gradient that is used. With several optimizers each climbs with its own parameters in its own turn. A loss
+    scaler (use bf16) and optimizers that run the window themselves, such as LBFGS, are refused.
 
     ::
 
@@ -48,11 +49,11 @@ class SAM(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         rho: float = 0.05
-        "How far to climb: the length of the step."
+        "Length of the climbing step."
         adaptive: bool = False
-        "Climb with each weight in proportion to its size (ASAM)."
+        "Let each weight climb in proportion to its size (ASAM)."
         freeze_norm: bool = True
-        "Keep the second pass out of buffers that a forward moves, such as BatchNorm's statistics."
+        "Keep the second pass from changing buffers, such as BatchNorm's statistics."
 
     config: Config
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}

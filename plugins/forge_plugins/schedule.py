@@ -32,27 +32,33 @@ USES = {
 
 
 class Schedule(forge.Plugin):
-    """Move the learning rate over the run: warm up, then decay.
+    """Change the learning rate over the run: warm up, then decay.
 
-    The optimizer's own lr (each parameter group's) is the peak. With N updates planned and W of them warm-up, update i
+    The optimizer's own lr (of each parameter group) is the peak. With N planned updates and W of them warm-up, update i
     (from 0) uses the peak times a factor:
 
     - warm-up, i < W: (i + 1) / W. The first update moves, the W-th has the peak.
       Without warm-up the first update has the peak.
-    - cosine, linear: from 1 at the peak's update to min_ratio at update N, one
-      after the last, so that no update is spent at lr 0. Without warm-up they are
-      torch's CosineAnnealingLR(T_max=N) and LinearLR(total_iters=N).
+    - cosine, linear: from 1 at the update of the peak to min_ratio at update N, one
+      after the last, so that no update has lr 0. Without warm-up they are torch's
+      CosineAnnealingLR(T_max=N) and LinearLR(total_iters=N).
     - constant: 1.
-    - step: gamma ** (i // step_size), not below min_ratio; i counts from the
-      run's first update, warm-up included.
+    - step: gamma ** (i // step_size), not below min_ratio; i counts from the first
+      update of the run, warm-up included.
     - one_cycle: torch's OneCycleLR with each group's lr as its maximum. From 1/25
       up to 1 at the end of the warm-up (if 0: after 30 % of the run), down to
-      min_ratio (if 0: 1/250,000) in the last update. Momentum or beta1, where the
+      min_ratio (if 0: 1/250,000) in the last update. Momentum or beta1, if the
       optimizer uses one, goes from 0.95 to 0.85 and back.
-    - task: what configure_optimizers returned.
+    - task: the schedule that configure_optimizers returned.
 
-    Counts updates, not micro-batches. An update that is skipped does not count. With several optimizers each has its
-    own schedule, which moves when that optimizer does.
+    When to use it: for nearly every run; `cosine` with a short warm-up is a good start.
+
+    What you see: `lr` in every log.
+
+    The schedule counts updates, not micro-batches. A skipped update does not count. With several optimizers each has
+    its own schedule, which moves when that optimizer steps.
+
+    Together with: `cuda_graph` cannot capture `one_cycle`, which changes momentum or betas.
 
     ::
 
@@ -62,15 +68,15 @@ class Schedule(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         kind: Literal["cosine", "linear", "constant", "step", "one_cycle", "task"] = "cosine"
-        "The shape after the warm-up; task keeps what configure_optimizers returned."
+        "Shape after the warm-up; task keeps the schedule that configure_optimizers returned."
         warmup: int | float | str = 0
-        "How long to rise to the peak: updates (500), a share of the run (0.05), '500 updates' or '1 epoch'."
+        "Length of the warm-up: updates (500), a share of the run (0.05), '500 updates' or '1 epoch'."
         min_ratio: float = 0.0
         "The lr at the end as a share of the peak."
         step_size: int | str | None = None
-        "step: how long between two drops: updates (1000), '1000 updates' or '30 epochs'."
+        "step: time between two drops: updates (1000), '1000 updates' or '30 epochs'."
         gamma: float = 0.1
-        "step: what the lr is multiplied with at each drop."
+        "step: factor of the lr at each drop."
 
     config: Config
     provides = ("schedule",)

@@ -29,25 +29,30 @@ logger = logging.getLogger("forge")
 
 
 class SWA(Averaging):
-    """Average the weights of the run's last part, all alike, and evaluate and export that average in their place.
+    """Average the weights of the last part of the run, and evaluate and export the average in their place.
 
-    From `start` on, the weights at the end of every interval are taken into the mean. With `lr`, the learning rate goes
-    there along half a cosine of length `anneal` and stays, whatever schedule the run had until then: averaging wants a
-    rate at which the weights still move. Until weights were taken, evaluation and export use the trained ones.
+    From `start` on, the weights at the end of every interval enter the mean, all with equal weight. With `lr`, the
+    learning rate moves to that value along half a cosine of length `anneal` and stays there, in place of the run's
+    schedule: averaging needs a rate at which the weights still move. Until weights have entered the mean, evaluation
+    and export use the trained ones.
 
-    BatchNorm's statistics belong to the weights they were made with, so before an average is evaluated or exported they
-    are estimated anew: `training_step` runs once over the training data, without a backward. Random numbers, metrics,
-    modes, buffers and the training loader's place are put back after. Where the loader cannot be read a second time
-    just then (persistent workers in the middle of an epoch, a stream that keeps its place, a loader of your own whose
-    order may be another each time) the mean of the statistics serves, and a warning says so; at the run's end it can
-    be. Without BatchNorm there is nothing to do.
+    When to use it: for better generalisation at the end of a long run. It costs one copy of the weights, and with
+    BatchNorm a pass over the training data before each evaluation of a new average.
 
-    Training is not touched but for `lr`, bit for bit. The average is copied into the memory of the weights for
-    validation inside a fit and for RUN/weights.safetensors; they are put back after, even after an error. The task
-    itself, and `model` in every checkpoint, hold the trained weights. To get at the average:
-    `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT OUT --weights swa` of any checkpoint
-    (with the statistics of the last evaluation, or their mean); `plugin.apply_to(task)` after a fit in Python. It costs
-    one copy of the weights, and a pass over the training data before each evaluation of a new average.
+    BatchNorm's statistics belong to the weights that they were computed with. So before an average is evaluated or
+    exported, they are estimated again: `training_step` runs once over the training data, without a backward pass.
+    Random numbers, metrics, modes, buffers and the position of the training loader are restored afterwards. If the
+    loader cannot be read a second time at that point (persistent workers in the middle of an epoch, a stream that keeps
+    its position, a loader of your own with an order that may vary), the mean of the statistics is used, with a warning;
+    at the end of the run it can be read. Without BatchNorm this is not needed.
+
+    Training does not change, except by `lr`, bit for bit. The average is copied into the memory of the weights for
+    validation inside a fit and for RUN/weights.safetensors; the weights are restored afterwards, even after an error.
+    The task itself, and `model` in every checkpoint, keep the trained weights.
+
+    What you see: validation metrics of the average. To load it: `Task.from_checkpoint(run)` for a finished run; `forge
+    ckpt export CHECKPOINT OUT --weights swa` for any checkpoint (with the statistics of the last evaluation, or their
+    mean); `plugin.apply_to(task)` after a fit in Python.
 
     ::
 
@@ -59,13 +64,13 @@ class SWA(Averaging):
         start: int | float | str = 0.75
         "When averaging begins: a share of the run (0.75), updates (500), '500 updates' or '3 epochs'."
         every: str = "1 epoch"
-        "How often weights are taken: '1 epoch', '100 updates', '10000 samples'."
+        "How often weights enter the mean: '1 epoch', '100 updates', '10000 samples'."
         lr: float | None = None
-        "The learning rate from the start on, for all parameters; null leaves the run's schedule alone."
+        "Learning rate from the start of averaging on, for all parameters; null keeps the run's schedule."
         anneal: int | float | str = "1 epoch"
         "How long the learning rate takes to get there: updates, a share of the run or an interval; 0: at once."
         update_bn: bool | int = True
-        "Estimate BatchNorm's statistics anew for the average: from the whole training data, or from so many batches."
+        "Estimate BatchNorm's statistics again for the average: from the whole training data, or from so many batches."
         evaluate: bool = True
         "Evaluate and export the average; false only keeps it, beside another one."
 

@@ -44,22 +44,27 @@ CUT: dict[tuple[type[nn.Module], Kind], str] = {
 
 
 class TensorParallel(forge.Plugin):
-    """Divide layers among ranks that train on the same samples: for layers that are too large, or too slow, for one.
+    """Divide layers among ranks that train on the same samples: for layers too large or too slow for one device.
 
-    It stands beside `fsdp`, on a mesh of both: `size` neighbouring ranks share each layer, ideally inside of one host,
-    and what remains of the ranks divides batches and shards. Weights, checkpoints and random numbers are those of one
-    process; ranks that share layers draw the same ones.
+    It works together with `fsdp`, on a two-dimensional mesh: `size` neighbouring ranks share each layer, ideally inside
+    one host, and the other dimension divides batches and shards. Weights, checkpoints and random numbers are those of
+    one process; ranks that share layers draw the same numbers.
 
-    `plan` says by class or by pattern of module names what happens to a layer. `column` divides a Linear by its
-    outputs: each rank gets a part of them, as much as is left of the hidden size. `row` divides the Linear after it by
-    its inputs, and adds up what the ranks have. `gather` is a column whose outputs are put together again, for a head
-    with many classes, or for an Embedding. A block's MLP is a column and a row; in its
-    attention the layers for queries, keys and values are columns, each a layer of its own, and the one for the output
-    is a row. Heads are divided, so a block must not count them: write `q.view(batch, length, -1, head_size)`.
-    `sequence`, for a norm or a dropout between row and column, has each rank compute a part of the positions, which are
-    dimension `sequence_dim`; `replicate` has all of them compute the same. What no pattern names stays as it is, which
-    is right where every rank has the whole input. Dropout between a column and its row draws the same numbers in every
-    part.
+    When to use it: if single layers do not fit, or if the batch is down to one sample per rank.
+
+    `plan` says what happens to a layer, by class or by pattern of module names:
+
+    - `column` divides a Linear by its outputs: each rank gets a part of them, so the hidden size is divided.
+    - `row` divides the Linear after it by its inputs, and sums the results of the ranks.
+    - `gather` is a column whose outputs are combined again, for a head with many classes, or for an Embedding.
+    - `sequence`, for a norm or a dropout between row and column, lets each rank compute a part of the positions,
+      which are dimension `sequence_dim`.
+    - `replicate` lets all ranks compute the same.
+
+    The MLP of a block is a column and a row. In its attention the layers for queries, keys and values are columns, each
+    a separate layer, and the output layer is a row. Heads are divided, so the code of a block must not assume their
+    number: write `q.view(batch, length, -1, head_size)`. Layers that no pattern names are not changed, which is correct
+    if every rank has the whole input. Dropout between a column and its row draws the same numbers in every part.
 
     A pattern that matches nothing, and a size that does not divide a layer, are refused.
 
@@ -71,11 +76,11 @@ class TensorParallel(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         size: int = 2
-        "How many ranks share each layer; it divides the number of processes."
+        "Number of ranks that share each layer; it divides the number of processes."
         plan: dict[str, Kind] = field(default_factory=dict)
         "What happens to which layers: column, row, gather, sequence or replicate, by class or pattern of names."
         sequence_dim: int = 1
-        "Which dimension of what a layer is given are positions, for sequence."
+        "For sequence: the dimension of a layer's input that holds the positions."
 
     config: Config
     provides = ("tensor_parallel",)

@@ -26,6 +26,7 @@ def test_every_hook_says_its_kind_and_who_implements_it() -> None:
     assert "Implemented by [clip](plugins/clip.md)." in clip
     forward = made.partition("### forge_forward")[2].partition("###")[0]
     assert "Wrapped by [amp](plugins/amp.md)" in forward
+    assert "| [clip](plugins/clip.md) |  |  | `edit_grads` | provides clip; capturable |" in made
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,18 @@ logger = logging.getLogger("forge.anomaly")
 
 
 class Anomaly(forge.Plugin):
-    """When a loss or gradient is NaN or infinite, find the operation that made it, its line, module and samples.
+    """Find the operation that produced a NaN or an infinity: its line, its module and its samples.
 
-    The window is run again as it was, with the same random numbers, weights and buffers, and every operation of forward
-    and backward is looked at. The report names where it began: an operation, or a parameter, buffer or batch that was
-    bad before. It is logged, or noted on the error that ends the run; where nobody skips the bad update, that is a
-    NonFiniteError of this plugin, raised before the weights change. Training goes on as if nothing had been run twice.
+    When a loss or gradient is not finite, the window runs again with the same random numbers, weights and buffers, and
+    every operation of the forward and backward pass is checked. Training continues as if the window had run only once.
 
-    RUN/anomaly/update-XXXXXXXX holds all that `forge replay` needs to run the window again: weights, random numbers,
-    batches. For debugging: it reads the device once per update, and keeps the random numbers of every window.
+    When to use it: for debugging, after `guard` has stopped a run: `forge fit RECIPE --resume -p anomaly`. It reads the
+    device once per update, and keeps the random number state of every window.
+
+    What you see: a report that names the first non-finite value: an operation, or a parameter, buffer or batch that was
+    already bad. It is logged, or added to the error that ends the run. If no other plugin skips the bad update, anomaly
+    raises a NonFiniteError before the weights change. RUN/anomaly/update-XXXXXXXX contains weights, random number
+    states and batches; `forge replay` runs the window from it again.
 
     ::
 
@@ -38,7 +41,7 @@ class Anomaly(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         max_reports: int = 3
-        "So many windows are analysed in one run; later ones only stop it, if nobody skips them."
+        "Windows that are analysed in one run; later ones only stop the run, unless they are skipped."
 
     config: Config
     provides = ("anomaly",)

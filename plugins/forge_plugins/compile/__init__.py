@@ -32,31 +32,33 @@ STORM = 3
 
 
 class Compile(forge.Plugin):
-    """Compile the task with torch.compile, in place, and say what came of it: graphs, breaks and recompiles.
+    """Compile the task with torch.compile, in place, and report graphs, graph breaks and recompiles.
 
-    Without `blocks` the whole step is compiled as one: `training_step`, with the loss, and the steps of evaluation.
-    `blocks` names modules, by class (`TransformerBlock`) or by name (`encoder.layers.*`), that are compiled each for
-    itself: alike ones share one graph, so a deep model compiles in the time of one block. Names in checkpoints stay as
-    they are, and at the end of a run the task is what it was.
+    By default the whole step is compiled as one: `training_step` with the loss, and the evaluation steps. `blocks`
+    names modules, by class (`TransformerBlock`) or by name (`encoder.layers.*`), that are compiled separately:
+    identical blocks share one graph, so a deep model compiles in the time of one block. Names in checkpoints do not
+    change, and at the end of a run the task is restored.
 
-    After the first update the log says how many graphs there are, at which line and why a graph broke off, and later
-    whenever something was compiled again, and why; `compile/graphs`, `compile/breaks` and `compile/recompiles` are
-    logged when they change. Graphs for evaluation, for another optimizer's turn and for thawed parameters are no
-    recompiles. With `dynamic=false` each new shape is one: the epoch's last, shorter batch costs one, and a stream of
-    shapes is warned of before torch gives up. When nothing was compiled at all, there is a warning that says so.
+    When to use it: once the model is correct, not before. `mode` sets the effort: `default`; `reduce-overhead`, which
+    replays CUDA graphs, for small batches on CUDA; `max-autotune`, which measures kernels first and takes minutes.
 
-    `mode` is how hard to try: `default`; `reduce-overhead`, which replays CUDA graphs, for small batches on CUDA;
-    `max-autotune`, which measures kernels first and takes minutes. Compile after the model is right, not before.
+    What you see: after the first update, the number of graphs, and the line and reason of each graph break; later, each
+    recompile with its reason. `compile/graphs`, `compile/breaks` and `compile/recompiles` are logged when they change.
+    Graphs for evaluation, for another optimizer's turn and for unfrozen parameters do not count as recompiles. With
+    `dynamic=false` each new shape is a recompile: the last, shorter batch of an epoch costs one, and a warning comes
+    before torch gives up on a stream of shapes. If nothing was compiled at all, a warning says so.
 
-    Compiled arithmetic is not eager arithmetic: fused kernels round elsewhere, and inductor draws other random numbers
-    for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU, unless an
-    operation is decomposed on the way. `compare` runs the first batch both ways before training, in training mode, with
-    the same random numbers, and reports the largest difference of loss and gradients; where it is too large, the first
-    module that differs by itself is named. Too large is more than 0.001 of a tensor's largest entry where all is
-    float32, 0.01 with float16 or TF32, 0.05 with bfloat16. It leaves no trace in the run, and costs a compilation more.
+    Compiled arithmetic differs from eager arithmetic: fused kernels round differently, and inductor draws other random
+    numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
+    unless an operation is decomposed. `compare` runs the first batch compiled and uncompiled before training, in
+    training mode, with the same random numbers, and reports the largest difference of loss and gradients. If it is too
+    large, the first module that differs is named. Too large means more than 0.001 of a tensor's largest entry in
+    float32, 0.01 with float16 or TF32, 0.05 with bfloat16. `compare` does not affect the run, and costs one more
+    compilation.
 
-    Hooks on a module that is compiled run outside of its graph; those on modules inside of it become part of the graph,
-    and torch may not see one that comes later.
+    Together with: for `cuda_graph` keep `mode=default`. For `fsdp` name the same blocks in both. PyTorch hooks on a
+    compiled module run outside its graph; hooks on modules inside become part of the graph, and torch may not notice
+    hooks that are added later.
 
     ::
 
@@ -67,15 +69,15 @@ class Compile(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-        "How hard inductor tries: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
+        "Effort of inductor: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
         backend: str = "inductor"
-        "What compiles the graphs; aot_eager traces them without generating code, for tests."
+        "Compiler of the graphs; aot_eager traces them without generating code, for tests."
         dynamic: bool | None = False
-        "Whether sizes may vary inside of one graph; null: after the first recompile for a size."
+        "Whether sizes may vary inside one graph; null: after the first recompile for a size."
         fullgraph: bool = False
-        "Refuse graph breaks instead of going on without a graph."
+        "Refuse graph breaks instead of continuing without a graph."
         blocks: str | list[str] | None = None
-        "Compile these modules each for itself: classes or patterns of module names; null: the whole step."
+        "Compile these modules separately: classes or patterns of module names; null: the whole step."
         compare: bool = False
         "Before training, run one batch eagerly and compiled, and report the largest difference."
 

@@ -29,27 +29,33 @@ MOST = 64
 
 
 class CudaGraph(forge.Plugin):
-    """Run the whole update as one CUDA graph: the host gives one order where it gave a thousand.
+    """Run the whole update as one CUDA graph: one launch from the host instead of a thousand.
 
-    The first `warmup` updates run as always. Then one is captured: forward, backward, the gradients' phases, the
-    optimizer's step and the means for the log, over all micro-batches of a window. From then on every update copies its
-    batch into the graph's memory (from pinned memory, on a stream of its own, while the last replay runs) and replays
-    it. All else stays outside and as it is: learning rates, averages, logs, evaluation, checkpoints. Small models gain
-    most, because they wait for the host; a model that keeps the device busy by itself gains nothing.
+    The first `warmup` updates run normally. Then one update is captured: forward, backward, the gradient hooks, the
+    optimizer step and the metric means, over all micro-batches of a window. From then on every update copies its batch
+    into the graph's memory (from pinned memory, on a separate stream, while the previous replay runs) and replays the
+    graph. Everything else stays outside the graph: learning rates, averages, logs, evaluation, checkpoints.
 
-    A replay computes what the update would have, with the same kernels on the same numbers: bit for bit, and a resumed
-    run ends in the same bits. Two things are done to the optimizer, from the first update on and in every update: Adam,
-    AdamW and SGD of torch are made `fused` and `capturable`, and the learning rate is handed over as a float32 number
-    on the device, as torch asks for in a graph. So the weights are those of a run without this plugin, bit for bit,
-    where the optimizer is fused already and its rates are numbers that float32 holds; else they differ in last bits.
+    When to use it: for small models, which wait for the host. A model that keeps the device busy gains nothing.
 
-    A batch of another shape, such as an epoch's last, runs uncaptured, and gets a graph of its own when it comes again,
-    up to `graphs` of them. What acts only now and then (a monitor, say) acts in an uncaptured
-    update. After a rewind or a thaw the step is captured anew. What cannot be captured is named, and the run goes on
-    without: a training step that reads the device (`.item()`, `print`, `if loss > 3`), plugins that do so, several
-    optimizers, several ranks. With `strict` that is an error. What Python does in `training_step` beside the tensors, a
-    counter or an annealed weight say, is done once, at the capture. Where that can be seen it is refused: metrics that
-    are no tensors, buffers that are replaced, random numbers that are drawn on the host.
+    A replay computes the same update, with the same kernels on the same numbers, and a resumed run ends with the same
+    bits. The plugin changes two things of the optimizer, from the first update on: torch's Adam, AdamW and SGD become
+    `fused` and `capturable`, and the learning rate becomes a float32 number on the device, as torch requires in a
+    graph. So the weights equal those of a run without this plugin, bit for bit, if the optimizer is already fused and
+    float32 can represent its rates; otherwise the last bits differ.
+
+    What you see: if a step cannot be captured, the log names the reason and the run continues without a graph; with
+    `strict` this is an error. Reasons are a training step that reads the device (`.item()`, `print`, `if loss > 3`),
+    plugins that do so, several optimizers, several ranks. A batch of another shape, such as the last of an epoch, runs
+    uncaptured and gets its own graph when the shape occurs again, up to `graphs` of them. A plugin that acts at an
+    interval acts in an uncaptured update. After a rewind or an unfreeze the step is captured again.
+
+    Python code in `training_step` that does not work on tensors, such as a counter or an annealed weight, runs only
+    once, at the capture. Detectable cases are refused: metrics that are not tensors, buffers that are replaced, random
+    numbers drawn on the host.
+
+    Together with: `compile` with `mode=default`, for the fastest steps. `ddp`, `fsdp`, `sam`, fp16 and
+    `compile.mode=reduce-overhead` are refused.
 
     ::
 
@@ -59,13 +65,14 @@ class CudaGraph(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         warmup: int = 3
-        "Updates that run as always before one is captured."
+        "Updates that run normally before the capture."
         graphs: int = 4
-        "Shapes of windows that get a graph of their own; others run uncaptured."
+        "Number of window shapes that get their own graph; others run uncaptured."
         benchmark: bool = False
-        "Let cuDNN measure which of its convolutions are fastest. It may choose others in another run: bits may differ."
+        """Let cuDNN choose its fastest convolutions by measuring. The choice, and so the last bits, may differ between
+        runs."""
         strict: bool = False
-        "Stop with an error where a step cannot be captured, instead of going on without."
+        "Stop with an error if a step cannot be captured, instead of continuing without a graph."
 
     config: Config
     provides = ("step_capture",)

@@ -30,33 +30,37 @@ BOTH = "cpu:gloo,cuda:nccl"
 
 
 class FSDP(forge.Plugin):
-    """Train on several processes that divide parameters, gradients and optimizer state among them, by torch's FSDP2.
+    """Train on several processes that divide parameters, gradients and optimizer state among them, with torch's FSDP2.
 
     Start them with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or with srun. As under `ddp`, the batch size of
-    a recipe is the global one and every rank trains on its share. A block's parameters are gathered from all ranks just
-    before it runs, and given up after it; of its gradients each rank gets the sum of its own part. So no rank ever
-    holds more than its part and the block that runs. `blocks` names the blocks, by class (`TransformerBlock`) or by
-    name (`encoder.layers.*`); without it they are found: modules of one class that stand in one ModuleList or
-    Sequential. What is in no block is one more unit, gathered as long as the step runs. Gradients travel once per
-    update, with the last micro-batch of its window; until then each rank adds them up in full.
+    a recipe is the global one and every rank trains on its part. The parameters of a block are gathered from all ranks
+    just before it runs and released after it; of its gradients each rank gets the sum of its own part. So no rank ever
+    holds more than its part and the current block. `blocks` names the blocks, by class (`TransformerBlock`) or by name
+    (`encoder.layers.*`); by default they are found: modules of one class in one ModuleList or Sequential. Parameters
+    outside the blocks form one more unit, gathered during the whole step. Gradients are exchanged once per update, with
+    the last micro-batch of its window; until then each rank accumulates them in full.
 
-    `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and the sums of
-    gradients stay in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, and
-    losses in float32, but what it casts it keeps from forward to backward. `reshard=false` keeps gathered parameters
+    When to use it: if the model, its gradients and its optimizer state do not fit on every device, or barely.
+
+    `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and gradient sums stay
+    in float32: half the traffic. The floats of a batch are cast as well. `reshard=false` keeps gathered parameters
     until the backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host.
-    `replicate=2` makes two groups of ranks that hold the whole each, for a fast network inside and a slow one between
-    them. A loss scaler, and so fp16, is refused. With `compile`, name the same blocks for it: a graph of the whole step
-    breaks at every block.
+    `replicate=2` makes two groups of ranks that each hold all parameters, for a fast network inside a group and a slow
+    one between them.
 
-    `meta` makes the task on the meta device, without memory, and draws weights block by block, by each module's
-    `reset_parameters()` and then the task's `init_weights(module)`, if it has one. In Python: `with
-    torch.device("meta"): task = Task()`. Without `init_weights` they are the numbers of a task that was made in full
-    under the same seed. A module that has neither is refused.
+    `meta` creates the task on the meta device, without memory, and initialises weights block by block, with each
+    module's `reset_parameters()` and then the task's `init_weights(module)`, if defined. In Python: `with
+    torch.device("meta"): task = Task()`. Without `init_weights` the weights equal those of a task created in full with
+    the same seed. A module that has neither is refused.
 
-    The task may call its modules in its steps alone, where all ranks do. In `configure_optimizers` and after it, a
-    parameter is a DTensor of the full shape. After a fit the task has its own parameters back, with all of the weights,
-    on every rank; `gather=false` leaves each rank its shards, for weights that fit nowhere whole: they are in
+    The task may call its modules only in its steps, where all ranks do. In `configure_optimizers` and later, a
+    parameter is a DTensor of the full shape. After a fit the task has its own parameters back, with all weights, on
+    every rank; `gather=false` leaves each rank its shards, for weights that fit on no device: they are in
     RUN/weights.safetensors. After an error on several ranks the shards stay too.
+
+    Together with: `amp` in bf16 computes losses in float32, but keeps what it casts from forward to backward. A loss
+    scaler, and so fp16, is refused. For `compile`, name the same blocks, because a graph of the whole step breaks at
+    every block.
 
     ::
 
@@ -66,25 +70,26 @@ class FSDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         blocks: str | list[str] | None = None
-        "What is sharded each for itself: classes or patterns of module names; null: the blocks that the task repeats."
+        """Modules that are sharded separately: classes or patterns of module names; null: the repeated blocks of the
+        task."""
         min_size: int = 0
-        "Blocks with fewer parameters than this stay with the rest."
+        "Blocks with fewer parameters than this are not sharded separately."
         mixed_precision: Literal["bf16"] | None = None
-        "Gather and compute in this type; shards, optimizer and sums of gradients stay as they are."
+        "Gather and compute in this type; shards, optimizer and gradient sums stay in their own."
         reshard: bool = True
-        "Give up a block's gathered parameters after its forward, and gather them again for its backward."
+        "Release a block's gathered parameters after its forward, and gather them again for its backward."
         offload: bool = False
         "Keep shards, gradients and optimizer state in the memory of the host."
         replicate: int = 1
-        "Into how many groups to divide the ranks, each of which holds all parameters (hybrid sharding)."
+        "Number of groups of ranks that each hold all parameters (hybrid sharding)."
         meta: bool = False
-        "Have the command line make the task on the meta device, and draw its weights block by block."
+        "Let the command line create the task on the meta device, and initialise its weights block by block."
         gather: bool = True
         "Give the task all of its weights at the end, on every rank; false leaves it its shards."
         backend: str | None = None
-        "What travels over what: nccl, gloo, ...; null takes what suits the device."
+        "Communication backend: nccl, gloo, ...; null chooses by device."
         watchdog: float = 120.0
-        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits for which, and ends."
 
     config: Config
     provides = ("strategy", "sharding")

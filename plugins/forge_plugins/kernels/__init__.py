@@ -31,27 +31,29 @@ AUTO, ALL = "auto", "all"
 
 
 class Kernels(forge.Plugin):
-    """Run forge's kernels in the place of torch's functions and modules, where they are faster.
+    """Run forge's kernels in place of torch's functions and modules, where they are faster.
 
-    The task stays as it is written. While it trains or evaluates, functions such as `torch.nn.functional.layer_norm`
-    are those of a kernel, wherever they are called from: `F.layer_norm` and `nn.LayerNorm` alike, but not a name that
-    was imported by itself (`from torch.nn.functional import layer_norm`). Between updates, and at the end of the run,
-    everything is torch's own again. `forge kernels` lists what is installed, third parties' kernels too, and what each
-    replaces.
+    The code of the task does not change. While it trains or evaluates, functions such as
+    `torch.nn.functional.layer_norm` are replaced by a kernel, for `F.layer_norm` and `nn.LayerNorm` alike, but not for
+    a name that was imported directly (`from torch.nn.functional import layer_norm`). Between updates, and at the end of
+    the run, torch's own functions are restored. `forge kernels` lists the installed kernels, including those of other
+    packages, and what each replaces.
 
-    With `use: auto` the first training batch runs forward once, without a trace in the run, to see which calls there
-    are. Each is then measured on this device, with its shapes, forward and backward, beside what it replaces; where the
-    stack compiles, beside what torch.compile makes of it. A kernel that is at least 3 % faster, and computes the same
-    within its tolerance, is used for calls of just this kind; all others run as written. The table is in the log. It is
-    kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels, because others would round
-    otherwise. On several ranks the first one measures for all.
+    When to use it: on CUDA, for models that are limited by memory traffic. On other devices nothing is replaced, the
+    run is bit for bit the same, and the log says so.
 
-    What is measured are calls one by one. A compiler may fuse such a call with its neighbours, and a kernel stands in
-    the way of that: the whole step decides, and `leave_out` takes a kernel out. `use` can also name kernels, or be
-    `all`: then nothing is measured, and they take every call that they support.
+    With `use: auto` the first training batch runs forward once, without effect on the run, to find the calls. Each call
+    is then measured on this device with its shapes, forward and backward, against what it replaces; if the stack
+    compiles, against what torch.compile makes of it. A kernel that is at least 3 % faster, and computes the same within
+    its tolerance, is used for calls of exactly this kind; all others run as written. The result is kept on disk for the
+    next run, and in checkpoints: a resumed run uses the same kernels, because others would round differently. On
+    several ranks the first one measures for all. `use` can also name kernels, or be `all`: then nothing is measured,
+    and they take every call that they support.
 
-    Kernels run on CUDA. Elsewhere nothing is swapped, the run is bit for bit what it is without this plugin, and the
-    log says so.
+    What you see: a table of the measurements in the log.
+
+    Together with: `compile` may fuse a call with its neighbours, which a kernel prevents. Single calls are measured,
+    but the whole step counts: compare both, and exclude a kernel with `leave_out`.
 
     ::
 
@@ -62,11 +64,11 @@ class Kernels(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         use: str | list[str] = AUTO
-        "Which kernels: auto (where they are faster, by measurement), all, or names."
+        "Which kernels: auto (those that are faster, by measurement), all, or names."
         leave_out: str | list[str] | None = None
         "Kernels not to use."
         cache: bool | str = True
-        "Where measurements are kept for the next run: true is the user's cache, a path is a folder, false is nowhere."
+        "Where to keep measurements for the next run: true is the user's cache, a path is a folder, false is nowhere."
 
     config: Config
     provides = ("kernels",)

@@ -23,24 +23,24 @@ logger = logging.getLogger("forge")
 class Ledger(forge.Plugin):
     """Measure what every plugin costs, hook by hook, in µs per update and as a share of the update.
 
-    Each implementation is timed where it runs; the code of a wrapper counts before and after its yield, and what a
-    plugin calls of others counts as theirs. What timing itself costs is measured at the start and taken off. Core's
-    step stays written out as it is without this plugin. An update's time runs from boundary to boundary, without the
-    wait for data and without the work of validations; logs, checkpoints and what plugins do in validations are spread
-    over the updates. The first update warms things up and is left out. A plugin that does an action in core's place (a
-    loss scaler's backward) is shown apart, because the work itself is in its time.
+    When to use it: to find a slow plugin, or a line that makes the host wait for the device. It costs less than a µs
+    per timed call, two for a wrapper. `forge plan RECIPE --measure` prints the same table after a few updates, without
+    a full run.
 
-    At every log `ledger/NAME` is what the plugin NAME took, in µs per update, and `ledger/total_share` what all of them
-    took together. At the end of a fit the whole table is logged, and written to RUN/ledger.json. `forge plan RECIPE
-    --measure` prints it after a few updates, and leaves nothing behind.
+    What you see: at every log, `ledger/NAME` is the cost of the plugin NAME in µs per update, and `ledger/total_share`
+    the share of all plugins together. At the end of a fit the whole table is logged and written to RUN/ledger.json.
 
-    On a CUDA device these are times of the host: what a plugin has the device do is waited for by nobody. A plugin, or
-    the task, that waits for the device makes the host lose its lead; the sync audit names each such line, with its
-    plugin and hook, after the first log interval and in the table, and logs `ledger/syncs_per_update`. Reads that
-    belong to a log, a validation or a checkpoint are not counted. It hears what torch's sync debug mode says
-    (`.item()`, `.cpu()`, `nonzero` and their like), and `torch.cuda.synchronize()`; to wait for an event is no finding.
+    Each implementation is timed where it runs. The code of a wrapper counts before and after its yield; calls of other
+    plugins count as theirs. The cost of timing itself is measured at the start and subtracted. An update lasts from
+    boundary to boundary, without the wait for data and without validations; logs, checkpoints and the work of plugins
+    in validations are spread over the updates. The first update is a warm-up and is not counted. A plugin that owns an
+    action (a loss scaler's backward) is listed separately, because its time includes the work itself.
 
-    It costs less than a µs per timed call, two for a wrapper.
+    On a CUDA device these are times of the host; work that a plugin launches on the device is not included. The sync
+    audit names each line, with its plugin and hook, where a plugin or the task makes the host wait for the device:
+    after the first log interval, in the table, and as `ledger/syncs_per_update`. Reads that belong to a log, a
+    validation or a checkpoint do not count. The audit uses torch's sync debug mode (`.item()`, `.cpu()`, `nonzero` and
+    similar), and detects `torch.cuda.synchronize()`; waiting for an event is not reported.
 
     ::
 

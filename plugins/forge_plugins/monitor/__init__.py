@@ -22,26 +22,30 @@ logger = logging.getLogger("forge")
 
 
 class Monitor(forge.Plugin):
-    """Look into the model at an interval: gradients, weights, activations, dead units by layer; name what is wrong.
+    """Log gradients, weights, activations and dead units by layer at an interval, and warn of problems.
 
-    By parameter and by layer: `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before clipping),
-    `weight_norm/…` (after the update) and `update_ratio/…`, how far the update moved a weight as a share of its
-    size: around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over everything. By
+    When to use it: if the loss does not fall, or to watch a new architecture.
+
+    What you see: by parameter and by layer, `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before
+    clipping), `weight_norm/…` (after the update) and `update_ratio/…`, the size of the update relative to the weight;
+    around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over all parameters. By
     module: `monitor/activation/…/mean`, `std`, `zeros` (the share of values that are 0), `dead` (the share of units
     that are 0 for every sample of the window) and, for sigmoid and tanh, `saturated`. `monitor/dead_units/…` is the
-    share of a layer's units that no sample had a gradient for, whatever activation stands behind them. With several
-    optimizers the optimizer's name comes after `monitor/`.
+    share of a layer's units that had no gradient for any sample, with any activation function. With several optimizers
+    the optimizer's name comes after `monitor/`.
 
-    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, is named in a warning with
-    what to try: once, and again when it has become ten times worse. Nothing is judged in the first ten updates.
+    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, gives a warning with advice:
+    once, and again when it has become ten times worse. Nothing is judged in the first ten updates.
 
     At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
-    TEXT; it is made in the first micro-batch, without a forward of its own.
+    TEXT. It is made in the first micro-batch, without an extra forward pass.
 
-    Between intervals it only asks whether one ends. When one does, hooks stand on the modules for that update, and one
-    copy of the weights is held while the optimizer steps; on a CUDA device nothing waits, and the numbers arrive with
-    the next update. Hooks are not called inside compiled code: activations and shapes of compiled modules are left
-    out, which is said once. The weights end up the same with and without it, bit for bit.
+    At an interval, PyTorch hooks are placed on the modules for that update, and one copy of the weights is kept during
+    the optimizer step. On a CUDA device nothing waits, and the numbers arrive with the next update. Between intervals
+    it does nothing. Training does not change, bit for bit.
+
+    Together with: inside code compiled by `compile` hooks are not called, so activations and shapes of compiled modules
+    are missing, which is logged once.
 
     ::
 
@@ -52,28 +56,28 @@ class Monitor(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str = "100 updates"
-        "How often to look."
+        "How often to log."
         gradients: bool = True
-        "Look at gradients."
+        "Log gradients."
         weights: bool = True
-        "Look at weights and how far each update moves them; holds one copy of them during an update that is looked at."
+        "Log weights and the size of their updates; keeps one copy of the weights during such an update."
         activations: bool = True
-        "Look at what modules put out."
+        "Log the outputs of modules."
         histograms: bool | str = False
-        "Draw histograms of all that is looked at: true for as often as `every`, or an interval of their own."
+        "Log histograms of all of these: true for the interval `every`, or a separate interval."
         shapes: bool = True
         "Show the table of modules at the start."
         depth: int = 3
-        "How many levels of modules the table shows."
+        "Levels of modules in the table."
         vanishing: float | None = 1e-5
-        "Warn of a layer whose gradient norm is below this share of the largest layer's; null for no such warning."
+        "Warn if a layer's gradient norm is below this share of the largest layer's; null: no warning."
         exploding: float | None = 1e3
-        """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
-        more than its own size; null for no such warning."""
+        """Warn if a layer's gradient norm is above this many times the median layer's, or if one update moves a layer
+        by more than its own size; null: no warning."""
         dead: float | None = 0.9
-        "Warn of a layer with a larger share of dead units; null for no such warning."
+        "Warn if a layer has a larger share of dead units; null: no warning."
         saturated: float | None = 0.95
-        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null for no such warning."
+        "Warn if a hidden sigmoid or tanh has a larger share of saturated outputs; null: no warning."
 
     config: Config
     observer = True

@@ -24,25 +24,27 @@ logger = logging.getLogger("forge")
 
 
 class Profiler(forge.Plugin):
-    """Record some updates with torch's profiler, and say what they are bound by: data, transfer, host or compute.
+    """Record some updates with torch's profiler, and report whether data, transfer, host or compute limits them.
 
-    After `wait` updates and `warmup` more, `active` updates are recorded, `repeat` times over. Ranges are named for the
-    rhythm: `update N`, and in it `transfer`, `forward`, `backward` and `step`; before it `data`, the wait for the
-    loader. Then the log has the verdict with its evidence and what to change, where an update's time goes, and the
-    operators that take the most of it; all sinks get the same as the text `profile`.
+    After `wait` updates and `warmup` more, `active` updates are recorded; this is repeated `repeat` times. The trace
+    has named ranges: `update N`, and in it `transfer`, `forward`, `backward` and `step`; before it `data`, the wait for
+    the loader.
 
-    RUN/profile has the trace, for https://ui.perfetto.dev, chrome://tracing and TensorBoard (with torch-tb-profiler),
-    and everything that was counted as `summary.md` and `summary.json`. With `memory` there is a picture of the memory
-    in use over time, the same as a track in the trace, and on CUDA a snapshot for https://pytorch.org/memory_viz (a
-    pickle that torch writes for that page; forge never reads it). Without a run folder only the log is written.
+    When to use it: if the GPU is idle, or to find out what to optimise. Training does not change, bit for bit.
+    Recording slows updates down; the verdict corrects for this by comparing with the updates of `wait`. Outside its
+    windows the plugin costs about 10 µs per update, and on CUDA, unless `oom` is off, about 2 µs per allocation.
 
-    When CUDA memory runs out, the error says what it was taken up by, which lines asked for the most, and what helps;
-    the details and a snapshot are in RUN/profile.
+    What you see: the log has the verdict with its evidence and advice, the time of an update by part, and the slowest
+    operators; all loggers get the same as the text `profile`. RUN/profile has the trace, for https://ui.perfetto.dev,
+    chrome://tracing and TensorBoard (with torch-tb-profiler), and all counts as `summary.md` and `summary.json`. With
+    `memory` there is a picture of the memory in use over time, the same as a track in the trace, and on CUDA a snapshot
+    for https://pytorch.org/memory_viz (a pickle that torch writes for that page; forge never reads it). Without a run
+    folder only the log is written.
 
-    Weights are the same with and without it, bit for bit. Recording makes updates slower; the verdict takes that off
-    again, by comparing with the updates of `wait`. Outside of its windows it costs some 10 µs per update, and on CUDA,
-    unless `oom` is off, about 2 µs for each allocation. torch has one profiler: where another one is recording, this
-    one stays out of its way and says so.
+    If CUDA memory runs out, the error says what used it, which lines allocated most, and what helps; details and a
+    snapshot are in RUN/profile.
+
+    torch allows only one profiler: if another one is recording, this one does not record, and says so.
 
     ::
 
@@ -53,7 +55,7 @@ class Profiler(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         wait: int = 5
-        "Updates to let pass before each recording; they also tell how long an update takes unrecorded."
+        "Updates before each recording; they also show how long an update takes unrecorded."
         warmup: int = 2
         "Updates in which torch's profiler runs without recording, because starting it takes time."
         active: int = 5
@@ -63,15 +65,16 @@ class Profiler(forge.Plugin):
         top: int = 12
         "Rows of each table."
         record_shapes: bool = False
-        "Record the shapes that operators are called with, into the trace."
+        "Record the shapes of operators' inputs in the trace."
         with_stack: bool = False
-        "Record the Python lines that call them, into the trace; slow."
+        "Record the calling Python lines in the trace; slow."
         profile_memory: bool = False
         "Record what each operator allocates."
         memory: bool = False
-        "Memory in use over time as a picture and as a track of the trace, and on CUDA a snapshot of all allocations."
+        """Show memory in use over time as a picture and as a track of the trace, and on CUDA as a snapshot of all
+        allocations."""
         oom: bool = True
-        "On CUDA, remember which lines allocated what, to say so when memory runs out."
+        "On CUDA, record which lines allocated what, for the report when memory runs out."
 
     config: Config
     provides = ("profiler",)

@@ -19,16 +19,18 @@ STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
 
 
 class Progress(forge.Plugin):
-    """Show how far the run is, how fast, how long it will take, the latest metrics, and in the end what it came to.
+    """Show progress, speed, remaining time and the latest metrics, and a table of results at the end.
 
-    On a terminal there are two live bars, one for the epoch and one for the run, which leave what you print alone; when
-    the fit is done a table has the last and the best value of every metric, and lines say where the run is and how to
-    look at it. Anywhere else (a file, CI) there is a plain line per interval, at the end of every epoch, after every
-    validation and at the end of the run. All of it goes to stderr, so that stdout stays yours.
+    When to use it: always; it is part of the recipe `default`. `forge fit -q` shows only warnings and errors; in a
+    script `logging.getLogger("forge").setLevel(logging.WARNING)` does the same.
 
-    Only the main process shows anything. `forge fit -q` shows nothing but warnings and errors; in a script
-    `logging.getLogger("forge").setLevel(logging.WARNING)` does the same. Where stderr can be written no longer (a pipe
-    whose reader is gone), it falls silent, and the run goes on.
+    What you see: on a terminal, two live bars, one for the epoch and one for the run, above which your own output
+    appears. At the end a table has the last and the best value of every metric, and lines name the run folder and how
+    to look at it. In a file or in CI, plain lines: at the interval `every`, at the end of every epoch, after every
+    validation and at the end of the run. All of it goes to stderr, so stdout stays free for your program.
+
+    Only the main process writes. If stderr can no longer be written (a pipe whose reader is gone), the plugin stops
+    writing and the run continues.
 
     ::
 
@@ -38,7 +40,7 @@ class Progress(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str = "10 s"
-        "How often to write a line where the output is no terminal, beside epochs and validations."
+        "How often to write a line if the output is not a terminal, besides epochs and validations."
 
     config: Config
     observer = True

@@ -22,25 +22,27 @@ logger = logging.getLogger("forge")
 
 
 class Remat(forge.Plugin):
-    """Drop the activations of chosen blocks after forward and compute them again in backward: less memory, more work.
+    """Drop the activations of chosen blocks after forward and recompute them in backward: less memory, more work.
 
-    What a block was given is kept, and what it computes is not; when backward comes to it, it runs once more, with the
-    same random numbers and under the same autocast. Weights, metrics and buffers end up bit for bit as without it:
-    BatchNorm counts a batch once. A block that does anything else than compute, such as counting its calls in a Python
-    attribute, does it twice, and so do hooks on the modules in it.
+    Only the inputs of a block are kept. In the backward pass the block runs once more, with the same random numbers and
+    under the same autocast. Weights, metrics and buffers are the same as without it, bit for bit: BatchNorm counts a
+    batch once. Side effects of a block, such as counting its calls in a Python attribute, and PyTorch hooks on its
+    modules happen twice.
+
+    When to use it: if activations do not fit into memory. Recomputing every block costs about one more forward pass, a
+    third of a step.
 
     `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a list such as
-    `encoder.layers` stands for what is in it. Without it, the repeated blocks are chosen: modules of one class, with
-    layers in them, that stand in one ModuleList or Sequential. The log says which.
+    `encoder.layers` stands for its members. By default the repeated blocks are chosen: modules of one class, with
+    layers in them, in one ModuleList or Sequential. `every=2` takes every second block: half the saving for half the
+    work. `budget` takes as few blocks as needed to keep activations within a share (0.5) of their size, or within a
+    size (`2 GB`); it is measured on the first batch. For a plain chain of N layers without blocks the usual choice is
+    √N segments of √N layers: group them into nn.Sequential and name those.
 
-    Every block is computed again, which costs about one more forward, a third of a step. `every=2` takes each second
-    one: half the saving for half the work. `budget` takes as few as are needed for the activations that are kept: a
-    share (0.5) of what they would be, or a size (`2 GB`). It is measured on the first batch, and said in the log.
-    For a plain chain of N layers without blocks the classic choice is √N segments of √N layers: group them into
-    nn.Sequential and name those.
+    What you see: the log names the blocks, and with `budget` the measurement.
 
-    It works with `torch.compile`, which sees the same blocks, and is out of the way in evaluation. At the end of a run
-    the task gets its own forwards back; names in checkpoints are what they are without it.
+    Together with: `compile` works, and sees the same blocks. Evaluation is not affected. At the end of a run the task's
+    own forwards are restored; names in checkpoints do not change.
 
     ::
 
@@ -51,7 +53,7 @@ class Remat(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         modules: str | list[str] | None = None
-        "Which blocks: classes or patterns of module names; null: the blocks that the task repeats."
+        "Which blocks: classes or patterns of module names; null: the repeated blocks of the task."
         every: int = 1
         "Take every k-th of them."
         budget: float | str | None = None

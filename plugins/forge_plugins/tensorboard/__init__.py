@@ -30,23 +30,23 @@ logger = logging.getLogger("forge")
 
 
 class Tensorboard(forge.Plugin):
-    """Write metrics to RUN/tensorboard, to be looked at with `forge board`.
+    """Write metrics to RUN/tensorboard, for TensorBoard; `forge board` opens it.
 
-    Scalars (learning rates among them), `forge.Image`, `forge.Text` and `forge.Histogram` are drawn over updates. The
-    run card is the first under TEXT. CUSTOM SCALARS has training against validation for every metric that both have,
-    the learning rate, and the charts that the plugins of the stack declare. Hyperparameters (the options of the task,
-    of the data, of the Trainer and of every plugin that can change the run) are under HPARAMS with the latest value of
-    every metric, and with success where the fit reached its end. The latest `forge.Embedding` of each name is under
-    PROJECTOR. A trace in RUN/profile (`*.pt.trace.json`) is shown by `forge board` too, where torch-tb-profiler is
-    installed.
+    When to use it: always; it is part of the recipe `default`.
 
-    A run that is resumed or rewound goes on in the same curves: what it had drawn after the checkpoint is taken back,
-    because it is made again, and what was drawn before it is on disk before the checkpoint is. TensorBoard keeps the
-    first hyperparameters of a run; the run card is written again by every process that continues it.
+    What you see: scalars (with learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` over updates. CUSTOM
+    SCALARS has training against validation for every metric that both have, the learning rate, and the charts that
+    plugins declare. TEXT starts with the run card. HPARAMS has the options of the task, the data, the Trainer and every
+    plugin that can change the run, with the latest value of every metric, and success if the fit reached its end.
+    PROJECTOR has the latest `forge.Embedding` of each name. A trace in RUN/profile (`*.pt.trace.json`) is also shown by
+    `forge board` if torch-tb-profiler is installed.
 
-    One log is one event, whatever the number of scalars, written by a thread. Only the main process writes, and
-    without a run folder nobody does. Where the folder cannot be written (a full disk), that is logged as an error,
-    once, and the run goes on without it.
+    A resumed or rewound run continues the same curves: points after the checkpoint are removed, because these updates
+    are made again, and points before it are on disk before the checkpoint is. TensorBoard keeps the first
+    hyperparameters of a run; the run card is written again by every process that continues it.
+
+    One log is one event, for any number of scalars, written by a thread. Only the main process writes, and only if
+    there is a run folder. If the folder cannot be written (a full disk), an error is logged once and the run continues.
 
     ::
 
@@ -56,7 +56,7 @@ class Tensorboard(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         flush_seconds: int = 10
-        "How often what was logged reaches the disk; a killed run loses no more than this, a resumed one nothing."
+        "How often events are written to disk; a killed run loses at most this much, a resumed one nothing."
 
     config: Config
     observer = True

@@ -27,30 +27,30 @@ RECENT = 10_000
 class Throughput(forge.Plugin):
     """Measure samples per second, step times, FLOP/s, MFU and memory.
 
-    Every log has `throughput/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the part of the
-    time in which the host waited for the loader. A step lasts from the beginning of that wait to its end; logs,
-    validations and checkpoints are not in it. On CUDA the device notes the time at the end of each step, and the host
-    reads it when the device has passed it: nothing is waited for, and a log is about the steps that are over by then.
-    The first update warms things up, the second is looked into; both are left out. After a resume rates start anew.
+    When to use it: to compare speed settings, and to see how much of the device a run uses. It costs a few µs per
+    update.
 
-    `tokens_per_s` is logged where a batch begins with a two-dimensional tensor of whole numbers. A task that defines
-    `num_items` counts by itself: its rate is called `tokens_per_s` there, and elsewhere `items_per_s`, or whatever
-    `items` says.
+    What you see: every log has `throughput/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the
+    share of time in which the host waited for the loader. A step lasts from the start of that wait to its end; logs,
+    validations and checkpoints are not included. On CUDA the device records the time at the end of each step, and the
+    host reads it later: nothing waits, and a log covers the steps that are finished by then. The first two updates are
+    not counted: one is a warm-up, in the other FLOPs are counted. After a resume rates start again.
 
-    FLOPs are counted with the formulas of torch's flop counter in the second update of each optimizer, and taken to
-    grow with the number of samples. `throughput/tflops` is what was computed per second, in 10¹² FLOPs, and
-    `throughput/mfu` is FLOP/s ÷ the device's peak: what its data sheet says of dense products in the type of number
-    that most is computed in. The log names that peak; for a device that is not in the table say it with `peak`. What
-    activation checkpointing computes again is counted: the device does compute it. Inside compiled code nothing can be
-    counted, so there forward and backward run once on a copy of the task without numbers in it; where that does not
-    work, the log says why. Operations without a formula are named; kernels that torch does not know of cannot be.
+    `tokens_per_s` is logged if a batch begins with a two-dimensional tensor of integers. If the task defines
+    `num_items`, its rate is called `tokens_per_s` in that case, otherwise `items_per_s`, or as `items` says.
+
+    `throughput/tflops` is the work per second, in 10¹² FLOPs, and `throughput/mfu` is FLOP/s ÷ the device's peak: the
+    data sheet's value for dense products in the type that most of the work uses. The log names the peak; set `peak` for
+    a device that is not in the table. FLOPs are counted with the formulas of torch's flop counter in the second update
+    of each optimizer, and assumed to grow with the number of samples. Recomputation by activation checkpointing counts,
+    because the device does compute it. Inside compiled code nothing can be counted, so forward and backward run once on
+    a copy of the task without values; if that does not work, the log says why. Operations without a formula are named;
+    kernels that torch does not know cannot be counted.
 
     `throughput/peak_gb` (10⁹ bytes) and its parts are logged too: parameters (with buffers), gradients, optimizer
-    state, activations. On CUDA the peak is what torch allocated at most since the run began (its counter of the peak is
-    reset at the start), activations are what is left at the peak, temporary tensors included, and `other` is what is
+    state, activations. On CUDA the peak is the maximum that torch allocated since the run began (its peak counter is
+    reset at the start), activations are the remainder at the peak, including temporary tensors, and `other` is memory
     held between steps beside the rest. On a CPU activations are what backward keeps.
-
-    It costs a few µs per update.
 
     ::
 
@@ -60,11 +60,12 @@ class Throughput(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         items: str | None = None
-        "What the task's num_items counts, such as tokens: the name of its rate; null: tokens or items, as it seems."
+        """What the task's num_items counts, such as tokens: the name of its rate; null: tokens or items, chosen
+        automatically."""
         flops: bool = True
         "Count FLOPs."
         peak: float | None = None
-        "What the device can do at most, in TFLOP/s, instead of what the table of data sheets says."
+        "Peak of the device in TFLOP/s, in place of the value in the table of data sheets."
         memory: bool = True
         "Measure memory."
 
