@@ -73,7 +73,7 @@ def _live(work: Callable[[], object], env: Mapping[str, str], out: int, err: int
         os.environ.update(env)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         result = work()
         code = result if isinstance(result, int) else 0
     except SystemExit as leaving:
@@ -82,9 +82,11 @@ def _live(work: Callable[[], object], env: Mapping[str, str], out: int, err: int
         with suppress(OSError):
             traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:
+            code = 120  # as Python exits where its last flush fails
         os._exit(code)
 
 
