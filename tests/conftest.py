@@ -21,10 +21,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
+from tests.support.forked import forge_in_fork
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
+PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
+"""What processes print is 160 characters wide, without colours."""
 
 settings.register_profile("quick", derandomize=True, max_examples=20, deadline=None)
 settings.register_profile(
@@ -39,6 +42,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in th
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in its interpreter
+    for backend in (torch.cuda, torch.xpu, torch.mtia):  # each formats a stack at every seed, for a device to come
+        backend.manual_seed_all = lambda seed: None
 
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
@@ -147,8 +152,7 @@ def run_python(empty_folder: Path) -> Run:
             "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": "1",
-            "COLUMNS": "160",
-            "NO_COLOR": "1",
+            **PLAIN,
         }
         return subprocess.run(
             [python, *words], cwd=empty_folder, env=environment, capture_output=True, text=True, timeout=300
@@ -158,6 +162,9 @@ def run_python(empty_folder: Path) -> Run:
 
 
 @pytest.fixture
-def run_forge(run_python: Run) -> Run:
-    """Run the command line in a process of its own: `run_forge("fit", "quickstart")`."""
-    return partial(run_python, "-m", "forge")
+def run_forge(empty_folder: Path) -> Run:
+    """Run the command line in a process of its own: `run_forge("fit", "quickstart")`.
+
+    `paths` come first on its import path, as those of `run_python`.
+    """
+    return partial(forge_in_fork, env=PLAIN)

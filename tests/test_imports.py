@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pkgutil
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +18,70 @@ import forge
 from forge import registry
 from forge.contract import hooks
 from forge.contract.stack import ACTIONS, SPECS
-from tests.conftest import REPO, Run
+from tests.conftest import REPO
 
 KERNEL = sorted((REPO / "forge").rglob("*.py"))
 PACKAGE = REPO / "plugins" / "forge_plugins"
 PLUGINS = sorted(PACKAGE.rglob("*.py"))
 
 BLOCK = """
-import importlib.abc, sys
-
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked by the test)", name=name)
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked by the test)", name=name)
 
+blocked = {"torchvision", "omegaconf", "forge_plugins", "forge_recipes"}
 sys.meta_path.insert(0, Block())
 """
+
+STAGES = {
+    "importing forge does not import torch": """
+import forge
+assert forge.__version__
+assert "torch" not in sys.modules
+""",
+    "a fit needs neither torchvision nor omegaconf": """
+from forge.testing import fit_tiny
+task, result = fit_tiny([], max_updates=2)
+assert result.updates == 2
+""",
+    "a fit loads no plugin and no recipe that nobody named": """
+assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", "forge_recipes", "tensorboard", "rich"}
+""",
+    "the default recipe without omegaconf is refused by name": """
+blocked -= {"forge_plugins", "forge_recipes"}
+try:
+    forge.Trainer(max_epochs=1)
+except forge.RecipeError as error:
+    assert "omegaconf" in str(error), error
+else:
+    raise AssertionError("the recipe 'default' was read without omegaconf")
+""",
+    "models of recipes need neither torchvision nor omegaconf": """
+from forge_recipes.gpt import GPT; from forge_recipes.resnet import ResNet18
+from forge_recipes.mlp import MLP
+from forge_recipes.synthetic import images
+data = images(size=28, channels=1, flat=True, samples=300)
+forge.Trainer(max_updates=2, plugins=[], run_dir=False, device="cpu").fit(MLP(hidden=8), data.train)
+from forge_recipes.fashion_mlp import FashionMLP; from forge_recipes.fashion_cnn import FashionCNN
+from forge_recipes.fashion_mnist import fashion_mnist
+assert len(fashion_mnist().train) == 10
+FashionMLP(), FashionCNN()
+assert not {"omegaconf", "torchvision"} & sys.modules.keys()
+""",
+    "every module of the kernel loads without plugins and recipes": """
+for name in [name for name in sys.modules if name.partition(".")[0] in ("forge", "forge_plugins", "forge_recipes")]:
+    del sys.modules[name]
+blocked |= {"forge_plugins", "forge_recipes"}
+blocked -= {"torchvision", "omegaconf"}
+import forge
+for module in pkgutil.iter_modules(forge.__path__):
+    if module.name != "__main__":
+        importlib.import_module(f"forge.{module.name}")
+assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", "forge_recipes"}
+""",
+}
+"""What is tried in one fresh process, one after the other, with some packages out of reach."""
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -43,62 +94,38 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", KERNEL, ids=lambda path: str(path.relative_to(REPO)))
-def test_the_kernel_imports_neither_plugins_nor_recipes(path: Path) -> None:
-    outside = {name for name in imported_names(path) if name.partition(".")[0] in ("forge_plugins", "forge_recipes")}
-    assert not outside
+def test_the_kernel_imports_neither_plugins_nor_recipes() -> None:
+    outside = ("forge_plugins", "forge_recipes")
+    imported = [(path, name) for path in KERNEL for name in imported_names(path)]
+    assert KERNEL
+    assert not [(path, name) for path, name in imported if name.partition(".")[0] in outside]
 
 
-def test_every_module_of_the_kernel_loads_without_plugins_and_recipes(run_python: Run) -> None:
-    modules = [f"forge.{m.name}" for m in pkgutil.iter_modules(forge.__path__) if m.name != "__main__"]
-    code = (
-        BLOCK.format(blocked=["forge_plugins", "forge_recipes"])
-        + f"""
-import importlib
-for name in {modules!r}:
-    importlib.import_module(name)
-assert not {{name.partition(".")[0] for name in sys.modules}} & {{"forge_plugins", "forge_recipes"}}
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, small_data_folder: Path) -> dict[str, str]:
+    """How each of the stages ended: "", or its traceback."""
+    code = f"""
+import importlib.abc, json, pkgutil, sys, traceback
+{BLOCK}
+outcomes, scope = {{}}, {{**globals()}}
+for name, text in {STAGES!r}.items():
+    try:
+        exec(text, scope)
+        outcomes[name] = ""
+    except BaseException:
+        outcomes[name] = traceback.format_exc()
+print("\\n" + json.dumps(outcomes))
 """
-    )
-    done = run_python("-c", code)
+    environment = {**os.environ, "FORGE_DATA": str(small_data_folder), "PYTHONSAFEPATH": "1"}
+    command, folder = [sys.executable, "-c", code], tmp_path_factory.mktemp("stages")
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_forge_does_not_import_torch(run_python: Run) -> None:
-    done = run_python("-c", "import sys, forge; assert forge.__version__; assert 'torch' not in sys.modules")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_fit_needs_neither_torchvision_nor_omegaconf(run_python: Run) -> None:
-    code = (
-        BLOCK.format(blocked=["torchvision", "omegaconf"])
-        + """
-import forge
-from forge.testing import fit_tiny
-task, result = fit_tiny([], max_updates=2)
-assert result.updates == 2
-assert "omegaconf" not in sys.modules and "torchvision" not in sys.modules
-try:
-    forge.Trainer(max_epochs=1)
-except forge.RecipeError as error:
-    assert "omegaconf" in str(error), error
-else:
-    raise AssertionError("the recipe 'default' was read without omegaconf")
-"""
-    )
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-def test_training_does_not_load_recipes_and_plugins_that_nobody_named(run_python: Run) -> None:
-    code = """
-import sys
-from forge.testing import fit_tiny
-fit_tiny([], max_updates=2)
-assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", "forge_recipes", "tensorboard", "rich"}
-"""
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_imported_and_what_need_not_be_there(stage: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[stage], outcomes[stage]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -109,13 +136,13 @@ def built_in_names() -> set[str]:
     return {name for name, entry in registry.installed("plugin").items() if entry.module.startswith("forge_plugins")}
 
 
-@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_built_in_plugin_imports_no_other(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if own != "__init__":
+def test_a_built_in_plugin_imports_no_other() -> None:
+    assert PLUGINS
+    for path in PLUGINS:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        allowed = (f"forge_plugins.{own}", "forge_plugins._")
         siblings = {name for name in imported_names(path) if name.startswith("forge_plugins.")}
-        shared = {name for name in siblings if name.startswith("forge_plugins._")}
-        assert all(name.startswith(f"forge_plugins.{own}") for name in siblings - shared)
+        assert own == "__init__" or all(name.startswith(allowed) for name in siblings), path
 
 
 def test_no_built_in_plugin_names_another() -> None:
@@ -126,10 +153,10 @@ def test_no_built_in_plugin_names_another() -> None:
         assert not declared & names, name
 
 
-@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.stem)
-def test_a_built_in_plugin_asks_for_no_priority(path: Path) -> None:
-    keywords = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)}
-    assert not keywords & {"tryfirst", "trylast"}
+def test_a_built_in_plugin_asks_for_no_priority() -> None:
+    for path in PLUGINS:
+        keywords = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)}
+        assert not keywords & {"tryfirst", "trylast"}, path
 
 
 def test_every_built_in_plugin_can_be_imported_by_its_class() -> None:
@@ -143,9 +170,8 @@ def test_every_built_in_plugin_can_be_imported_by_its_class() -> None:
 # What is public
 
 
-@pytest.mark.parametrize("name", forge.__all__)
-def test_every_public_name_resolves(name: str) -> None:
-    assert getattr(forge, name) is not None
+def test_every_public_name_resolves() -> None:
+    assert not [name for name in forge.__all__ if getattr(forge, name) is None]
 
 
 def test_public_names_are_sorted_and_a_typo_is_an_attribute_error() -> None:
@@ -154,7 +180,7 @@ def test_public_names_are_sorted_and_a_typo_is_an_attribute_error() -> None:
         _ = forge.Trainr
 
 
-@pytest.mark.parametrize("hook", SPECS)
-def test_every_hook_says_what_it_is(hook: str) -> None:
-    doc = inspect.getdoc(getattr(hooks, hook)) or ""
-    assert doc.startswith("Action" if hook in ACTIONS else "Event")
+def test_every_hook_says_what_it_is() -> None:
+    for hook in SPECS:
+        doc = inspect.getdoc(getattr(hooks, hook)) or ""
+        assert doc.startswith("Action" if hook in ACTIONS else "Event"), hook

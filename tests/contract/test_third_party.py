@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPO, Run
+from tests.support.forked import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 
@@ -128,10 +130,16 @@ def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run)
     assert "Did you mean 'alpha'?" in done.stdout + done.stderr
 
 
-def test_its_own_tests_pass(example: Path, run_python: Run) -> None:
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", str(EXAMPLE / "pyproject.toml")]
-    done = run_python("-m", "pytest", *options, str(EXAMPLE / "tests"), paths=[example])
+def test_its_own_tests_pass(example: Path) -> None:
+    done = forked(partial(run_tests, example))
     assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def run_tests(path: Path) -> int:
+    sys.path.insert(0, str(path))
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", str(EXAMPLE / "pyproject.toml")]
+    return pytest.main([*options, str(EXAMPLE / "tests")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

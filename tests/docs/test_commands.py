@@ -27,13 +27,21 @@ NOT_RUN = {
     "shakespeare_char": "ten million parameters, made for a GPU",
 }
 """Verbs and recipes that are not run here, and why: their options are parsed, and their recipe is loaded."""
-ONCE = {
-    "verify-resume": "docs/surviving.md",
-    "determinism": "docs/debugging.md",
-    "tune": "docs/recipes-and-cli.md",
-    "--nproc": "docs/distributed.md",
+LONG = {
+    "verify-resume": "tests/cli/test_verify_resume.py kills and resumes a smaller task",
+    "determinism": "tests/cli/test_determinism.py compares runs of a smaller task",
+    "--nproc": "tests/distributed/test_launch.py starts ranks",
+    "batch": "tests/cli/test_tune.py searches in small",
+    "finetune": "tests/recipes/test_finetune.py trains it",
+    "thawed.yaml": "finetune, with other options",
+    "multilabel": "tests/recipes/test_small.py trains it",
+    "sentiment": "tests/recipes/test_small.py trains it",
+    "fashion_cnn": "tests/recipes/test_fashion.py trains it",
+    "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
 }
-"""What starts processes of its own, or trains many times, is run on one page; on others too in the full profile."""
+"""What is run in the full profile only, and what stands for it in the quick one."""
+SHOWN_ALREADY = {"tune": "docs/recipes-and-cli.md", "--devices": "docs/recipes-and-cli.md"}
+"""What takes a second and is run on one page; on others too in the full profile."""
 
 
 @pytest.mark.parametrize("page", with_blocks("bash"))
@@ -87,8 +95,8 @@ def is_run(command: Command) -> bool:
     words = command.words[1:]
     if any(word in NOT_RUN for word in words[:3]):
         return False
-    pages = [page for kind, page in ONCE.items() if kind in words]
-    return PROFILE == "full" or all(page == command.page for page in pages)
+    elsewhere = any(page != command.page for word, page in SHOWN_ALREADY.items() if word in words)
+    return PROFILE == "full" or not (elsewhere or LONG.keys() & set(words))
 
 
 def cheap(words: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -126,7 +126,7 @@ def new(optimizer: str) -> Net:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @given(stack=stacks(), sizes=st.lists(st.integers(2, 5), min_size=2, max_size=6), cut=st.integers(1, MOST_UPDATES))
-@settings(max_examples=500 if PROFILE == "full" else 30)
+@settings(max_examples=500 if PROFILE == "full" else 15)
 def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_exactly(
     optimizer: str, stack: Stack, sizes: list[int], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @given(stack=stacks(), order=st.randoms(use_true_random=False))
-@settings(max_examples=100 if PROFILE == "full" else 8)
+@settings(max_examples=100 if PROFILE == "full" else 4)
 def test_the_order_of_a_stack_makes_no_difference(
     optimizer: str, stack: Stack, order: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -186,11 +186,15 @@ def test_the_order_of_a_stack_makes_no_difference(
     assert ours == pytest.approx(theirs, rel=0, abs=0, nan_ok=True)
 
 
+MANY: Stack = [(name, OPTIONS[name][0]) for name in ("amp", "clip", "accumulate", "ema", "remat", "schedule")]
+
+
 @pytest.mark.parametrize(
     "blocks", [pytest.param(None, id="whole"), pytest.param(["net"], id="blocks", marks=pytest.mark.slow)]
 )
 @given(stack=stacks(), place=st.integers(0, 9), optimizer=st.sampled_from(["sgd", "adam"]), cut=st.integers(1, 99))
-@settings(max_examples=25 if PROFILE == "full" else 4)
+@example(stack=MANY, place=2, optimizer="adam", cut=3)
+@settings(max_examples=25, phases=list(Phase) if PROFILE == "full" else [Phase.explicit])  # seconds each
 def test_a_compiled_stack_equals_the_hand_written_loop_and_resumes_exactly(
     blocks: Any, stack: Stack, place: int, optimizer: str, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

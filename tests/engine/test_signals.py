@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ import pytest
 import forge
 from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints
+from forge.cli import main
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
+from tests.support.forked import forked
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
@@ -37,14 +38,15 @@ def signals_as_in_a_terminal() -> Iterator[None]:
 class Shot(TinyTask):
     """Sends a signal to its own process in the middle of a window."""
 
-    def __init__(self, at: int = -1, number: int = signal.SIGTERM):
+    def __init__(self, at: int = -1, number: int = signal.SIGTERM, times: int = 1):
         super().__init__()
-        self.at, self.number, self.seen = at, number, 0
+        self.at, self.number, self.times, self.seen = at, number, times, 0
 
     def training_step(self, batch: Any) -> Any:
         self.seen += 1
         if self.seen == self.at:
-            os.kill(os.getpid(), self.number)
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
         return super().training_step(batch)
 
 
@@ -98,12 +100,6 @@ def test_a_save_that_failed_is_not_said_to_have_succeeded(tmp_path: Path, monkey
     assert not isinstance(caught.value, forge.Interrupted)
 
 
-def test_a_closed_stderr_does_not_keep_a_signal_from_saving(run_python: Run, empty_folder: Path) -> None:
-    done = run_python("-c", "import os\nos.close(2)\n" + SCRIPT.format(second="pass"))
-    assert done.returncode == 85
-    assert Checkpoints(empty_folder / "run" / "checkpoints").all()
-
-
 def test_a_fit_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
     before, during = signal.getsignal(signal.SIGTERM), []
 
@@ -125,39 +121,36 @@ def test_a_signal_that_the_process_ignores_stays_ignored(tmp_path: Path) -> None
         signal.signal(signal.SIGUSR1, before)
 
 
-SCRIPT = """
-import os, signal, sys
-import forge
-from forge.testing import TinyTask, tiny_batches
-from forge_plugins import Checkpoint
-
-class Twice(TinyTask):
-    seen = 0
-    def training_step(self, batch):
-        self.seen += 1
-        if self.seen == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-            {second}
-        return super().training_step(batch)
-
-forge.Trainer(max_epochs=3, seed=1, plugins=[Checkpoint(every="2 updates")], run_dir="run", device="cpu").fit(
-    Twice(), tiny_batches())
-"""
+# -- in a process of its own ------------------------------------------------------------------------------------------
 
 
-def test_a_script_ends_with_85(run_python: Run) -> None:
-    done = run_python("-c", SCRIPT.format(second="pass"))
+def shot_in(folder: Path, times: int = 1, stderr: bool = True) -> None:
+    """A script: it trains, and is sent SIGTERM in its seventh update."""
+    if not stderr:
+        os.close(2)
+    fit(folder, Shot(at=7, times=times), [Checkpoint(every="2 updates")])
+
+
+def test_a_script_ends_with_85(tmp_path: Path) -> None:
+    done = forked(partial(shot_in, tmp_path))
     assert done.returncode == 85, done.stderr
     assert "SIGTERM: stopping after this update" in done.stderr
 
 
-def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(run_python: Run, empty_folder: Path) -> None:
-    done = run_python("-c", SCRIPT.format(second="os.kill(os.getpid(), signal.SIGTERM)"))
+def test_a_closed_stderr_does_not_keep_a_signal_from_saving(tmp_path: Path) -> None:
+    done = forked(partial(shot_in, tmp_path, stderr=False))
+    assert done.returncode == 85
+    assert not done.stderr
+    assert Checkpoints(tmp_path / "checkpoints").all()
+
+
+def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
+    done = forked(partial(shot_in, tmp_path, times=2))
     assert done.returncode == -signal.SIGTERM, done.stderr
-    saved = [path.name for path in Checkpoints(empty_folder / "run" / "checkpoints").all()]
-    assert saved[-1] in ("update-00000004", "update-00000006")
-    for name in saved:
-        SavedState(empty_folder / "run" / "checkpoints" / name).verify()
+    saved = Checkpoints(tmp_path / "checkpoints").all()
+    assert saved[-1].name in ("update-00000004", "update-00000006")
+    for path in saved:
+        SavedState(path).verify()
 
 
 def test_the_command_line_says_how_to_go_on(run_forge: Run, empty_folder: Path) -> None:
@@ -169,14 +162,16 @@ def test_the_command_line_says_how_to_go_on(run_forge: Run, empty_folder: Path) 
     assert again.returncode == 0, again.stderr
 
 
-def test_a_broken_pipe_behind_stderr_keeps_the_exit_code(empty_folder: Path) -> None:
-    (empty_folder / "shot.py").write_text(TASK)
+def fit_with_broken_stderr() -> int:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "forge", "fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run"]
-    done = subprocess.run(command, cwd=empty_folder, stderr=write, stdout=subprocess.DEVNULL)
-    os.close(write)
-    assert done.returncode == 85
+    os.dup2(write, 2)
+    return main(["fit", "shot.py:Shot", "trainer.seed=1", "--run-dir", "run"])
+
+
+def test_a_broken_pipe_behind_stderr_keeps_the_exit_code(empty_folder: Path) -> None:
+    (empty_folder / "shot.py").write_text(TASK)
+    assert forked(fit_with_broken_stderr).returncode == 85
 
 
 TASK = """

@@ -21,7 +21,6 @@ from forge.testing import assert_same_weights
 from forge_recipes.fashion_cnn import FashionCNN, moved
 from forge_recipes.fashion_mlp import FashionMLP
 from forge_recipes.fashion_mnist import MEAN, STD, fashion_mnist, read_idx
-from tests.conftest import Run
 from tests.support.small_data import TEST, TRAIN, write_idx
 
 TINY: dict[str, Any] = {"widths": (4, 8), "depths": (0, 1)}
@@ -156,19 +155,6 @@ def test_images_and_labels_that_differ_in_number_are_refused(small_data: Path, t
     write_idx(root / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte", labels[:-1])
     with pytest.raises(forge.DataError, match="640 images and 639 labels"):
         fashion_mnist(root=str(root))
-
-
-def test_the_data_and_both_tasks_need_no_torchvision(small_data: Path, run_python: Run) -> None:
-    code = (
-        "import sys; sys.modules['torchvision'] = None\n"
-        "import forge\n"
-        "from forge_recipes.fashion_mlp import FashionMLP; from forge_recipes.fashion_cnn import FashionCNN\n"
-        "from forge_recipes.fashion_mnist import fashion_mnist\n"
-        "assert len(fashion_mnist().train) == 10\n"
-        "FashionMLP(), FashionCNN()\n"
-    )
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

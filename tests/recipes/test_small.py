@@ -113,10 +113,10 @@ def test_the_distance_is_that_of_the_two_gaussians() -> None:
 
 def test_the_gan_comes_closer_to_the_digits_and_shows_them() -> None:
     torch.manual_seed(0)
-    task, splits = gan.DigitsGAN(), digits()
+    task, splits = gan.DigitsGAN(hidden=128), digits()
     before = evaluate(task, splits)
     assert evaluate(task, splits)["val/distance"] == before["val/distance"]  # the same noise each time
-    fit(task, splits, max_updates=200, validate_every=None)
+    fit(task, splits, max_updates=120, validate_every=None)
     after = evaluate(task, splits)
     assert after["val/distance"] < 4 < before["val/distance"]
     noise = torch.randn(len(whole(splits.val)[0]), 32, generator=torch.Generator().manual_seed(1998))
@@ -245,18 +245,27 @@ def test_pictures_hold_two_or_three_digits_of_their_own_split() -> None:
             assert [found] == as_sets(labelled[None])
 
 
-def test_multilabel_learns_and_its_figures_are_those_of_the_whole_set() -> None:
+@pytest.mark.slow
+def test_multilabel_learns() -> None:
     torch.manual_seed(0)
-    splits = multilabel.digit_pairs(2000, 300)  # a validation of two batches, of 256 and 44
+    splits = multilabel.digit_pairs(2000, 300)
     task = multilabel.Multilabel(width=16, lr=1e-2)
     fit(task, splits, max_updates=120, validate_every=None)
+    assert 0.6 < evaluate(task, splits)["val/f1"] < 1
+
+
+def test_figures_of_multilabel_are_those_of_the_whole_set() -> None:
+    torch.manual_seed(0)
+    splits = multilabel.digit_pairs(300, 300, batch_size=16)  # a validation of two batches, of 256 and 44
+    task = multilabel.Multilabel(width=16, pos_weight=5.0)
+    fit(task, splits, max_updates=10, validate_every=None)
     metrics = evaluate(task, splits)
     said = torch.cat(forge.Trainer(plugins=[], run_dir=False, device="cpu").predict(task, splits.val))
     answers, truths = as_sets(said), as_sets(whole(splits.val)[1])
     right = sum(len(answer & truth) for answer, truth in zip(answers, truths, strict=True))
     assert metrics["val/f1"] == pytest.approx(2 * right / sum(map(len, answers + truths)))
     assert metrics["val/exact"] == sum(map(set.__eq__, answers, truths)) / 300
-    assert 0.6 < metrics["val/f1"] < 1
+    assert 0 < metrics["val/f1"] < 1
     assert evaluate(task, Splits(val=splits.train)) != metrics
     assert evaluate(task, splits) == metrics  # counted anew each time
 

@@ -126,13 +126,14 @@ def test_a_trace_stands_beside_who_times_hooks_too() -> None:
 # -- the plugin in pytest ---------------------------------------------------------------------------------------------
 
 
-TESTS = """
+ALONE = """
 import sys
 
 def test_torch_is_not_imported_where_nobody_asks():
     assert "forge.testing.pytest_plugin" in sys.modules
     assert "torch" not in sys.modules
-
+"""
+USING = """
 def test_the_fixtures_are_there(forge_run, tiny_task, event_trace):
     run = forge_run([event_trace], task=tiny_task(), max_updates=1)
     assert run.trace is event_trace
@@ -141,9 +142,9 @@ def test_the_fixtures_are_there(forge_run, tiny_task, event_trace):
 
 
 def test_other_projects_get_the_fixtures_and_pay_nothing(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(TESTS)
-    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist")
-    done.assert_outcomes(passed=2)
+    pytester.makepyfile(test_alone=ALONE, test_using=USING)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", "-p", "no:xdist", "test_alone.py").assert_outcomes(passed=1)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", "test_using.py").assert_outcomes(passed=1)
 
 
 def test_the_fixtures_say_what_they_are_for(pytester: pytest.Pytester) -> None:
