@@ -38,6 +38,11 @@ WARM = ("forge.cli.fit", "forge.distributed.launch", "forge_plugins.ddp", "omega
 """Imported before a fork, so that one process imports for all that come of it."""
 
 
+def warm_up() -> None:
+    for name in WARM:
+        import_module(name)
+
+
 class Popen(subprocess.Popen):
     """A process that is a copy of this one, with its own folder, environment, streams and signals."""
 
@@ -48,8 +53,7 @@ class Popen(subprocess.Popen):
             super()._execute_child(args, executable, preexec_fn, *others)  # pyright: ignore[reportAttributeAccessIssue]
             return
         _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = others
-        for name in WARM:
-            import_module(name)
+        warm_up()
         self.pid = os.fork()
         if self.pid == 0:
             read, _, _, write, _, complain = pipes

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.support.forked import FORKS
+from tests.support.forked import FORKS, warm_up
 
 LIMIT = 60.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
@@ -64,6 +64,7 @@ class Ranks:
         return pipe.recv()
 
     def _start(self) -> None:
+        warm_up()
         context = get_context("fork" if FORKS else "spawn")
         for _ in range(self.count):
             ours, theirs = context.Pipe()
