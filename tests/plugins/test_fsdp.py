@@ -174,8 +174,8 @@ QUICK = (
     "frozen blocks",
     "tied",
     "sam",
+    "values, guarded, swa and looked at",
 )
-QUICK = (*QUICK, "values, guarded, swa and looked at")
 """Together they have every part of the others, which the long profile compares one by one, and all on four ranks."""
 SLOW = [*((2, name) for name in stacks() if name not in QUICK), *((4, name) for name in stacks())]
 

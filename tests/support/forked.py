@@ -22,6 +22,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import resource_tracker, util
 from typing import Any
@@ -74,29 +75,36 @@ def run(args: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.Co
 
 
 def _become(streams: list[int], cwd: Any, env: Any, new_session: bool, script: list[str]) -> None:
-    """Be the process that was asked for, and end with its exit code."""
+    """Be the process that was asked for, and end as the interpreter ends."""
     code = 1
     try:
         _start_anew(streams, cwd, env, new_session)
-        kind, what, *arguments = script
-        try:
-            sys.argv = [what if kind == "-m" else "-c", *arguments]
-            if kind == "-m":
-                runpy.run_module(what, run_name="__main__", alter_sys=True)
-            else:
-                exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        util._exit_function()
+        code = _run_script(*script)
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
+        util._exit_function()
     except BaseException:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with suppress(OSError):
+                stream.flush()
         os._exit(code)
+
+
+def _run_script(kind: str, what: str, *arguments: str) -> int:
+    sys.argv = [what if kind == "-m" else "-c", *arguments]
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> None:
