@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from forge.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, copying,
 from forge.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import tree_of
 from tests.checkpoint.test_tree import ALL_DTYPES, same, tensor_of
-from tests.conftest import Run
+from tests.support import forked
 
 
 @pytest.fixture
@@ -283,7 +284,7 @@ def test_data_workers_may_be_forked_during_a_write(
 
 
 @pytest.mark.parametrize("end", ["", "raise KeyError('the run failed')", "sys.exit(3)"], ids=["end", "error", "exit"])
-def test_the_interpreter_waits_for_what_was_submitted(end: str, run_python: Run, tmp_path: Path, repo: Path) -> None:
+def test_the_interpreter_waits_for_what_was_submitted(end: str, tmp_path: Path) -> None:
     code = f"""
 import sys, threading, torch
 from pathlib import Path
@@ -293,7 +294,8 @@ writer.publish = lambda *arguments: (threading.main_thread().join(), publish(*ar
 BackgroundWriter().submit(Path({str(tmp_path / "it")!r}), {{"model": {{"w": torch.ones(3)}}}})
 {end}
 """
-    run_python("-c", code, paths=[repo])
+    done = forked.run([sys.executable, "-c", code], timeout=120)
+    assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), done.stderr
     assert same(Checkpoint(tmp_path / "it").load(), {"model": {"w": torch.ones(3)}})
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -28,6 +29,7 @@ import forge
 from forge.data import Loader, Weighted
 from forge.data.sample_seeding import is_pure
 from forge.rng import combine_seeds
+from tests.support import forked
 
 
 class Augmented(Dataset):
@@ -413,6 +415,12 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match="iterated again before this pass was over"):
             next(first)
 
+    def test_what_they_are_given_can_be_sent_to_another_process(self) -> None:
+        loader = Loader(Augmented(), 4, num_workers=1, multiprocessing_context="spawn").loader
+        given = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+        assert [type(part) for part in pickle.loads(pickle.dumps(given))] == [type(part) for part in given]
+
+    @pytest.mark.slow
     def test_they_can_be_spawned(self) -> None:
         loader = Loader(Augmented(), 4, num_workers=1, multiprocessing_context="spawn")
         assert torch.equal(torch.cat(list(loader)), torch.cat(list(Loader(Augmented(), 4))))
@@ -458,29 +466,29 @@ def is_running(pid: int) -> bool:
 
 
 class TestTheEnd:
-    def start(self, *words: str) -> tuple[subprocess.Popen[str], list[int]]:
-        main = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def start(
+        self, *words: str, kind: type[subprocess.Popen[str]] = subprocess.Popen
+    ) -> tuple[subprocess.Popen[str], list[int]]:
+        main = kind([sys.executable, "-c", PROGRAM, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert main.stdout is not None
         return main, [int(pid) for pid in main.stdout.readline().split()]
 
     @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
     @pytest.mark.parametrize("words", [["wait"], ["wait", "stuck"]])
     def test_workers_end_when_the_main_process_is_killed(self, words: list[str]) -> None:
-        main, workers = self.start(*words)
+        main, workers = self.start(*words, kind=forked.Popen)
         main.kill()
         main.communicate()
         assert len(workers) == 2
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while any(map(is_running, workers)) and time.monotonic() < deadline:
             time.sleep(0.02)  # there is no event: nobody may wait for another's child
         assert not any(map(is_running, workers))
 
-    @pytest.mark.parametrize("words", [[], ["stuck"]])
+    @pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["stuck"]])
     def test_workers_do_not_keep_the_interpreter_from_exiting(self, words: list[str]) -> None:
         main, workers = self.start(*words)
-        main.communicate(timeout=60)
+        main.communicate(timeout=120)
         assert main.returncode == 0
         assert not any(map(is_running, workers))
 

@@ -26,6 +26,7 @@ from forge.distributed.heartbeat import Watch
 from forge.distributed.namespace import fresh
 from forge.distributed.store_channel import Beat, Cause, Line, is_alive
 from forge.errors import PeerFailed
+from tests.support import forked
 
 DIED = 10
 """Seconds that the other ranks have, when one has died."""
@@ -92,7 +93,7 @@ class Ranks:
         self.output = folder / "output"
         with self.output.open("wb") as out:
             self.processes = [
-                subprocess.Popen(
+                forked.Popen(
                     words,
                     cwd=folder,
                     env={**os.environ, **common, **trouble, "RANK": str(rank), "LOCAL_RANK": str(rank)},

@@ -22,6 +22,7 @@ from forge.distributed.launch import nodes
 from forge.engine.signals import Signals
 from forge.errors import ForgeError
 from forge.testing import TinyTask, assert_same_weights
+from tests.support import forked
 
 TASK = """
 import os, signal
@@ -66,7 +67,7 @@ def launch(empty_folder: Path) -> Iterator[Launch]:
         environment = {**os.environ, "HOW": how, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
         command = [sys.executable, "-m", "forge", "fit", "small.py", "--nproc", "2", *PLAIN, *words]
         started.append(
-            subprocess.Popen(
+            forked.Popen(
                 command,
                 cwd=empty_folder,
                 env=environment,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from forge.checkpoint import load_weights
 from forge.cli import main, predict, validate
 from forge.distributed import launch as launching
 from forge.testing import TinyTask, tiny_batches
+from tests.support import forked
 
 SIZES = (8, 7, 1)
 """Two ranks take 4 and 4, 3 and 4, and of the last batch one takes the only sample, the other none."""
@@ -64,9 +64,7 @@ def on_two_ranks(empty_folder: Path) -> Forge:
     def run(verb: str, *words: str) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "forge", verb, "small.py", *PLAIN, "-p", "ddp", "--nproc", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
-        done = subprocess.run(
-            [*command, "--weights", "run", *words], env=environment, capture_output=True, text=True, timeout=180
-        )
+        done = forked.run([*command, "--weights", "run", *words], env=environment, timeout=180)
         return done.returncode, done.stdout, done.stderr
 
     return run

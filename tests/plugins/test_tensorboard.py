@@ -30,7 +30,8 @@ from forge.errors import RecipeError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import JSONL, Checkpoint, Clip, Guard, Progress, Schedule, Tensorboard
 from forge_plugins.tensorboard.events import new_file
-from tests.conftest import REPO, Run
+from tests.conftest import REPO
+from tests.support import forked
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
 hparams_api: Any = api_pb2  # whose classes are made as it is imported
@@ -282,9 +283,16 @@ def test_only_the_main_process_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_importing_the_plugin_does_not_import_tensorboard(run_python: Run) -> None:
-    code = "import sys, forge_plugins.tensorboard; print('tensorboard' in sys.modules)"
-    done = run_python("-c", code, paths=[Path(path) for path in sys.path if path])
+def test_importing_the_plugin_does_not_import_tensorboard() -> None:
+    code = """
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("forge", "forge_plugins", "tensorboard") or name == "torch.utils.tensorboard":
+        del sys.modules[name]
+import forge_plugins.tensorboard
+print("tensorboard" in sys.modules)
+"""
+    done = forked.run([sys.executable, "-c", code], timeout=120)
     assert done.stdout == "False\n", done.stderr
 
 
@@ -518,8 +526,7 @@ def test_a_rewind_to_where_this_life_began_writes_its_card_again(tmp_path: Path)
     assert [step for step, _ in shown["train/loss"]] == list(range(1, 13))
 
 
-@pytest.mark.slow
-def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path, run_python: Run) -> None:
+def test_what_was_drawn_before_a_checkpoint_survives_a_kill(tmp_path: Path) -> None:
     live(tmp_path / "straight")
     code = f"""
 import os, signal
@@ -534,7 +541,7 @@ def kill(trainer):
 
 live(Path({str(tmp_path / "cut")!r}), kill)
 """
-    killed = run_python("-c", code, paths=[REPO, *[Path(path) for path in sys.path if path]])
+    killed = forked.run([sys.executable, "-c", code], cwd=REPO, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     live(tmp_path / "cut")
     cut, straight = (Board(tmp_path / name).shown() for name in ("cut", "straight"))

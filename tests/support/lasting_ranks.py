@@ -1,4 +1,4 @@
-"""Ranks that last: processes that serve one test after the other, because importing torch takes longer than most tests.
+"""Ranks that last: processes that serve one test after the other, because starting one takes longer than most tests.
 
     ranks(2)(function, *arguments)      the function's result on each of two ranks, in order
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import socket
 import traceback
@@ -18,6 +19,10 @@ from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
+
+from tests.support.forked import FORKS, warm_up
 
 LIMIT = 60.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
@@ -59,10 +64,11 @@ class Ranks:
         return pipe.recv()
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        warm_up()
+        context = get_context("fork" if FORKS else "spawn")
         for _ in range(self.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=False)  # it may have data workers
+            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=False)  # it may have workers
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -93,12 +99,14 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
-def _serve(pipe: Connection) -> None:
-    import torch
-
+def _serve(pipe: Connection, parent: int) -> None:
+    gc.freeze()  # or a collection would copy all memory
     torch.set_num_threads(1)
     while True:
         try:
+            while not pipe.poll(1):  # other ranks may hold the pipe open when this process's parent is gone
+                if os.getppid() != parent:
+                    return
             function, arguments, environment = pipe.recv()
         except EOFError:
             return

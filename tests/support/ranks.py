@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch
 from torch import distributed as dist
 
 from forge.env import Env
+from tests.support.forked import warm_up
 
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[int]:
@@ -23,6 +25,7 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: f
 
     A rank that is killed or fails is announced under the key that says so, as a failing run does it.
     """
+    warm_up()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = [_fork(rank, world, store.port, function, arguments) for rank in range(world)]
     codes: dict[int, int] = {}
@@ -48,6 +51,7 @@ def _fork(rank: int, world: int, port: int, function: Callable[..., Any], argume
     if child:
         return child
     code = 1
+    gc.freeze()  # or a collection would copy all memory
     try:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
