@@ -27,7 +27,7 @@ SEED = 1234
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One contender on one case."""
 
     kernel: str
@@ -75,19 +75,19 @@ class Bench:
             "liger": package_version("liger_kernel"),
         }
 
-    def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[Row]:
+    def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[BenchRow]:
         """Every contender on every case, or on those whose name contains `case`, in each dtype."""
         for picked in _cases(kernel, case):
             for dtype in _dtypes(kernel, dtypes):
                 yield from self._case_rows(kernel, picked, dtype)
 
-    def _case_rows(self, kernel: Kernel, case: Case, dtype: torch.dtype) -> Iterator[Row]:
+    def _case_rows(self, kernel: Kernel, case: Case, dtype: torch.dtype) -> Iterator[BenchRow]:
         torch.manual_seed(SEED)
         args = case.make(self.device, dtype)
         head = kernel.name, case.name, dtype_name(dtype)
         reason = kernel.supports(*args, **case.options)
         if reason is not None:
-            yield Row(*head, FORGE, note=f"not supported: {reason}")
+            yield BenchRow(*head, FORGE, note=f"not supported: {reason}")
             return
         cost = kernel.cost(*args, **case.options)
         contenders = self._contenders(kernel)
@@ -99,7 +99,7 @@ class Bench:
                     raise KernelError(function)
                 yield self._measured(head, name, function, args, case.options, cost, exact, bound)
             except Exception as error:  # one contender that fails must not take the others' figures with it
-                yield Row(*head, name, note=_short(error))
+                yield BenchRow(*head, name, note=_short(error))
             free()
 
     def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any] | str]:
@@ -124,14 +124,14 @@ class Bench:
         cost: Cost,
         exact: Exact,
         bound: float | None,
-    ) -> Row:
+    ) -> BenchRow:
         work = Pass(function, copied(given), options)
         off = exact.off(work)
         work = Pass(function, copied(given), options)  # what changes its inputs begins with fresh ones
         work()
         peak = self._peak(work)
         (timing,) = self.stopwatch(work)
-        return Row(
+        return BenchRow(
             *head,
             name,
             timing.median * 1e3,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from forge_kernels import registry
-from forge_kernels.call_pattern import Call
-from forge_kernels.selection import Candidate, Choice
+from forge_kernels import discovery
+from forge_kernels.call_pattern import RecordedCall
+from forge_kernels.selection import Candidate, KernelChoice
 
 FILE = "kernels.json"
 FORM = 1
@@ -37,15 +37,15 @@ class Cache:
         self._known = self._read()
         self._new: dict[str, Any] = {}
 
-    def get(self, key: str, call: Call) -> Choice | None:
+    def get(self, key: str, call: RecordedCall) -> KernelChoice | None:
         """What was chosen for a call."""
         entry = self._known.get(key)
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             if entry is not None:
-                return Choice(call, entry["kernel"], dict(entry["ms"]), str(entry["why"]))
+                return KernelChoice(call, entry["kernel"], dict(entry["ms"]), str(entry["why"]))
         return None
 
-    def put(self, key: str, choice: Choice) -> None:
+    def put(self, key: str, choice: KernelChoice) -> None:
         self._new[key] = choice.as_data()
 
     def write(self) -> None:
@@ -77,11 +77,11 @@ class Cache:
         return choices if isinstance(choices, dict) else {}
 
 
-def key_of(call: Call, candidates: list[Candidate], device: torch.device, compiled: bool) -> str:
+def key_of(call: RecordedCall, candidates: list[Candidate], device: torch.device, compiled: bool) -> str:
     """Everything that a choice depends on, as one hash."""
     told: Mapping[str, Any] = {
         "call": call.kind.as_data(),
-        "candidates": {c.kernel.name: registry.version(c.kernel) for c in candidates},
+        "candidates": {c.kernel.name: discovery.version(c.kernel) for c in candidates},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "triton": _version("triton"),

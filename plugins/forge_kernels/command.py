@@ -18,7 +18,7 @@ from forge.errors import ForgeError, did_you_mean
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge_kernels.bench import Bench, Row
+    from forge_kernels.bench import Bench, BenchRow
     from forge_kernels.contract import Kernel
 
 BENCH = "bench"
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
 
 def _list() -> int:
     """Kernels are imported for what they say of themselves; a broken package gets a line that says so."""
-    from forge_kernels import registry as kernels
+    from forge_kernels import discovery as kernels
 
     grid = show.table("kernel", "what it computes", "dtypes", "replaces", "package", wrap=["what it computes"])
     for name in kernels.names():
@@ -109,7 +109,7 @@ def _replaces(kernel: Kernel) -> Text:
 
 
 def _show(name: str) -> int:
-    from forge_kernels import registry as kernels
+    from forge_kernels import discovery as kernels
     from forge_kernels.contract import dtype_name
 
     kernel = kernels.load(name)
@@ -202,7 +202,7 @@ def _bench(args: Namespace) -> int:
 
 def _picked(names: Sequence[str]) -> list[Kernel]:
     """The kernels of these names; without any all of them, but for those of a package that is broken."""
-    from forge_kernels import registry as kernels
+    from forge_kernels import discovery as kernels
 
     found: list[Kernel] = []
     for name in names or kernels.names():
@@ -217,9 +217,9 @@ def _picked(names: Sequence[str]) -> list[Kernel]:
 
 def _rows(
     bench: Bench, kernels: Sequence[Kernel], case: str | None, dtypes: Sequence[str] | None, as_json: bool
-) -> list[Row]:
+) -> list[BenchRow]:
     """Every row, printed as it comes in JSON; a progress line each otherwise, for it takes a while."""
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     if as_json:
         print(json.dumps({"machine": bench.describe()}), flush=True)
     for kernel in kernels:
@@ -234,7 +234,7 @@ def _rows(
     return rows
 
 
-def _print(bench: Bench, rows: Sequence[Row]) -> None:
+def _print(bench: Bench, rows: Sequence[BenchRow]) -> None:
     console = show.console()
     told = bench.describe()
     console.print(
@@ -255,7 +255,7 @@ def _print(bench: Bench, rows: Sequence[Row]) -> None:
         )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[BenchRow]) -> Table:
     """Rows as a table for people."""
     grid = show.table(
         "kernel", "case", "dtype", "who", "ms", "spread", "roofline", "error", "peak MB", "note", wrap=["note"]
@@ -272,7 +272,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     return grid
 
 
-def _numbers(row: Row) -> list[str]:
+def _numbers(row: BenchRow) -> list[str]:
     spread = "" if row.ms is None else f"{(row.ms_high or 0) / row.ms - 1:+.1%}"
     return [
         "-" if row.ms is None else f"{row.ms:.4g}",

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from forge.errors import KernelError
-from forge_kernels.call_pattern import Call, Pattern, Unknown, fits
+from forge_kernels.call_pattern import Pattern, RecordedCall, Unrecordable, fits
 
 Function = Callable[..., Any]
 Chosen = tuple[Pattern, Function]
@@ -123,14 +123,14 @@ def where_chosen(target: str, chosen: Sequence[Chosen]) -> Function:
     return stand_in
 
 
-def recording(target: str, note: Callable[[Call], None]) -> Function:
+def recording(target: str, note: Callable[[RecordedCall], None]) -> Function:
     """A stand-in that notes every call on its way, and steps aside: torch's functions look themselves up by name when
     a TorchFunctionMode is to hear of them."""
     function, (owner, name) = original(target), locate(target)
 
     def stand_in(*args: Any, **options: Any) -> Any:
-        with suppress(Unknown):
-            note(Call.of(target, args, options))
+        with suppress(Unrecordable):
+            note(RecordedCall.of(target, args, options))
         setattr(owner, name, function)
         try:
             return function(*args, **options)

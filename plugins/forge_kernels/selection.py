@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from forge_kernels import patch
-from forge_kernels.call_pattern import Call
+from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.contract import Functional, Kernel, Module
 from forge_kernels.timing import Pass, Timing, Work, distance
 
@@ -39,10 +39,10 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """What came of measuring a call."""
 
-    call: Call
+    call: RecordedCall
     kernel: str | None
     "The kernel to use; None: as written."
     ms: Mapping[str, float] = field(default_factory=dict)
@@ -57,24 +57,26 @@ class Choice:
         return {"call": self.call.as_data(), **told}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Choice:
-        return cls(Call.from_data(data["call"]), data["kernel"], dict(data["ms"]), data["why"], tuple(data["paths"]))
+    def from_data(cls, data: Mapping[str, Any]) -> KernelChoice:
+        return cls(
+            RecordedCall.from_data(data["call"]), data["kernel"], dict(data["ms"]), data["why"], tuple(data["paths"])
+        )
 
 
 def choose(
-    call: Call,
+    call: RecordedCall,
     candidates: Sequence[Candidate],
     device: torch.device,
     times: Times,
     compiled: bool = False,
     module: nn.Module | None = None,
-) -> Choice:
+) -> KernelChoice:
     """Measure one call as written and by every candidate, both compiled where the run is.
 
     A candidate that hands the call back, fails, or computes something else than what it replaces does not count.
     """
     try:
-        trial = Trial(call, device, module)
+        trial = KernelTrial(call, device, module)
         works: dict[str, Work] = {AS_WRITTEN: trial.work(trial.written, compiled)}
         reasons: dict[str, str] = {}
         for candidate in candidates:
@@ -85,20 +87,20 @@ def choose(
             works[candidate.kernel.name] = trial.work(trial.stand_in(candidate, trial.written), compiled)
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if len(works) == 1:
-            return Choice(call, None, why=why)
+            return KernelChoice(call, None, why=why)
         with unaccounted() if compiled else nullcontext():
             timings = times(*works.values())
     except torch.OutOfMemoryError:
-        return Choice(call, None, why="there was no memory left to measure it")
+        return KernelChoice(call, None, why="there was no memory left to measure it")
     ms = {name: timing.median * 1e3 for name, timing in zip(works, timings, strict=True)}
     best = min(ms, key=lambda name: ms[name])
-    return Choice(call, best if ms[best] <= (1 - GAIN) * ms[AS_WRITTEN] else None, ms, why)
+    return KernelChoice(call, best if ms[best] <= (1 - GAIN) * ms[AS_WRITTEN] else None, ms, why)
 
 
-class Trial:
+class KernelTrial:
     """A call with arguments made for it, which anybody can be given."""
 
-    def __init__(self, call: Call, device: torch.device, module: nn.Module | None):
+    def __init__(self, call: RecordedCall, device: torch.device, module: nn.Module | None):
         self.call, self.device, self.module = call, device, module
         self.written: Callable[..., Any] = patch.original(call.target) if module is None else module
         self.args, self.options = call.make(device)
@@ -157,9 +159,9 @@ def _ordinal(place: int) -> str:
     return ("first", "second", "third")[place] if place < 3 else f"{place + 1}th"
 
 
-def _tolerance(kernel: Kernel, call: Call) -> float:
+def _tolerance(kernel: Kernel, call: RecordedCall) -> float:
     """The widest of what the dtypes of a call are held to."""
-    dtypes = [like.dtype for like in call.likes if like.dtype.is_floating_point]
+    dtypes = [like.dtype for like in call.tensors if like.dtype.is_floating_point]
     if call.autocast is not None:
         dtypes.append(call.autocast)
     return max((kernel.tolerance[dtype] for dtype in dtypes if dtype in kernel.tolerance), default=0.0)
@@ -174,7 +176,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(measured, dynamic=False)
 
 
-def _in_autocast(function: Callable[..., Any], call: Call, device: torch.device) -> Callable[..., Any]:
+def _in_autocast(function: Callable[..., Any], call: RecordedCall, device: torch.device) -> Callable[..., Any]:
     """The forward under the autocast that the call was made under."""
     if call.autocast is None:
         return function

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
-from forge_lightning import carried
+from forge_lightning import compatibility
 from forge_lightning.evaluating import Evaluates
-from forge_lightning.logged import EpochMeans
+from forge_lightning.log_calls import EpochMeans
 from forge_lightning.training import Trains
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LightningAdapter(Trains, Evaluates):
                 if trainer.verb == "fit":
                     self._call("on_fit_end")
             for thing in (self.datamodule, self.module):
-                if carried.defines(thing, "teardown"):
+                if compatibility.defines(thing, "teardown"):
                     thing.teardown(trainer.verb)
         finally:
             self._detach()
@@ -91,7 +91,7 @@ class LightningAdapter(Trains, Evaluates):
             self._begin_loader()
         batch = self._handed_on("on_before_batch_transfer", batch)
         for thing in (self.datamodule, self.module):
-            if carried.defines(thing, "transfer_batch_to_device"):
+            if compatibility.defines(thing, "transfer_batch_to_device"):
                 batch = thing.transfer_batch_to_device(batch, step.trainer.env.device, self._loader)
                 break
         else:
@@ -100,7 +100,7 @@ class LightningAdapter(Trains, Evaluates):
 
     def _handed_on(self, method: str, batch: Any) -> Any:
         for thing in (self.datamodule, self.module):
-            if carried.defines(thing, method):
+            if compatibility.defines(thing, method):
                 return getattr(thing, method)(batch, self._loader)
         return batch
 

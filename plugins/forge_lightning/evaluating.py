@@ -12,9 +12,9 @@ from forge.data.windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
-from forge_lightning import carried
-from forge_lightning.answers import Answers
-from forge_lightning.logged import Logged, computed, split
+from forge_lightning import compatibility
+from forge_lightning.log_calls import LogCall, computed, split
+from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ WORDS = {"val": "validation", "test": "test", "predict": "predict"}
 """What Lightning calls the stages, in the names of methods."""
 
 
-class Evaluates(Answers):
+class Evaluates(ModuleMethods):
     """What forge asks of a task in validation, test and predict."""
 
     @hookimpl(wrapper=True)
@@ -71,18 +71,18 @@ class Evaluates(Answers):
         loss, extra = split(output)
         extra |= {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
         taken = {short(call.name, stage) for call in calls}
-        calls += [Logged(n, v, True, False, None, True) for n, v in extra.items() if short(n, stage) not in taken]
+        calls += [LogCall(n, v, True, False, None, True) for n, v in extra.items() if short(n, stage) not in taken]
         return self._count_evaluated(calls)
 
     def _run(self, batch: Any, stage: str) -> Any:
         step, word = self._step, WORDS[stage]
         assert step is not None
         self._call(f"on_{word}_batch_start", batch, step.micro, self._loader)
-        output = carried.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
+        output = compatibility.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
         self._call(f"on_{word}_batch_end", output, batch, step.micro, self._loader)
         return output
 
-    def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
+    def _count_evaluated(self, calls: list[LogCall]) -> dict[str, Any]:
         """Count what was logged in an evaluation. With several loaders, metrics that accumulate are returned: forge
         computes them after each."""
         assert self.stage is not None
@@ -103,14 +103,14 @@ class Evaluates(Answers):
             self._evaluated.add(name, call.value, self._weigh(call))
         return returned
 
-    def _count_metric(self, call: Logged) -> None:
+    def _count_metric(self, call: LogCall) -> None:
         assert self.stage is not None
         assert self._judged is not None
         name = short(call.name, self.stage)
         self._note(call, name)
         self._judged.call(name, call.value)
 
-    def _count_between(self, call: Logged) -> None:
+    def _count_between(self, call: LogCall) -> None:
         """`self.log` in a hook of an evaluation; at its end `callback_metrics` has the value at once."""
         assert self.trainer is not None
         if not is_metric(call.value):
@@ -124,7 +124,7 @@ class Evaluates(Answers):
             values = computed(self._judged, self.trainer.env)
             self.fresh |= {f"{self.stage}/{name}": value for name, value in values.items()}
 
-    def _note(self, call: Logged, name: str) -> None:
+    def _note(self, call: LogCall, name: str) -> None:
         of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # a hook at the end is of none
         index = f"/dataloader_idx_{self._loader}" if of_loader else ""
         self.names[call.name + index] = f"{self.stage}/{name}"

@@ -12,9 +12,9 @@ from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
 from forge.optim.optimizers import Optimizers, drop_gradients
-from forge_lightning import carried, optimizing
-from forge_lightning.answers import Answers
-from forge_lightning.logged import Logged, in_training, is_the_loss, of_this_batch, split
+from forge_lightning import compatibility, optimizer_config
+from forge_lightning.log_calls import LogCall, in_training, is_the_loss, of_this_batch, split
+from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ OTHER_LOSS = "train/train_loss"
 """Where something goes that is logged as the loss and is another value than the one that was returned."""
 
 
-class Trains(Answers):
+class Trains(ModuleMethods):
     """What forge asks of a task in fit."""
 
     def configure_optimizers(self) -> Any:
         where = f"{type(self.module).__name__}.configure_optimizers"
-        optimizer, configs = optimizing.read(self.module.configure_optimizers(), where)
+        optimizer, configs = optimizer_config.read(self.module.configure_optimizers(), where)
         self._schedules = [
-            optimizing.schedule_of(config, where, lambda: self._before, self._stepped) for config in configs
+            optimizer_config.schedule_of(config, where, lambda: self._before, self._stepped) for config in configs
         ]
         return optimizer
 
@@ -43,9 +43,9 @@ class Trains(Answers):
         return optimizers
 
     def _stepped(self, scheduler: Any) -> Any:
-        if not carried.defines(self.module, "lr_scheduler_step"):
+        if not compatibility.defines(self.module, "lr_scheduler_step"):
             return scheduler
-        return optimizing.OwnStep(scheduler, self.module.lr_scheduler_step)
+        return optimizer_config.OwnStep(scheduler, self.module.lr_scheduler_step)
 
     def _begin_batch(self, step: Step) -> None:
         """Lightning's hooks before a batch of training; what is run again has had them."""
@@ -95,7 +95,7 @@ class Trains(Answers):
                 "forge does not do. Set trainer.should_stop, or give the loader fewer batches."
             )
 
-    def _count(self, calls: list[Logged], loss: Tensor) -> None:
+    def _count(self, calls: list[LogCall], loss: Tensor) -> None:
         """Count what a training step logged."""
         for call in calls:
             name = in_training(call.name)
@@ -107,7 +107,7 @@ class Trains(Answers):
                 known = self.names.get(call.name) == OTHER_LOSS  # numbers that were once another's stay apart
                 self._add_as_the_loss(call, not known and is_the_loss(call.value, loss), by_number=True)
 
-    def _add_as_the_loss(self, call: Logged, is_loss: bool, by_number: bool = False) -> None:
+    def _add_as_the_loss(self, call: LogCall, is_loss: bool, by_number: bool = False) -> None:
         """What is logged as the loss is the one that was returned, which forge logs already, or gets its own name."""
         if by_number:  # which one it is may differ from rank to rank, but the names may not
             self._name_alone("train/loss", call._replace(on_step=False))
@@ -118,12 +118,12 @@ class Trains(Answers):
         self._name_step(call, "train/loss")
         self._add_in_training("train/loss", call._replace(on_step=False))
 
-    def _name_step(self, call: Logged, name: str) -> None:
+    def _name_step(self, call: LogCall, name: str) -> None:
         self.names[call.name] = name
         if call.on_epoch:
             self.names[f"{call.name}_step"] = name
 
-    def _name_alone(self, name: str, call: Logged) -> None:
+    def _name_alone(self, name: str, call: LogCall) -> None:
         """Count nothing under a name that other ranks may count something under."""
         assert self.trainer is not None
         if self.trainer.env.world == 1:
@@ -133,7 +133,7 @@ class Trains(Answers):
         if call.on_epoch and self._epoch is not None:
             self._epoch.means.add(f"{name}_epoch", 0.0, 0)
 
-    def _add_in_training(self, name: str, call: Logged) -> None:
+    def _add_in_training(self, name: str, call: LogCall) -> None:
         assert self.trainer is not None
         weight, accumulates = self._weigh(call), is_metric(call.value)
         if call.on_step:

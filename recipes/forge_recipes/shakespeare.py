@@ -46,7 +46,7 @@ def decode(tokens: list[int]) -> str:
     return "".join(ALPHABET[token] for token in tokens)
 
 
-class Attention(nn.Module):
+class CharAttention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -62,13 +62,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class Block(nn.Module):
+class CharBlock(nn.Module):
     """Attention and MLP, each added to what came in."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attention, self.dropout = Attention(width, heads, dropout), nn.Dropout(dropout)
+        self.attention, self.dropout = CharAttention(width, heads, dropout), nn.Dropout(dropout)
         up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down)
 
@@ -97,7 +97,7 @@ class CharGPT(forge.TaskModule):
         self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
         self.tokens, self.positions = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(CharBlock(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:  # what is added to the residual stream is small, by how often that happens

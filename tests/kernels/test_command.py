@@ -148,7 +148,7 @@ def test_a_kernel_that_breaks_its_promise_is_told_and_ends_in_failure(
 # Its parts
 
 
-def rows_of(kernel: Kernel, *against: str) -> list[bench.Row]:
+def rows_of(kernel: Kernel, *against: str) -> list[bench.BenchRow]:
     return list(bench.Bench(torch.device("cpu"), against, quick=True).rows(kernel))
 
 

@@ -17,7 +17,7 @@ from forge import registry
 from forge.errors import KernelError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_kernels import patch as swapping
-from forge_kernels.call_pattern import Call
+from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.timing import Timing
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_plugins.kernels import Kernels
@@ -455,7 +455,7 @@ def test_a_kernel_whose_source_changed_is_measured_again(
 ) -> None:
     install("toy")
     fit_tiny([Kernels()], max_updates=1)
-    monkeypatch.setattr("forge_kernels.registry.version", lambda kernel: "another")
+    monkeypatch.setattr("forge_kernels.discovery.version", lambda kernel: "another")
     fit_tiny([Kernels()], max_updates=1)
     assert clock.measured == 2
 
@@ -612,10 +612,10 @@ def test_torch_compile_looks_into_a_stand_in_that_was_there_before_its_first_use
 def test_a_call_is_the_same_after_it_was_written_down() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        call = Call.of(
+        call = RecordedCall.of(
             RELU, (x, (6,), None, torch.randint(3, 9, (4,))), {"dtype": torch.float16, "eps": 1e-5, "b": [1]}
         )
-    again = Call.from_data(json.loads(json.dumps(call.as_data())))
+    again = RecordedCall.from_data(json.loads(json.dumps(call.as_data())))
     assert again == call
     assert again.autocast == torch.bfloat16
 
@@ -625,7 +625,7 @@ def test_a_call_is_made_anew_with_the_same_shapes_and_strides(view: str) -> None
     x = torch.randn(4, 6)
     tensor = {"t": x.t(), "[:, ::2]": x[:, ::2], "expand": x[:1].expand(5, 6), "[2]": x[2]}[view]
     numbers = torch.randint(3, 9, (100,))
-    (made, whole), _ = Call.of(RELU, (tensor.requires_grad_(), numbers), {}).make(torch.device("cpu"))
+    (made, whole), _ = RecordedCall.of(RELU, (tensor.requires_grad_(), numbers), {}).make(torch.device("cpu"))
     assert (made.shape, made.stride(), made.requires_grad) == (tensor.shape, tensor.stride(), True)
     assert whole.min() >= numbers.min()
     assert whole.max() <= numbers.max()

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from forge.errors import KernelError
 from forge_kernels.contract import falls_back, plain, unusable
 from forge_kernels.ops.clip_adamw import ops, supports, unread
-from forge_kernels.ops.clip_adamw_tables import Lists, Plan, alike, capturing
+from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, alike, capturing
 
 
 class ClipAdamW(AdamW):
@@ -46,7 +46,7 @@ class ClipAdamW(AdamW):
             raise KernelError(f"ClipAdamW: max_norm is {max_norm}; it must be 0 or more, or None to clip nothing.")
         self.max_norm = max_norm
         self.total_norm: Tensor | None = None
-        self._plan: Plan | None = None
+        self._plan: ClipPlan | None = None
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, capturable=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class ClipAdamW(AdamW):
         moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         return Lists(params, grads, *moments), groups
 
-    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[Plan | None, Lists]:
+    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[ClipPlan | None, Lists]:
         """Where everything is, if the kernel can work on it: the plan of the last step, as long as it fits. With it
         the tensors that it is of, to be held until the launches are made: a gradient may be a copy."""
         refused, last = self._refuses(lists, *flags), self._plan
@@ -122,7 +122,7 @@ class ClipAdamW(AdamW):
         refused = refused or supports(*lists, lr=0.0)
         if not falls_back("ClipAdamW", refused):
             lists = alike(lists)
-            self._plan = last if last is not None and last.fits(lists, groups) else Plan(lists, groups)
+            self._plan = last if last is not None and last.fits(lists, groups) else ClipPlan(lists, groups)
         return self._plan, lists
 
     def _refuses(self, lists: Lists, *flags: Tensor | None) -> str | None:

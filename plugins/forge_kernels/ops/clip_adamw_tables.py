@@ -61,7 +61,7 @@ class Lists(NamedTuple):
     steps: Sequence[Tensor]
 
 
-class Table:
+class DeviceTable:
     """Numbers that kernels read."""
 
     def __init__(self, values: Tensor, device: torch.device):
@@ -100,13 +100,13 @@ class Table:
         return self._pinned
 
 
-class Settings:
+class ClipSettings:
     """The numbers of every parameter group on the device; a learning rate that is there already is read there."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._rows: list[tuple[float, ...]] = []
-        self._table: Table | None = None
+        self._table: DeviceTable | None = None
 
     def there(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
         """One (lr, beta1, beta2, eps, weight_decay) per group. Copied only if one of them is not as before."""
@@ -115,7 +115,7 @@ class Settings:
             packed = b"".join(struct.pack("5d3q", *row, 0, 0) for row in plain)
             values = torch.frombuffer(bytearray(packed), dtype=torch.int64)
             if self._table is None or len(plain) != len(self._rows):
-                self._table = Table(values, self._device)
+                self._table = DeviceTable(values, self._device)
             else:
                 self._table.set(values)
             self._rows = plain
@@ -138,7 +138,7 @@ class Kind(NamedTuple):
     aligned: bool
 
 
-class Plan:
+class ClipPlan:
     """Where the tensors of an update are, and which program works on which part of which tensor.
 
     Gradients lie in memory in the order of their parameters (see `alike`).
@@ -168,15 +168,15 @@ class Plan:
         rows = torch.stack([*columns, sizes, _whole(self._groups), counts], 1)[self._order]
 
         self.device, self.tensor_count = device, len(kinds)
-        self.settings = Settings(device)
-        self.tensors = Table(rows, device)
+        self.settings = ClipSettings(device)
+        self.tensors = DeviceTable(rows, device)
         self.chunks, self.launches = self._divide(sizes, kinds)
         self.chunk_count = len(self.chunks.values)
         self.partials = torch.empty(self.chunk_count, dtype=torch.float32, device=device)
         self.rates = torch.empty(len(kinds), COLUMNS, dtype=torch.float32, device=device)
         self.clip = torch.empty(2, dtype=torch.float32, device=device)
 
-    def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[Table, list[tuple[Kind, int, int]]]:
+    def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[DeviceTable, list[tuple[Kind, int, int]]]:
         """For each chunk its row and its number in that tensor; for each launch its kind, first chunk and length."""
         number = (sizes[self._order] + CHUNK - 1) // CHUNK
         ends = number.cumsum(0)
@@ -190,7 +190,7 @@ class Plan:
             if end > begin:
                 launches.append((kinds[i], begin, end - begin))
             begin = end
-        return Table(torch.stack([rows, places], 1).to(torch.int32), self.device), launches
+        return DeviceTable(torch.stack([rows, places], 1).to(torch.int32), self.device), launches
 
     @staticmethod
     def _kept(lists: Lists) -> list[Tensor]:
@@ -269,10 +269,10 @@ def _whole(numbers: Sequence[Any]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-_recent: list[Plan] = []
+_recent: list[ClipPlan] = []
 
 
-def plan_for(lists: Lists) -> Plan | None:
+def plan_for(lists: Lists) -> ClipPlan | None:
     """The plan that was made for these tensors, if it is one of the last few."""
     groups = [0] * len(lists.params)
     for plan in _recent:
@@ -281,8 +281,8 @@ def plan_for(lists: Lists) -> Plan | None:
     return None
 
 
-def new_plan(lists: Lists) -> Plan:
+def new_plan(lists: Lists) -> ClipPlan:
     """A plan for one parameter group, remembered among the last few."""
-    plan = Plan(lists, [0] * len(lists.params))
+    plan = ClipPlan(lists, [0] * len(lists.params))
     _recent[:] = [plan, *_recent[:7]]
     return plan

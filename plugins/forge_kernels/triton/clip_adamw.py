@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forge_kernels.contract import device_of
-from forge_kernels.ops.clip_adamw_tables import CHUNK, Plan
+from forge_kernels.ops.clip_adamw_tables import CHUNK, ClipPlan
 
 # the columns of a tensor's row
 PARAM = tl.constexpr(0)
@@ -205,7 +205,7 @@ def _update(
 
 
 def run(
-    plan: Plan,
+    plan: ClipPlan,
     settings: Sequence[tuple[Any, ...]],
     max_norm: float | None,
     found_inf: Tensor | None = None,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 
 
-class Plan(NamedTuple):
+class RowSplit(NamedTuple):
     """How a row is shared out: `parts` programs, each holding `pieces` blocks of `block` columns."""
 
     parts: int
@@ -16,10 +16,10 @@ class Plan(NamedTuple):
     warps: int
 
 
-def plan(columns: int, itemsize: int) -> Plan:
+def plan(columns: int, itemsize: int) -> RowSplit:
     # 9 loads of 16 bytes are what a thread can hold in 64 registers: 1024 threads then keep 147 KB on a multiprocessor
     lane = 16 // itemsize
     block = min(triton.next_power_of_2(columns), 128 * lane)
     pieces = triton.cdiv(columns, block)
     parts = triton.cdiv(pieces, 9)
-    return Plan(parts, triton.cdiv(pieces, parts), block, warps=max(1, block // (32 * lane)))
+    return RowSplit(parts, triton.cdiv(pieces, parts), block, warps=max(1, block // (32 * lane)))

@@ -14,12 +14,12 @@ import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
 from forge.snapshot.sandbox import without_side_effects
-from forge_kernels import patch, registry
+from forge_kernels import discovery, patch
 from forge_kernels.caching import Cache, default_folder, key_of
-from forge_kernels.call_pattern import Call, pattern_of
+from forge_kernels.call_pattern import RecordedCall, pattern_of
 from forge_kernels.contract import INTERPRETED, Functional
 from forge_kernels.patch import StandIns, SwappedModules
-from forge_kernels.selection import Candidate, Choice, choose
+from forge_kernels.selection import Candidate, KernelChoice, choose
 from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins.kernels.looking import Seen, look
@@ -74,7 +74,7 @@ class Kernels(forge.Plugin):
 
     def __init__(self, *first: str | list[str], **values: Any):
         super().__init__(*first, **values)
-        config, known = self.config, registry.names()
+        config, known = self.config, discovery.names()
         named = [] if config.use in (AUTO, ALL) else as_list(config.use)
         if config.use == []:
             raise RecipeError("kernels.use is an empty list. Name some kernels, or write auto or all.")
@@ -97,7 +97,7 @@ class Kernels(forge.Plugin):
         self._modules = SwappedModules()
         self._looked: list[str | None] = []
         "The optimizers whose first batch was looked at."
-        self._choices: list[Choice] = []
+        self._choices: list[KernelChoice] = []
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Kernels(forge.Plugin):
     def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
         if self.config.use != AUTO or not state["looked"]:
             return
-        choices, before = [Choice.from_data(data) for data in state["choices"]], self._choices
+        choices, before = [KernelChoice.from_data(data) for data in state["choices"]], self._choices
         self._looked, self._choices = list(state["looked"]), choices
         if self._measures and choices != before:  # at a rewind they are what they were
             self._refuse_missing()
@@ -162,11 +162,11 @@ class Kernels(forge.Plugin):
     def _load(self) -> list[Candidate]:
         """The kernels to use, or to choose from, with what they replace. A broken package breaks those who name it."""
         left_out, found = as_list(self.config.leave_out), []
-        for name in self._named or registry.names():
+        for name in self._named or discovery.names():
             if name in left_out:
                 continue
             try:
-                kernel = registry.load(name)
+                kernel = discovery.load(name)
                 for replaces in kernel.replaces:
                     patch.refuse_unknown(replaces.target, name)
             except ForgeError as error:
@@ -215,18 +215,18 @@ class Kernels(forge.Plugin):
         seen = look(step, self._candidates, _compiles(trainer))
         # shares of a batch may differ by a sample, so the first rank measures what any of them calls
         everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
-        others = (Call.from_data(data) for there in everywhere for data in there)
+        others = (RecordedCall.from_data(data) for there in everywhere for data in there)
         calls = {**{call.kind: call for call in others}, **seen.calls}
         with trainer.env.no_timeout():
             made = trainer.env.from_first(lambda: self._measure(trainer, list(calls.values()), seen))
-        choices = [Choice.from_data(data) for data in made["choices"]]
+        choices = [KernelChoice.from_data(data) for data in made["choices"]]
         known = {choice.call.kind for choice in self._choices}
         self._choices += [choice for choice in choices if choice.call.kind not in known]
         self._apply(trainer)
         if trainer.env.is_main:
             self._tell(trainer, choices, seen, made["measured"])
 
-    def _measure(self, trainer: forge.Run, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
+    def _measure(self, trainer: forge.Run, calls: Sequence[RecordedCall], seen: Seen) -> dict[str, Any]:
         """On the first rank: what is known already from disk, the rest by measuring."""
         device, compiled = trainer.env.device, _compiles(trainer)
         cache = Cache(self._folder())
@@ -276,7 +276,7 @@ class Kernels(forge.Plugin):
         patch.settle_names()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
-    def _tell(self, trainer: forge.Run, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
+    def _tell(self, trainer: forge.Run, choices: Sequence[KernelChoice], seen: Seen, measured: int) -> None:
         if not choices:
             logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
             return

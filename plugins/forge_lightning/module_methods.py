@@ -11,42 +11,42 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
-from forge_lightning import carried
-from forge_lightning.logged import Logged, computed, in_training, logged, refuse_on_one_rank
-from forge_lightning.wrapping import Wrapped
+from forge_lightning import compatibility
+from forge_lightning.log_calls import LogCall, computed, in_training, parse_log, refuse_on_one_rank
+from forge_lightning.module_task import ModuleTask
 
 
-class Answers(Wrapped):
+class ModuleMethods(ModuleTask):
     """forge's answers in place of Lightning's."""
 
-    def _listening(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Logged]]:
+    def _listening(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[LogCall]]:
         """Call a step; what it returned, and what it logged meanwhile."""
         self._calls, self._weight = [], weight
         try:
-            return carried.call(function, *arguments), self._calls
+            return compatibility.call(function, *arguments), self._calls
         finally:
             self._calls = None
 
-    def _weigh(self, call: Logged) -> Any:
+    def _weigh(self, call: LogCall) -> Any:
         """What a logged value weighs: the batch_size it was logged with, else the batch's; a borrowed one nothing."""
         return call.weight if call.weight is not None and self._weight else self._weight
 
-    def _add_in_training(self, name: str, call: Logged) -> None:
+    def _add_in_training(self, name: str, call: LogCall) -> None:
         raise NotImplementedError
 
-    def _count_between(self, call: Logged) -> None:
+    def _count_between(self, call: LogCall) -> None:
         raise NotImplementedError
 
-    def _answer_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
+    def _module_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
         who = type(self.module).__name__
         if self.trainer is None:
             return  # as in Lightning: steps can be called by hand
         if hasattr(value, "compute_groups"):
             members = value.items(keep_base=False, copy_state=False)
             options["rank_zero_only"] = rank_zero_only
-            self._answer_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
+            self._module_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
             return
-        call = logged(who, name, value, *args, **options)
+        call = parse_log(who, name, value, *args, **options)
         if rank_zero_only:
             refuse_on_one_rank(who, name, self.trainer.env.world)
         if self._calls is not None:
@@ -56,7 +56,7 @@ class Answers(Wrapped):
         else:
             self._log_between(call)
 
-    def _log_between(self, call: Logged) -> None:
+    def _log_between(self, call: LogCall) -> None:
         """`self.log` in a hook rather than in a step."""
         if self.stage is not None:
             self._count_between(call)
@@ -73,21 +73,21 @@ class Answers(Wrapped):
         else:
             self._add_in_training(in_training(call.name), call)
 
-    def _answer_log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+    def _module_log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         several = hasattr(dictionary, "compute_groups")
         items = dictionary.items(keep_base=False, copy_state=False) if several else dictionary.items()
         for name, value in items:
-            self._answer_log(name, value, *args, **options)
+            self._module_log(name, value, *args, **options)
 
-    def _answer_optimizers(self, use_pl_optimizer: bool = True) -> Any:
+    def _module_optimizers(self, use_pl_optimizer: bool = True) -> Any:
         assert self.trainer is not None
         return self.trainer.optimizers[None]
 
-    def _answer_lr_schedulers(self) -> Any:
+    def _module_lr_schedulers(self) -> Any:
         schedulers = [getattr(item.schedule, "scheduler", item.schedule) for item in self._schedules]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
-    def _answer_clip_gradients(
+    def _module_clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if not gradient_clip_val:
@@ -98,7 +98,7 @@ class Answers(Wrapped):
         else:
             nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
 
-    def _answer_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def _module_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         assert self.trainer is not None
         env = self.trainer.env
         if sync_grads and env.world > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
 
 
-class Logged(NamedTuple):
+class LogCall(NamedTuple):
     """One call of `self.log`."""
 
     name: str
@@ -31,7 +31,7 @@ class Logged(NamedTuple):
     add_dataloader_idx: bool
 
 
-def logged(
+def parse_log(
     who: str,
     name: str,
     value: Any,
@@ -47,14 +47,14 @@ def logged(
     batch_size: int | None = None,
     metric_attribute: str | None = None,
     rank_zero_only: bool = False,
-) -> Logged:
+) -> LogCall:
     """The arguments of `self.log` as forge needs them.
 
     Every sink gets every value, and on several ranks a value is always the mean over all of them, so that prog_bar,
     logger, sync_dist and its group, enable_graph and metric_attribute have nothing to say.
     """
     if is_metric(value):
-        return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+        return LogCall(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TaskError(f"{who}: self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log its .mean().")
     if not isinstance(value, (Tensor, Real)):
@@ -65,7 +65,7 @@ def logged(
             "(MaxMetric, MinMetric, SumMetric), update it, and log the object."
         )
     value = value.detach() if isinstance(value, Tensor) else float(value)
-    return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+    return LogCall(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
 
 
 def refuse_on_one_rank(who: str, name: str, world: int) -> None:

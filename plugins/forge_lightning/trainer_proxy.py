@@ -17,14 +17,14 @@ from forge.metrics.media import Text
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-    from forge_lightning.wrapping import Wrapped
+    from forge_lightning.module_task import ModuleTask
 
 
-class NotHere(TaskError, AttributeError):
+class MissingAttribute(TaskError, AttributeError):
     """Something of Lightning's that forge does not have."""
 
 
-class StandIn:
+class TrainerProxy:
     """Lightning's Trainer as far as modules ask for it."""
 
     barebones = sanity_checking = fast_dev_run = False
@@ -32,13 +32,13 @@ class StandIn:
     callbacks: tuple[Any, ...] = ()
     num_sanity_val_steps = 0
 
-    def __init__(self, adapter: Wrapped):
+    def __init__(self, adapter: ModuleTask):
         self._adapter = adapter
-        self.logger = LoggerStandIn(adapter)
+        self.logger = LoggerProxy(adapter)
         self.loggers = [self.logger]
 
     def __getattr__(self, name: str) -> Any:
-        raise NotHere(
+        raise MissingAttribute(
             f"self.trainer.{name}: forge runs this LightningModule, and its Trainer has no {name}. It has "
             f"{', '.join(sorted(n for n in dir(type(self)) if not n.startswith('_')))}; forge's own Trainer is "
             "self.trainer.forge."
@@ -199,14 +199,14 @@ class StandIn:
         return self.forge.given_loaders.get("val")
 
 
-class LoggerStandIn:
+class LoggerProxy:
     """`self.logger`: numbers go to every sink of the run."""
 
-    def __init__(self, adapter: Wrapped):
+    def __init__(self, adapter: ModuleTask):
         self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
-        raise NotHere(
+        raise MissingAttribute(
             f"self.logger.{name}: forge runs this LightningModule, and has sinks in its stack instead of a logger. "
             "self.log and self.logger.log_metrics reach them all; a picture goes through "
             "self.trainer.forge.publish({name: forge.Image(...)})."

@@ -17,17 +17,17 @@ from forge.errors import DataError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
 from forge.optim.optimizers import Schedule
-from forge_lightning import carried
-from forge_lightning.logged import EpochMeans, Logged
-from forge_lightning.standing_in import StandIn
+from forge_lightning import compatibility
+from forge_lightning.log_calls import EpochMeans, LogCall
+from forge_lightning.trainer_proxy import TrainerProxy
 
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Where torch keeps what a module consists of."""
-SHADOWED = ("log", "log_dict", "optimizers", "lr_schedulers", "clip_gradients", "all_gather")
+REPLACED = ("log", "log_dict", "optimizers", "lr_schedulers", "clip_gradients", "all_gather")
 """Methods of a LightningModule that forge answers while it runs it."""
 
 
-class Wrapped(TaskModule):
+class ModuleTask(TaskModule):
     """To whoever looks at its parameters and layers, this task *is* the module."""
 
     module: Any
@@ -37,7 +37,7 @@ class Wrapped(TaskModule):
 
     def __init__(self, module: Any, datamodule: Any = None):
         super().__init__()
-        carried.check(module)
+        compatibility.check(module)
         for registry in REGISTRIES:
             vars(self)[registry] = vars(module)[registry]
         vars(self).update(module=module, datamodule=datamodule)  # torch must not register it
@@ -51,7 +51,7 @@ class Wrapped(TaskModule):
             ("forge_inspect_grads", "on_before_optimizer_step"),
             ("forge_edit_grads", "configure_gradient_clipping"),
         ):
-            if not carried.defines(module, method):
+            if not compatibility.defines(module, method):
                 vars(self)[hook] = None  # nobody pays for what nobody uses
 
     def _forget(self) -> None:
@@ -74,7 +74,7 @@ class Wrapped(TaskModule):
         self._done = self._before = 0
         "Batches of this epoch that are done, and that were before the last update."
         self._open: tuple[Any, Any, int] | None = None
-        self._calls: list[Logged] | None = None
+        self._calls: list[LogCall] | None = None
         self._weight: int | Tensor = 1
         self._all_none = False
         self._mark: Any = None
@@ -132,8 +132,8 @@ class Wrapped(TaskModule):
 
     def _made(self, method: str, stage: str) -> Any:
         self._set_up(stage)
-        source = self.datamodule if carried.defines(self.datamodule, method) else self.module
-        if not carried.defines(source, method):
+        source = self.datamodule if compatibility.defines(self.datamodule, method) else self.module
+        if not compatibility.defines(source, method):
             raise DataError(f"{self._source(method)} defines no {method}; pass the Trainer a loader.")
         with self._attached():
             loader = getattr(source, method)()
@@ -142,7 +142,7 @@ class Wrapped(TaskModule):
         return loader
 
     def _source(self, method: str) -> str:
-        return type(self.datamodule if carried.defines(self.datamodule, method) else self.module).__name__
+        return type(self.datamodule if compatibility.defines(self.datamodule, method) else self.module).__name__
 
     def _set_up(self, stage: str) -> None:
         """prepare_data and setup of the datamodule and the module, then configure_model; once per run and stage."""
@@ -150,13 +150,13 @@ class Wrapped(TaskModule):
             return
         with self._attached():
             for thing in (self.datamodule, self.module):
-                if carried.defines(thing, "prepare_data"):
+                if compatibility.defines(thing, "prepare_data"):
                     with _one_process_at_a_time(thing):
                         thing.prepare_data()
             for thing in (self.datamodule, self.module):
-                if carried.defines(thing, "setup"):
+                if compatibility.defines(thing, "setup"):
                     thing.setup(stage)
-            if carried.defines(self.module, "configure_model"):
+            if compatibility.defines(self.module, "configure_model"):
                 self.module.configure_model()
         self._ready.add(stage)
 
@@ -165,7 +165,7 @@ class Wrapped(TaskModule):
     @contextmanager
     def _attached(self) -> Iterator[None]:
         """The module with a Trainer and forge's answers, for a call outside of a run."""
-        before = any(name in vars(self.module) for name in SHADOWED)
+        before = any(name in vars(self.module) for name in REPLACED)
         self._attach()
         try:
             yield
@@ -174,25 +174,25 @@ class Wrapped(TaskModule):
                 self._detach()
 
     def _attach(self) -> None:
-        self.module.trainer = StandIn(self)
+        self.module.trainer = TrainerProxy(self)
         if self.datamodule is not None:
             self.datamodule.trainer = self.module.trainer
-        for name in SHADOWED:
-            vars(self.module)[name] = getattr(self, f"_answer_{name}")
+        for name in REPLACED:
+            vars(self.module)[name] = getattr(self, f"_module_{name}")
 
     def _detach(self) -> None:
         self.module.trainer = None
         if self.datamodule is not None:
             self.datamodule.trainer = None
-        for name in SHADOWED:
+        for name in REPLACED:
             vars(self.module).pop(name, None)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a hook of the module, where it has one."""
-        return carried.call(getattr(self.module, method), *arguments) if carried.defines(self.module, method) else None
+        return compatibility.call(getattr(self.module, method), *arguments) if self._defines(method) else None
 
     def _defines(self, method: str) -> bool:
-        return carried.defines(self.module, method)
+        return compatibility.defines(self.module, method)
 
 
 @contextmanager
