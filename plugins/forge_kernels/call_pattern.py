@@ -1,7 +1,7 @@
 """RecordedCall: one call of a function, with shapes, strides and dtypes of tensors and other arguments by value.
 
-It can be compared with another call, inside of torch.compile too, written down as plain data, and made anew with random
-numbers to be measured.
+It can be matched against another call (also inside torch.compile), serialized, and reproduced with random numbers for
+measuring.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TENSOR, VALUE, DTYPE = "tensor", "value", "dtype"
 
 
 class Unrecordable(Exception):
-    """An argument that cannot be written down: such a call is left alone."""
+    """An argument cannot be recorded; its call is not replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a tensor."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorSpec:
     "Whether it requires a gradient."
     low: int = 0
     high: int = 0
-    "The range of whole numbers, to draw others from."
+    "Range of an integer tensor, to draw random values from."
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -47,7 +47,7 @@ class TensorSpec:
         return cls(shape, stride, tensor.dtype, tensor.requires_grad, low, high)
 
     def make(self, device: torch.device) -> Tensor:
-        """A new tensor like it, with random numbers."""
+        """Return a new tensor of this spec with random values."""
         sizes = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -73,13 +73,13 @@ class RecordedCall:
     args: tuple[Argument, ...]
     options: tuple[tuple[str, Argument], ...] = ()
     autocast: torch.dtype | None = None
-    "The dtype of the autocast that it was made under."
+    "The autocast dtype during the call."
     module: str = ""
-    "Where a module is called: what it is, as torch prints it."
+    "The called module's repr; empty for a function."
 
     @classmethod
     def of(cls, target: str, args: Sequence[Any], options: Mapping[str, Any], module: str = "") -> RecordedCall:
-        """How a call looks now; Unrecordable where it cannot be written down."""
+        """Record a call; raise Unrecordable if an argument cannot be recorded."""
         tensors = [value for value in [*args, *options.values()] if isinstance(value, Tensor)]
         kind = tensors[0].device.type if tensors else "cpu"
         if any(tensor.device.type != kind for tensor in tensors):
@@ -90,7 +90,7 @@ class RecordedCall:
 
     @property
     def kind(self) -> RecordedCall:
-        """The call without the values of its whole numbers: equal for calls that are measured alike."""
+        """The call without ranges of integers: equal for calls that share a measurement."""
         return replace(
             self,
             args=tuple(map(_without_range, self.args)),
@@ -98,18 +98,18 @@ class RecordedCall:
         )
 
     def make(self, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments like these, with random numbers."""
+        """Return arguments of the same specs with random values."""
         args = [_made(value, device) for value in self.args]
         return args, {name: _made(value, device) for name, value in self.options}
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """The tensors among the arguments."""
+        """Specs of the tensors among the arguments."""
         values = [*self.args, *(value for _, value in self.options)]
         return [value for value in values if isinstance(value, TensorSpec)]
 
     def as_data(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the call as plain data, for JSON."""
         return {
             "target": self.target,
             "args": [_as_data(value) for value in self.args],
@@ -134,20 +134,20 @@ class RecordedCall:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Is a call like a known one? Traced by torch.compile, so it is made of plain tuples and functions.
+# Matching. torch.compile traces this, so it uses plain tuples and functions only.
 
 Pattern = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""Positional arguments and named ones: (shape, dtype, stride, or None where it is contiguous) for a tensor."""
+"""Positional and named arguments; a tensor is (shape, dtype, stride), with stride None if contiguous."""
 
 
 def pattern_of(call: RecordedCall) -> Pattern:
-    """What `fits` compares with."""
+    """Return the pattern that `fits` compares a call with."""
     named = tuple((name, _pattern(value)) for name, value in call.options)
     return tuple(_pattern(value) for value in call.args), named
 
 
 def fits(known: Pattern, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a call looks like a known one. Gradients are not looked at: evaluation runs what training runs."""
+    """Whether a call matches a pattern. requires_grad is ignored: evaluation uses the kernels of training."""
     positional, named = known
     if len(args) != len(positional) or len(options) != len(named):
         return False

@@ -170,7 +170,7 @@ def test_a_module_with_other_parameters_is_refused(install: Any) -> None:
     install("toy_strange")
     task = TinyTask()
     first = net(task)[0]
-    with pytest.raises(KernelError, match=r"'toy_strange' would put a Stranger in the place of net.0, but with other"):
+    with pytest.raises(KernelError, match=r"'toy_strange' would replace net.0 by a Stranger with other"):
         fit_tiny([Kernels("toy_strange")], task=task)
     assert net(task)[0] is first
 

@@ -38,8 +38,8 @@ def clip_adamw(
     """Clip gradients by their global norm as `torch.nn.utils.clip_grad_norm_` does, update parameters and moments in
     place as `torch.optim.AdamW(fused=True)` does, and return the norm before clipping.
 
-    `step` counts the updates made so far, in float32: one tensor for all, or one for each; it is counted on here.
-    Gradients are not changed. Where `found_inf` is 1 nothing is, as in torch's fused optimizers. `lr`, `step` and
+    `step` counts the updates so far, in float32: one tensor for all parameters or one for each; it is incremented here.
+    Gradients are not changed. If `found_inf` is 1 nothing is changed, as in torch's fused optimizers. `lr`, `step` and
     `found_inf` stay on the device, so that a CUDA graph can capture the call. max_norm=None clips nothing.
     """
     _check_numbers(lr, betas, eps, weight_decay, max_norm)
@@ -78,7 +78,7 @@ def _clip_adamw(
         _check(params, grads, exp_avgs, exp_avg_sqs, steps)
         if falls_back("clip_adamw", supports(*lists, **options)):
             return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
-        lists = alike(lists)  # held until the launches are made
+        lists = alike(lists)  # kept alive until the launches are queued
         plan = plan_for(lists) or new_plan(lists)
     elif falls_back("clip_adamw", unread(params[0].device, rate, found_inf)):
         return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
@@ -151,7 +151,7 @@ def clip_adamw_reference(
 
 
 def total_norm(tensors: Tensors) -> Tensor:
-    """The norm of all entries, in float32 or wider."""
+    """Return the norm of all entries, in float32 or wider."""
     if not tensors:
         return _nothing()
     wide = _wide(tensors)
@@ -170,14 +170,15 @@ def supports(
     **options: Any,
 ) -> str | None:
     if not params:
-        return "there is nothing to update"
+        return "no parameters were given"
     steps = [step] if isinstance(step, Tensor) else step
     tensors = [*params, *grads, *exp_avgs, *exp_avg_sqs]
     if not plain():
-        return "functorch or forward-mode differentiation is at work"
+        return "it supports neither torch.func nor forward-mode differentiation"
     odd = [t for t in (*tensors, *steps) if type(t) not in PLAIN or t.layout is not torch.strided]
     if odd:
-        return f"it has no {type(odd[0]).__name__}" if type(odd[0]) is not Tensor else "it has no sparse tensors"
+        name = "sparse tensors" if type(odd[0]) is Tensor else type(odd[0]).__name__
+        return f"it does not support {name}"
     if reason := unusable(*tensors):
         return reason
     device = params[0].device
@@ -186,16 +187,16 @@ def supports(
     if any(t.dtype != torch.float32 for t in steps):
         return "a step counter is not float32"
     if any(m.dtype != v.dtype for m, v in zip(exp_avgs, exp_avg_sqs, strict=True)):
-        return "the two moments have two dtypes"
+        return "the two moments differ in dtype"
     for param, *moments in zip(params, exp_avgs, exp_avg_sqs, strict=True):
         if not _dense(param) or any(order_in_memory(m) != order_in_memory(param) for m in moments):
-            return "a parameter has gaps in memory, or lies there in another order than its moments"
+            return "a parameter has gaps in memory, or another memory order than its moments"
     return unread(device, lr, found_inf)
 
 
 def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **options: Any) -> Cost:
-    # gradients twice, since the norm of all must be known before the first is used and no cache holds them meanwhile;
-    # parameters and both moments read and written
+    # gradients are read twice, since the global norm comes before the first update and no cache holds them meanwhile;
+    # parameters and both moments are read and written
     sizes = [
         p.numel() * (2 * g.itemsize + 2 * p.itemsize + 4 * m.itemsize)
         for p, g, m in zip(params, grads, exp_avgs, strict=True)
@@ -204,7 +205,7 @@ def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **opt
 
 
 def unread(device: torch.device, lr: float | Tensor, *flags: Tensor | None) -> str | None:
-    """Why the kernel could not read the learning rate and the flags."""
+    """Return why the kernel cannot read the learning rate or the flags, or None."""
     if isinstance(lr, Tensor) and lr.device.type != "cpu" and (lr.device != device or lr.dtype != torch.float32):
         return "the learning rate is a tensor on another device, or not float32"
     if any(flag is not None and flag.device != device for flag in flags):
@@ -251,9 +252,9 @@ def _check_numbers(
 ) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise KernelError(f"forge.kernels.clip_adamw: betas are {betas}; each must be at least 0 and below 1.")
-    rate = 0.0 if isinstance(lr, Tensor) else lr  # a tensor is not read by the host
+    rate = 0.0 if isinstance(lr, Tensor) else lr  # reading a tensor would synchronize
     for name, value in (("lr", rate), ("eps", eps), ("weight_decay", weight_decay), ("max_norm", max_norm)):
-        if value is not None and not value >= 0:  # NaN is not either
+        if value is not None and not value >= 0:  # also refuses NaN
             raise KernelError(f"forge.kernels.clip_adamw: {name} is {value}; it must be 0 or more.")
 
 
@@ -270,12 +271,12 @@ def _log(beta: float) -> float:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps: then, and only then, torch gives a new tensor the same strides."""
+    """Whether a tensor has no gaps or overlaps: only then does torch give a new tensor the same strides."""
     return not tensor.numel() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _make(layers: int, width: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The tensors of a GPT with tied embeddings."""
+    """Make the tensors of a GPT with tied embeddings."""
     block = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     shapes = [(vocabulary, width), (1024, width), *block * layers, (width,), (width,)]

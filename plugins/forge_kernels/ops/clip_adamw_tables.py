@@ -1,24 +1,23 @@
-"""Tables on the device from which clip_adamw's kernels learn where tensors are, who works on what, and with which
-numbers. Nothing here waits for the device.
+"""Device tables for clip_adamw's kernels: addresses of tensors, assignment of chunks to programs, and settings.
+Nothing here waits for the device.
 
 A table is in one of two states:
 
-- **set**: its values are known to the host alone, and memory on the device has yet to get them;
-- **written**: they were copied to the device, in the order of its work. Whatever is given to the device from then on
-  may read them there, a graph that is captured later included. That memory is never written again.
+- **set**: only the host has the values; they are not on the device yet;
+- **written**: they were copied to the device, in stream order. All later work may read them there, including graphs
+  captured later. That memory is never written again.
 
-    | what happens         | set                                                     | written               |
+    | event                | set                                                     | written               |
     |----------------------|---------------------------------------------------------|-----------------------|
-    | an eager step        | copies into new memory; written from now on             | reads them            |
-    | a step in a capture  | records a copy into new memory of its own; **stays set**| reads them            |
-    | other values are set | stays set                                               | set; memory let go of |
+    | an eager step        | copies into new memory; becomes written                 | reads it              |
+    | a step in a capture  | records a copy into new memory of its own; **stays set**| reads it              |
+    | other values are set | stays set                                               | set; memory released  |
 
-A capture only records the copy: that memory holds the values once its own graph has been replayed, which may come after
-the next eager step, after another graph, or never, if the capture fails. So nobody but the graph knows of it, and the
-next step copies again. Memory that a graph reads, written or recorded, is kept for good, as a graph cannot say how long
-it lives. So a graph goes on with the addresses and numbers of its capture, whatever eager steps and other graphs use
-between its replays. What may change from replay to replay is a tensor: a learning rate on the device is in the
-table by its address.
+A capture only records the copy: its memory holds the values once its own graph has been replayed, which may be after
+the next eager step, after another graph, or never, if the capture fails. So only that graph uses it, and the next step
+copies again. Memory that a graph reads, written or recorded, is kept forever, since the lifetime of a graph is unknown.
+So a graph keeps the addresses and numbers of its capture, whatever eager steps and other graphs use between its
+replays. Only tensors may change from replay to replay: a learning rate on the device is in the table by its address.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ import torch
 from torch import Tensor
 
 CHUNK = 8192
-"Entries of one tensor that one program works on."
+"Entries of one tensor per program."
 COLUMNS = 8
 GRAD = 1
 
 _captured: list[Any] = []
-"""What graphs read."""
+"""Memory that captured graphs read, kept forever."""
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is done now on this device, which must be the current one."""
+    """Whether a CUDA graph is being captured on this device, which must be the current one."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def copied(values: Tensor, device: torch.device) -> Tensor:
-    """These on the device, in the order of its work."""
+    """Copy values to the device, in stream order."""
     return values.to(device, non_blocking=True)
 
 
 class Lists(NamedTuple):
-    """The tensors of an update: the same number of each."""
+    """The tensors of an update, one of each per parameter."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -62,7 +61,7 @@ class Lists(NamedTuple):
 
 
 class DeviceTable:
-    """Numbers that kernels read."""
+    """Numbers on the device that kernels read; see the states above."""
 
     def __init__(self, values: Tensor, device: torch.device):
         self._device = device
@@ -70,13 +69,13 @@ class DeviceTable:
         self.set(values)
 
     def set(self, values: Tensor) -> None:
-        """Put these in the place of the old ones; they go to the device when they are next read there."""
+        """Replace the values; they are copied to the device at the next read."""
         self.values = values
         self._pinned: Tensor | None = None
         self._written: Tensor | None = None
 
     def there(self, recorded: bool) -> Tensor:
-        """The values on the device, for work that is given to it now, or recorded by a capture."""
+        """Return the values on the device, for work that is queued now, or recorded by a capture."""
         there = self._written
         if there is None:
             there = copied(self._here(recorded), self._device)
@@ -87,7 +86,7 @@ class DeviceTable:
         return there
 
     def _here(self, recorded: bool) -> Tensor:
-        """The values in memory that the device copies from; for a capture some is in reserve: it should pin nothing."""
+        """Return the values in pinned memory; a capture, which must not pin memory, uses the reserve."""
         if self._device.type == "cpu":
             return self.values
         if not recorded and self._reserve is None:
@@ -101,7 +100,7 @@ class DeviceTable:
 
 
 class ClipSettings:
-    """The numbers of every parameter group on the device; a learning rate that is there already is read there."""
+    """The settings of every parameter group on the device; a learning rate on the device is read by address."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -109,7 +108,7 @@ class ClipSettings:
         self._table: DeviceTable | None = None
 
     def there(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
-        """One (lr, beta1, beta2, eps, weight_decay) per group. Copied only if one of them is not as before."""
+        """Return a row (lr, beta1, beta2, eps, weight_decay) per group, copied only if a value changed."""
         plain = [self._plain(*row) for row in rows]
         if self._table is None or plain != self._rows:
             packed = b"".join(struct.pack("5d3q", *row, 0, 0) for row in plain)
@@ -130,7 +129,7 @@ class ClipSettings:
 
 
 class Kind(NamedTuple):
-    """What one launch can serve together: dtypes, and whether all addresses are divisible by 16."""
+    """Properties that all tensors of one launch share: dtypes, and whether addresses are divisible by 16."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -139,9 +138,9 @@ class Kind(NamedTuple):
 
 
 class ClipPlan:
-    """Where the tensors of an update are, and which program works on which part of which tensor.
+    """The addresses of an update's tensors, and the assignment of their chunks to programs.
 
-    Gradients lie in memory in the order of their parameters (see `alike`).
+    Gradients have the memory order of their parameters (see `alike`).
     """
 
     def __init__(self, lists: Lists, groups: Sequence[int]):
@@ -177,7 +176,7 @@ class ClipPlan:
         self.clip = torch.empty(2, dtype=torch.float32, device=device)
 
     def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[DeviceTable, list[tuple[Kind, int, int]]]:
-        """For each chunk its row and its number in that tensor; for each launch its kind, first chunk and length."""
+        """Return each chunk's row and number in its tensor, and each launch's kind, first chunk and length."""
         number = (sizes[self._order] + CHUNK - 1) // CHUNK
         ends = number.cumsum(0)
         rows = torch.repeat_interleave(torch.arange(len(kinds), device="cpu"), number)
@@ -194,11 +193,11 @@ class ClipPlan:
 
     @staticmethod
     def _kept(lists: Lists) -> list[Tensor]:
-        """Those that are the same from update to update."""
+        """Return the tensors that stay the same from update to update."""
         return [*lists.params, *lists.exp_avgs, *lists.exp_avg_sqs, *lists.steps]
 
     def fits(self, lists: Lists, groups: Sequence[int]) -> bool:
-        """Whether these are the tensors of this plan, where they were; gradients may have moved, and are followed."""
+        """Whether this plan is for these tensors at their addresses; the plan is updated if only gradients moved."""
         kept = self._kept(lists)
         if (
             len(kept) != len(self._refs)
@@ -230,7 +229,7 @@ class ClipPlan:
         return True
 
     def tables(self, settings: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-        """On the device, for the launches that follow: tensors, chunks, groups with these settings."""
+        """Return the device tables for the next launches: tensors, chunks, and groups with these settings."""
         recorded = capturing(self.device)
         if recorded:
             _captured.append((self.partials, self.rates, self.clip))
@@ -238,17 +237,17 @@ class ClipPlan:
 
 
 def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
-    """What decides which entry follows which in memory; nothing does where there are none."""
+    """Return sizes and strides that determine the order of entries in memory; empty for an empty tensor."""
     if not tensor.numel():
         return []
     return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
 def alike(lists: Lists) -> Lists:
-    """The same, with copies of gradients that lie in another order in memory than their parameters.
+    """Replace gradients whose memory order differs from their parameters' by copies.
 
-    A copy is of this step alone. It may be let go of once the step is launched, in a capture too: torch gives its
-    memory to nobody whose work does not come later.
+    A copy belongs to one step. It may be released once the step is launched, also in a capture: torch reuses its memory
+    only for work that is queued later.
     """
     pairs = zip(lists.params, lists.grads, strict=True)
     grads = [
@@ -265,7 +264,7 @@ def _like(grad: Tensor) -> tuple[Any, ...]:
 
 
 def _whole(numbers: Sequence[Any]) -> Tensor:
-    """In host memory, whatever torch's defaults are."""
+    """Make an int64 tensor in host memory, regardless of torch's default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -273,7 +272,7 @@ _recent: list[ClipPlan] = []
 
 
 def plan_for(lists: Lists) -> ClipPlan | None:
-    """The plan that was made for these tensors, if it is one of the last few."""
+    """Return a recent plan that fits these tensors, if any."""
     groups = [0] * len(lists.params)
     for plan in _recent:
         if plan.fits(lists, groups):
@@ -282,7 +281,7 @@ def plan_for(lists: Lists) -> ClipPlan | None:
 
 
 def new_plan(lists: Lists) -> ClipPlan:
-    """A plan for one parameter group, remembered among the last few."""
+    """Make a plan for one parameter group, and keep it among the recent ones."""
     plan = ClipPlan(lists, [0] * len(lists.params))
     _recent[:] = [plan, *_recent[:7]]
     return plan

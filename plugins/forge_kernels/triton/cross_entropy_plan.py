@@ -1,4 +1,4 @@
-"""How a row of logits is shared out among programs."""
+"""The split of a row of logits among programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 
 
 class RowSplit(NamedTuple):
-    """How a row is shared out: `parts` programs, each holding `pieces` blocks of `block` columns."""
+    """A split of a row among `parts` programs, each holding `pieces` blocks of `block` columns."""
 
     parts: int
     pieces: int
@@ -17,7 +17,7 @@ class RowSplit(NamedTuple):
 
 
 def plan(columns: int, itemsize: int) -> RowSplit:
-    # 9 loads of 16 bytes are what a thread can hold in 64 registers: 1024 threads then keep 147 KB on a multiprocessor
+    # a thread can hold 9 loads of 16 bytes in 64 registers: 1024 threads then keep 147 KB on a multiprocessor
     lane = 16 // itemsize
     block = min(triton.next_power_of_2(columns), 128 * lane)
     pieces = triton.cdiv(columns, block)
