@@ -1,4 +1,4 @@
-"""forge as a contender: with an empty stack, and with the recipe `default` that a user gets."""
+"""forge as a contender: with an empty stack, and with the recipe `default`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--interpret", action="store_true", help="bench: in Triton's interpreter, on a CPU; it times nothing real"
     )
-    parser.add_argument("--json", action="store_true", help="bench: print one JSON object a line instead")
+    parser.add_argument("--json", action="store_true", help="bench: print one JSON object per line instead")
     return parser
 
 

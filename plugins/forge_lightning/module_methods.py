@@ -1,4 +1,4 @@
-"""What a LightningModule asks for while it runs: `self.log`, `self.optimizers()`, `self.all_gather`."""
+"""forge's implementations of LightningModule methods: `self.log`, `self.optimizers()`, `self.all_gather`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forge_lightning.module_task import ModuleTask
 
 
 class ModuleMethods(ModuleTask):
-    """forge's answers in place of Lightning's."""
+    """Methods that replace the module's own during a run."""
 
-    def _listening(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[LogCall]]:
-        """Call a step; what it returned, and what it logged meanwhile."""
+    def _run_and_collect(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[LogCall]]:
+        """Call a step; return its output and the calls of `self.log` in it."""
         self._calls, self._weight = [], weight
         try:
             return compatibility.call(function, *arguments), self._calls
@@ -28,7 +28,7 @@ class ModuleMethods(ModuleTask):
             self._calls = None
 
     def _weigh(self, call: LogCall) -> Any:
-        """What a logged value weighs: the batch_size it was logged with, else the batch's; a borrowed one nothing."""
+        """Return the weight of a logged value: its batch_size, else the batch's size; 0 for a padding batch."""
         return call.weight if call.weight is not None and self._weight else self._weight
 
     def _add_in_training(self, name: str, call: LogCall) -> None:
@@ -40,7 +40,7 @@ class ModuleMethods(ModuleTask):
     def _module_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
         who = type(self.module).__name__
         if self.trainer is None:
-            return  # as in Lightning: steps can be called by hand
+            return  # as in Lightning: steps can be called outside a run
         if hasattr(value, "compute_groups"):
             members = value.items(keep_base=False, copy_state=False)
             options["rank_zero_only"] = rank_zero_only
@@ -52,17 +52,17 @@ class ModuleMethods(ModuleTask):
         if self._calls is not None:
             self._calls.append(call)
         elif self.stage == "predict":
-            raise TaskError(f"{who}: self.log({name!r}) in predict: there is nothing that it would be logged to.")
+            raise TaskError(f"{who}: self.log({name!r}) in predict: predictions are not logged. Remove the call.")
         else:
             self._log_between(call)
 
     def _log_between(self, call: LogCall) -> None:
-        """`self.log` in a hook rather than in a step."""
+        """Handle `self.log` in a hook rather than in a step."""
         if self.stage is not None:
             self._count_between(call)
             return
         assert self.trainer is not None
-        if self.epoch_is_over and self._epoch is not None:  # what is logged at its end is the value for it
+        if self.epoch_is_over and self._epoch is not None:  # values logged at its end are the epoch's
             self.names[call.name] = name = in_training(call.name)
             if is_metric(call.value):
                 self._epoch.metrics.call(name, call.value)
@@ -102,7 +102,7 @@ class ModuleMethods(ModuleTask):
         assert self.trainer is not None
         env = self.trainer.env
         if sync_grads and env.world > 1:
-            raise TaskError("self.all_gather(sync_grads=True) is not carried over: gradients do not travel through it.")
+            raise TaskError("self.all_gather(sync_grads=True) is not supported: gradients do not pass through it.")
         leaves, form = tree_flatten(data)
         numbers = {i: value for i, value in enumerate(leaves) if isinstance(value, (Tensor, int, float))}
         own = {i: torch.as_tensor(value, device=env.device).detach().contiguous() for i, value in numbers.items()}
@@ -116,7 +116,7 @@ class ModuleMethods(ModuleTask):
         return tree_unflatten([own.get(i, value) for i, value in enumerate(leaves)], form)
 
     def _refuse_uneven(self, kinds: list[tuple[str, tuple[int, ...]]], size: int, group: Any) -> None:
-        """Every rank's share must have the same dtype and shape; another would be waited for without an end."""
+        """Raise TaskError on all ranks unless all have the same dtypes and shapes; the gather would hang."""
         assert self.trainer is not None
         by_rank: list[Any] = [None] * size
         if group is None:
@@ -125,12 +125,12 @@ class ModuleMethods(ModuleTask):
             torch.distributed.all_gather_object(by_rank, kinds, group=group)
         if all(each == by_rank[0] for each in by_rank):
             return
-        told = {
+        found = {
             rank: ", ".join(f"{dtype.removeprefix('torch.')} {shape}" for dtype, shape in each)
             for rank, each in enumerate(by_rank)
         }
         raise TaskError(
-            f"{type(self.module).__name__}: self.all_gather has shares that differ: "
-            f"{'; '.join(f'rank {rank} has {what}' for rank, what in list(told.items())[:4])}. Gather what is as large "
-            "on every rank: a sum and a count, or tensors padded to one shape."
+            f"{type(self.module).__name__}: self.all_gather got tensors that differ between ranks: "
+            f"{'; '.join(f'rank {rank} has {what}' for rank, what in list(found.items())[:4])}. Gather tensors of one "
+            "shape: a sum and a count, or tensors padded to one shape."
         )

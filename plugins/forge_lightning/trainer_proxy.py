@@ -1,5 +1,5 @@
-"""What a LightningModule finds under `self.trainer` and `self.logger` while forge runs it: what there is, and an error
-that names what there is not."""
+"""`self.trainer` and `self.logger` of a LightningModule under forge: the supported attributes, and an error that names
+any other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class MissingAttribute(TaskError, AttributeError):
-    """Something of Lightning's that forge does not have."""
+    """An attribute of Lightning's Trainer or logger that forge does not provide."""
 
 
 class TrainerProxy:
-    """Lightning's Trainer as far as modules ask for it."""
+    """The attributes of Lightning's Trainer that modules use."""
 
     barebones = sanity_checking = fast_dev_run = False
     checkpoint_callback = early_stopping_callback = progress_bar_callback = None
@@ -48,7 +48,7 @@ class TrainerProxy:
     def forge(self) -> Run:
         """The Trainer that runs the module."""
         if self._adapter.trainer is None:
-            raise TaskError("self.trainer: no run is under way, so there is nothing to ask the Trainer.")
+            raise TaskError("self.trainer: no run is in progress, so the Trainer has no values yet.")
         return self._adapter.trainer
 
     @property
@@ -56,7 +56,7 @@ class TrainerProxy:
         trainer = self._adapter.trainer
         return Setting.read() if trainer is None or not self._adapter.is_built else trainer.env
 
-    # -- where the run is ---------------------------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
@@ -77,9 +77,9 @@ class TrainerProxy:
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values, under the module's own names and under forge's.
+        """The latest values, under the module's names and forge's.
 
-        From the end of an epoch to the next batch, what is logged by step and by epoch has the epoch's value.
+        From the end of an epoch to the next batch, a name logged by step and by epoch has the epoch's value.
         """
         adapter = self._adapter
         latest = {**self.forge.metrics, **adapter.fresh}
@@ -91,7 +91,7 @@ class TrainerProxy:
 
     logged_metrics = callback_metrics
 
-    # -- how long it is -----------------------------------------------------------------------------------------------
+    # -- duration -----------------------------------------------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int:
@@ -128,7 +128,7 @@ class TrainerProxy:
         if stop:
             self.forge.request_stop("trainer.should_stop was set", by=type(self.forge.task).__name__)
 
-    # -- what it does now ---------------------------------------------------------------------------------------------
+    # -- stage --------------------------------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -146,7 +146,7 @@ class TrainerProxy:
     def predicting(self) -> bool:
         return self._adapter.stage == "predict"
 
-    # -- where it runs ------------------------------------------------------------------------------------------------
+    # -- environment --------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -172,7 +172,7 @@ class TrainerProxy:
     def log_dir(self) -> str | None:
         return None if self.forge.run_dir is None else str(self.forge.run_dir)
 
-    # -- what it works with -------------------------------------------------------------------------------------------
+    # -- parts of the run ---------------------------------------------------------------------------------------------
 
     @property
     def lightning_module(self) -> Any:
@@ -200,7 +200,7 @@ class TrainerProxy:
 
 
 class LoggerProxy:
-    """`self.logger`: numbers go to every sink of the run."""
+    """`self.logger`: passes numbers to every sink of the run."""
 
     def __init__(self, adapter: ModuleTask):
         self._adapter = adapter
@@ -213,12 +213,12 @@ class LoggerProxy:
         )
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Hand numbers to every sink now, as of this update; `step` is forge's to say."""
+        """Publish numbers to every sink at this update; `step` is ignored."""
         if self._adapter.trainer is not None:
             self._adapter.trainer.publish(metrics)
 
     def log_hyperparams(self, params: Any, *arguments: Any, **named: Any) -> None:
-        """Hand them to the sinks as a text."""
+        """Publish hyperparameters to the sinks as text."""
         values = params if isinstance(params, Mapping) else vars(params)
         if self._adapter.trainer is not None:
             table = "\n".join(f"- {name}: {value}" for name, value in values.items())

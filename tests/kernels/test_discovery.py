@@ -73,7 +73,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(only: Any) -> None:
 
 def test_what_is_no_kernel_is_refused(only: Any) -> None:
     only(entries("no_kernel"))
-    with pytest.raises(KernelError, match=r"registered as tests.support.toy_kernels:NO_KERNEL, which is a str and no"):
+    with pytest.raises(KernelError, match=r"registered as tests.support.toy_kernels:NO_KERNEL, which is a str, not a"):
         discovery.load("no_kernel")
 
 

@@ -159,7 +159,10 @@ def test_optimizers_and_schedules_come_in_all_of_lightnings_forms() -> None:
         (lambda o: {"lr_scheduler": 1}, "without an optimizer"),
         (lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": StepLR(o, 1), "every": 2}}, "'every'"),
         (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o)}, "no 'monitor'"),
-        (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "train_loss"}, "of training"),
+        (
+            lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "train_loss"},
+            "a training metric",
+        ),
     ],
 )
 def test_other_forms_are_refused_by_name(make: Any, said: str) -> None:

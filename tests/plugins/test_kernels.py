@@ -526,7 +526,7 @@ def test_a_kernel_of_what_is_not_there_is_refused_where_it_is_named_and_passed_o
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture
 ) -> None:
     install("toy_lost", "toy")
-    with pytest.raises(KernelError, match=r"replaces torch.nn.functional.relu_of_tomorrow, which is not there"):
+    with pytest.raises(KernelError, match=r"replaces torch.nn.functional.relu_of_tomorrow, which cannot be found"):
         fit_tiny([Kernels("toy_lost")])
     fit_tiny([Kernels()], max_updates=1)
     assert "relu_of_tomorrow" in caplog.text
