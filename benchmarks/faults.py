@@ -435,7 +435,7 @@ CASES: dict[str, Callable[[int, Straight], Outcome]] = {
 
 
 def run_cases(
-    names: Sequence[str], folder: Path, tell: Callable[[Outcome], None] = lambda outcome: None
+    names: Sequence[str], folder: Path, report: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
     """Run cases such as "run:12" in sequence."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -444,11 +444,11 @@ def run_cases(
     for name in names:
         kind, _, number = name.partition(":")
         outcomes.append(CASES[kind](int(number), straight))
-        tell(outcomes[-1])
+        report(outcomes[-1])
     return outcomes
 
 
-def _in_parallel(names: Sequence[str], jobs: int, tell: Callable[[Outcome], None]) -> list[Outcome]:
+def _in_parallel(names: Sequence[str], jobs: int, report: Callable[[Outcome], None]) -> list[Outcome]:
     """Split the cases over forked processes; each writes its outcomes as JSON lines into a pipe."""
     readers = []
     for job in range(jobs):
@@ -484,7 +484,7 @@ def _in_parallel(names: Sequence[str], jobs: int, tell: Callable[[Outcome], None
                 ready.unregister(key.fileobj)
                 continue
             outcomes.append(Outcome(**json.loads(line)))
-            tell(outcomes[-1])
+            report(outcomes[-1])
     for _ in readers:
         os.wait()
     return outcomes
@@ -517,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.only or [f"{kind}:{args.first + i}" for kind, count in counts.items() for i in range(count)]
     done = 0
 
-    def tell(outcome: Outcome) -> None:
+    def report(outcome: Outcome) -> None:
         nonlocal done
         done += 1
         if outcome.wrong:
@@ -525,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif sys.stderr.isatty():
             print(f"\r{done} of {len(names)}", end="", file=sys.stderr)
 
-    outcomes = _in_parallel(names, min(args.jobs, len(names)), tell)
+    outcomes = _in_parallel(names, min(args.jobs, len(names)), report)
     rows = table(outcomes)
     if args.json:
         print(json.dumps({"machine": machine.describe()}))

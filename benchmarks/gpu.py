@@ -363,8 +363,8 @@ def in_its_own_process(case: str, row: str, tiny: bool) -> Row:
         return Row(case, row, None, None, None, None, None, None, "not done after 10 minutes")
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row(case, row, None, None, None, None, None, None, told[:300])
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Row(case, row, None, None, None, None, None, None, message[:300])
     return Row(**json.loads(last[0]))
 
 

@@ -68,7 +68,7 @@ def lightning() -> list[Contender]:
         return fit(case, batches, logs=True, default_root_dir=folder)
 
     return [
-        Contender("lightning least", least, "barebones=True; the batches as they are"),
+        Contender("lightning least", least, "barebones=True; batches unchanged"),
         Contender("lightning default", default, "progress bar, logger, checkpoint, self.log(prog_bar=True)"),
     ]
 
@@ -109,7 +109,7 @@ def fabric() -> list[Contender]:
         return network
 
     return [
-        Contender("fabric least", least, "setup(model, optimizer); the batches as they are"),
+        Contender("fabric least", least, "setup(model, optimizer); batches unchanged"),
         Contender("fabric default", default, "also setup_dataloaders(DataLoader), TensorBoard every 50"),
     ]
 
@@ -158,7 +158,7 @@ def accelerate() -> list[Contender]:
         return network
 
     return [
-        Contender("accelerate least", least, "prepare(model, optimizer); the batches as they are"),
+        Contender("accelerate least", least, "prepare(model, optimizer); batches unchanged"),
         Contender("accelerate default", default, "also prepare(DataLoader), TensorBoard every 50"),
     ]
 
@@ -225,7 +225,7 @@ def ignite() -> list[Contender]:
         return network
 
     return [
-        Contender("ignite least", least, "Engine, own update function; the batches as they are"),
+        Contender("ignite least", least, "Engine, own update function; batches unchanged"),
         Contender("ignite default", default, "create_supervised_trainer, RunningAverage, bar, TensorBoard every 50"),
     ]
 
@@ -273,7 +273,7 @@ def hf() -> list[Contender]:
         return fit(case, batches, batches.updates, True, folder)
 
     return [
-        Contender("hf least", least, "no bar, log, save or NaN filter; the batches as they are"),
+        Contender("hf least", least, "no bar, log, save or NaN filter; batches unchanged"),
         Contender("hf default", default, "bar, NaN filter, log and checkpoint every 500, prepared DataLoader"),
     ]
 

@@ -229,7 +229,7 @@ PEERS: dict[str, Callable[[], list[Contender]]] = {
 
 def stack_contenders(names: list[str], talk: Console) -> list[Contender]:
     found = [
-        Contender("bare", by_hand, "the loop written by hand, JSON lines every 50"),
+        Contender("bare", by_hand, "hand-written loop, JSON lines every 50"),
         Contender("bare again", by_hand, "the same once more: what differs is noise"),
         Contender("forge", forge_stack, "amp, accumulate, clip, jsonl; the schedule is the task's"),
     ]

@@ -140,7 +140,7 @@ def recording(target: str, note: Callable[[RecordedCall], None]) -> Function:
     return stand_in
 
 
-def settle_names(soon: bool = False) -> None:
+def build_dynamo_table(soon: bool = False) -> None:
     """Let torch.compile build its table of torch's own functions before one of them is replaced.
 
     The table is built once, by name. Built while a replacement is active it would list the replacement as torch's
@@ -168,7 +168,7 @@ class SwappedModules:
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
 
-    def put(self, task: nn.Module, found: Iterable[str], swap: Swap, kernel: str) -> list[str]:
+    def replace(self, task: nn.Module, found: Iterable[str], swap: Swap, kernel: str) -> list[str]:
         """Replace the named modules where `swap` supports them; return the names of those replaced."""
         done, made = [], {}
         for path in found:
@@ -184,7 +184,7 @@ class SwappedModules:
                 done.append(path)
         return done
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all modules."""
         while self._places:
             parent, name, module = self._places.pop()

@@ -88,7 +88,7 @@ def choose(
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if len(works) == 1:
             return KernelChoice(call, None, why=why)
-        with unaccounted() if compiled else nullcontext():
+        with without_counting() if compiled else nullcontext():
             timings = times(*works.values())
     except torch.OutOfMemoryError:
         return KernelChoice(call, None, why="out of memory while measuring")
@@ -189,7 +189,7 @@ def _in_autocast(function: Callable[..., Any], call: RecordedCall, device: torch
 
 
 @contextmanager
-def unaccounted() -> Iterator[None]:
+def without_counting() -> Iterator[None]:
     """Keep compilations meanwhile out of torch's counters of graphs, breaks and compilations, which report on the run.
 
     These counters are private to torch; one that is missing is skipped.

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from forge_kernels.contract import Kernel
 
-SHAKES = 4
+PERTURBATIONS = 4
 """Number of perturbations of the arguments by one rounding, to measure how far the exact result moves."""
 
 
@@ -58,12 +58,12 @@ def check_against_reference(
             assert torch.equal(result, right.to(result.dtype)), f"{kernel.name}: result {place} is not the reference's"
             continue
         few = 1 + 2 / max(1, result.numel()) ** 0.5
-        bound = few * promised(kernel, args, result) if tolerance is None else tolerance
+        bound = few * tolerance_of(kernel, args, result) if tolerance is None else tolerance
         off = distance(result, right)
         if off > bound and tolerance is None:
-            alike = run(kernel.reference, as_new_leaves(args), options)
-            moved = [run(kernel.reference, shaken(args, seed), options, dtypes) for seed in range(SHAKES)]
-            bound += max(distance(other[place], right) for other in (alike, *moved))
+            same_dtypes = run(kernel.reference, as_new_leaves(args), options)
+            moved = [run(kernel.reference, perturbed(args, seed), options, dtypes) for seed in range(PERTURBATIONS)]
+            bound += max(distance(other[place], right) for other in (same_dtypes, *moved))
         assert off <= bound, f"{kernel.name}: result {place} is off by {off:.2e}, more than {bound:.0e}"
 
 
@@ -148,20 +148,20 @@ def in_float64(args: Sequence[Any]) -> list[Any]:
     return as_new_leaves(args, torch.float64)
 
 
-def shaken(args: Sequence[Any], seed: int) -> list[Any]:
+def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
     """Copy the arguments in float64, every floating-point entry moved up or down by one rounding of its dtype."""
     drawn = torch.Generator().manual_seed(seed)
 
-    def shake(a: Any, wide: Any) -> Any:
+    def perturb(a: Any, wide: Any) -> Any:
         if not isinstance(a, Tensor) or not a.is_floating_point():
             return a
         sign = torch.randint(0, 2, a.shape, generator=drawn).to(a.device) * 2 - 1
         return (wide.detach() * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
 
-    return tree_map(shake, list(args), in_float64(args))
+    return tree_map(perturb, list(args), in_float64(args))
 
 
-def promised(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
+def tolerance_of(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
     """Return the tolerance of the least precise dtype among the result and the arguments."""
     tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
     dtypes = {tensor.dtype for tensor in (*tensors, result)}

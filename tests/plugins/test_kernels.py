@@ -601,7 +601,7 @@ def test_torch_compile_looks_into_a_stand_in_that_was_there_before_its_first_use
     trace_rules.get_torch_obj_rule_map.cache_clear()
     torch._dynamo.reset()
     try:
-        swapping.settle_names(soon=True)
+        swapping.build_dynamo_table(soon=True)
         with swapping.StandIns({RELU: swapping.always(RELU, relu.call)}):  # pyright: ignore
             torch.compile(lambda x: F.relu(x), backend=keep, fullgraph=True)(torch.randn(3))
     finally:

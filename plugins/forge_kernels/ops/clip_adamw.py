@@ -14,7 +14,7 @@ from torch.library import custom_op
 
 from forge.errors import KernelError
 from forge_kernels.contract import PLAIN, Case, Cost, Kernel, dtype_name, falls_back, plain, triton_module, unusable
-from forge_kernels.ops.clip_adamw_tables import Lists, alike, new_plan, order_in_memory, plan_for
+from forge_kernels.ops.clip_adamw_tables import Lists, matching_order, new_plan, order_in_memory, plan_for
 
 ops = triton_module("clip_adamw")
 
@@ -78,9 +78,9 @@ def _clip_adamw(
         _check(params, grads, exp_avgs, exp_avg_sqs, steps)
         if falls_back("clip_adamw", supports(*lists, **options)):
             return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
-        lists = alike(lists)  # kept alive until the launches are queued
+        lists = matching_order(lists)  # kept alive until the launches are queued
         plan = plan_for(lists) or new_plan(lists)
-    elif falls_back("clip_adamw", unread(params[0].device, rate, found_inf)):
+    elif falls_back("clip_adamw", unreadable(params[0].device, rate, found_inf)):
         return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
     norm = ops.run(plan, [(rate, beta1, beta2, eps, weight_decay)], max_norm, found_inf)
     increment_version([*params, *exp_avgs, *exp_avg_sqs, *steps])  # autograd does not see what a kernel writes
@@ -109,7 +109,7 @@ def clip_adamw_op(
 
 @clip_adamw_op.register_fake
 def _(params: list[Tensor], grads: list[Tensor], *others: Any) -> Tensor:
-    return grads[0].new_empty((), dtype=_wide(grads)) if grads else _nothing()
+    return grads[0].new_empty((), dtype=_wide(grads)) if grads else _zero_norm()
 
 
 def clip_adamw_reference(
@@ -153,7 +153,7 @@ def clip_adamw_reference(
 def total_norm(tensors: Tensors) -> Tensor:
     """Return the norm of all entries, in float32 or wider."""
     if not tensors:
-        return _nothing()
+        return _zero_norm()
     wide = _wide(tensors)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=wide) for t in tensors]))
 
@@ -191,7 +191,7 @@ def supports(
     for param, *moments in zip(params, exp_avgs, exp_avg_sqs, strict=True):
         if not _dense(param) or any(order_in_memory(m) != order_in_memory(param) for m in moments):
             return "a parameter has gaps in memory, or another memory order than its moments"
-    return unread(device, lr, found_inf)
+    return unreadable(device, lr, found_inf)
 
 
 def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **options: Any) -> Cost:
@@ -204,7 +204,7 @@ def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **opt
     return Cost(flops=18 * sum(p.numel() for p in params), bytes=sum(sizes))
 
 
-def unread(device: torch.device, lr: float | Tensor, *flags: Tensor | None) -> str | None:
+def unreadable(device: torch.device, lr: float | Tensor, *flags: Tensor | None) -> str | None:
     """Return why the kernel cannot read the learning rate or the flags, or None."""
     if isinstance(lr, Tensor) and lr.device.type != "cpu" and (lr.device != device or lr.dtype != torch.float32):
         return "the learning rate is a tensor on another device, or not float32"
@@ -258,7 +258,7 @@ def _check_numbers(
             raise KernelError(f"forge.kernels.clip_adamw: {name} is {value}; it must be 0 or more.")
 
 
-def _nothing() -> Tensor:
+def _zero_norm() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 

@@ -16,8 +16,8 @@ from torch.optim.optimizer import ParamsT
 
 from forge.errors import KernelError
 from forge_kernels.contract import falls_back, plain, unusable
-from forge_kernels.ops.clip_adamw import ops, supports, unread
-from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, alike, capturing
+from forge_kernels.ops.clip_adamw import ops, supports, unreadable
+from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, capturing, matching_order
 
 
 class ClipAdamW(AdamW):
@@ -121,7 +121,7 @@ class ClipAdamW(AdamW):
         self._plan = None
         refused = refused or supports(*lists, lr=0.0)
         if not falls_back("ClipAdamW", refused):
-            lists = alike(lists)
+            lists = matching_order(lists)
             self._plan = last if last is not None and last.fits(lists, groups) else ClipPlan(lists, groups)
         return self._plan, lists
 
@@ -137,7 +137,7 @@ class ClipAdamW(AdamW):
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"]:
                 return "it supports neither amsgrad nor maximize"
-            if reason := unread(first.device, group["lr"], *flags):
+            if reason := unreadable(first.device, group["lr"], *flags):
                 return reason
         return None
 

@@ -74,18 +74,18 @@ class DeviceTable:
         self._pinned: Tensor | None = None
         self._written: Tensor | None = None
 
-    def there(self, recorded: bool) -> Tensor:
+    def on_device(self, recorded: bool) -> Tensor:
         """Return the values on the device, for work that is queued now, or recorded by a capture."""
-        there = self._written
-        if there is None:
-            there = copied(self._here(recorded), self._device)
+        device_values = self._written
+        if device_values is None:
+            device_values = copied(self._on_host(recorded), self._device)
         if recorded:
-            _captured.append((self._pinned, there))
+            _captured.append((self._pinned, device_values))
         else:
-            self._written = there
-        return there
+            self._written = device_values
+        return device_values
 
-    def _here(self, recorded: bool) -> Tensor:
+    def _on_host(self, recorded: bool) -> Tensor:
         """Return the values in pinned memory; a capture, which must not pin memory, uses the reserve."""
         if self._device.type == "cpu":
             return self.values
@@ -107,7 +107,7 @@ class ClipSettings:
         self._rows: list[tuple[float, ...]] = []
         self._table: DeviceTable | None = None
 
-    def there(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
+    def on_device(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
         """Return a row (lr, beta1, beta2, eps, weight_decay) per group, copied only if a value changed."""
         plain = [self._plain(*row) for row in rows]
         if self._table is None or plain != self._rows:
@@ -120,7 +120,7 @@ class ClipSettings:
             self._rows = plain
         if recorded:
             _captured.append([lr for lr, *_ in rows])
-        return self._table.there(recorded)
+        return self._table.on_device(recorded)
 
     def _plain(self, lr: float | Tensor, *others: float) -> tuple[float, ...]:
         if isinstance(lr, Tensor) and lr.device == self._device and lr.dtype == torch.float32:
@@ -140,7 +140,7 @@ class Kind(NamedTuple):
 class ClipPlan:
     """The addresses of an update's tensors, and the assignment of their chunks to programs.
 
-    Gradients have the memory order of their parameters (see `alike`).
+    Gradients have the memory order of their parameters (see `matching_order`).
     """
 
     def __init__(self, lists: Lists, groups: Sequence[int]):
@@ -152,19 +152,19 @@ class ClipPlan:
         self._kept_at = list(map(Tensor.data_ptr, kept))
         self._grads_at = list(map(Tensor.data_ptr, grads))
         self._grad_refs = list(map(weakref.ref, grads))
-        self._grads_are = list(map(_like, grads))
+        self._grads_are = list(map(_layout_of, grads))
         self._grads_aligned = [at % 16 == 0 for at in self._grads_at]
-        columns = _whole([[t.data_ptr() for t in each] for each in lists])
+        columns = _int64([[t.data_ptr() for t in each] for each in lists])
         aligned = (columns[:4] % 16 == 0).all(0).tolist()
         kinds = [
             Kind(p.dtype, g.dtype, m.dtype, a) for p, g, m, a in zip(params, grads, exp_avgs, aligned, strict=True)
         ]
-        self._order = _whole(sorted(range(len(kinds)), key=lambda i: str(kinds[i])))
-        sizes = _whole([p.numel() for p in params])
+        self._order = _int64(sorted(range(len(kinds)), key=lambda i: str(kinds[i])))
+        sizes = _int64([p.numel() for p in params])
         first_of_step = {at: i for i, at in reversed(list(enumerate(columns[4].tolist())))}
         counts = torch.zeros_like(sizes)
         counts[list(first_of_step.values())] = 1
-        rows = torch.stack([*columns, sizes, _whole(self._groups), counts], 1)[self._order]
+        rows = torch.stack([*columns, sizes, _int64(self._groups), counts], 1)[self._order]
 
         self.device, self.tensor_count = device, len(kinds)
         self.settings = ClipSettings(device)
@@ -218,13 +218,13 @@ class ClipPlan:
         grads_at = list(map(Tensor.data_ptr, grads))
         if known and grads_at == self._grads_at:
             return True
-        if list(map(_like, grads)) != self._grads_are or [at % 16 == 0 for at in grads_at] != self._grads_aligned:
+        if list(map(_layout_of, grads)) != self._grads_are or [at % 16 == 0 for at in grads_at] != self._grads_aligned:
             return False
         self._grad_refs = list(map(weakref.ref, grads))
         if grads_at != self._grads_at:
             self._grads_at = grads_at
             rows = self.tensors.values.clone()
-            rows[:, GRAD] = _whole(grads_at)[self._order]
+            rows[:, GRAD] = _int64(grads_at)[self._order]
             self.tensors.set(rows)
         return True
 
@@ -233,7 +233,11 @@ class ClipPlan:
         recorded = capturing(self.device)
         if recorded:
             _captured.append((self.partials, self.rates, self.clip))
-        return self.tensors.there(recorded), self.chunks.there(recorded), self.settings.there(settings, recorded)
+        return (
+            self.tensors.on_device(recorded),
+            self.chunks.on_device(recorded),
+            self.settings.on_device(settings, recorded),
+        )
 
 
 def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
@@ -243,7 +247,7 @@ def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
     return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-def alike(lists: Lists) -> Lists:
+def matching_order(lists: Lists) -> Lists:
     """Replace gradients whose memory order differs from their parameters' by copies.
 
     A copy belongs to one step. It may be released once the step is launched, also in a capture: torch reuses its memory
@@ -259,11 +263,11 @@ def alike(lists: Lists) -> Lists:
     return lists._replace(grads=grads)
 
 
-def _like(grad: Tensor) -> tuple[Any, ...]:
+def _layout_of(grad: Tensor) -> tuple[Any, ...]:
     return type(grad), grad.dtype, grad.device, grad.shape, grad.stride()
 
 
-def _whole(numbers: Sequence[Any]) -> Tensor:
+def _int64(numbers: Sequence[Any]) -> Tensor:
     """Make an int64 tensor in host memory, regardless of torch's default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 

@@ -112,7 +112,7 @@ class Kernels(forge.Plugin):
             logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
             return
         self._candidates = candidates
-        patch.settle_names(soon=_compiles(trainer))
+        patch.build_dynamo_table(soon=_compiles(trainer))
         if self.config.use == AUTO:
             self._measures = trainer.verb == "fit"
             if not self._measures:
@@ -154,7 +154,7 @@ class Kernels(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        self._modules.put_back()
+        self._modules.restore()
         self._begin()
 
     # -- which kernels ------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Kernels(forge.Plugin):
                 functions[target] = patch.always(target, candidate.replaces.call)
             else:
                 paths = patch.modules_of(build.task, target)
-                done = self._modules.put(build.task, paths, candidate.replaces.swap, name)
+                done = self._modules.replace(build.task, paths, candidate.replaces.swap, name)
                 if done:
                     logger.info("kernels: %s takes the place of %s.", name, listed(done, MANY))
         self._stand_ins = StandIns(functions)
@@ -261,7 +261,7 @@ class Kernels(forge.Plugin):
         """Have the chosen kernels run from now on."""
         chosen: dict[str, list[patch.Chosen]] = {}
         decided: set[str] = set()
-        self._modules.put_back()
+        self._modules.restore()
         for choice in self._choices:
             paths = [path for path in choice.paths if path not in decided]
             decided |= set(paths)  # what is called in several ways is decided by the first
@@ -272,8 +272,8 @@ class Kernels(forge.Plugin):
                     entry = pattern_of(choice.call), candidate.replaces.call
                     chosen.setdefault(candidate.target, []).append(entry)
                 else:
-                    self._modules.put(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
-        patch.settle_names()
+                    self._modules.replace(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
+        patch.build_dynamo_table()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
     def _tell(self, trainer: forge.Run, choices: Sequence[KernelChoice], seen: Seen, measured: int) -> None:
