@@ -1,1 +1,1 @@
-"""Benchmarks that anyone can rerun: `python -m benchmarks.<name> [--json]`. What each measures: README.md beside."""
+"""Benchmarks that anyone can rerun: `python -m benchmarks.<name> [--json]`. README.md describes what each measures."""

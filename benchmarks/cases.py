@@ -1,4 +1,4 @@
-"""What is trained in the overhead benchmark: a network, its batches, its optimizer. Every contender gets the same."""
+"""Cases of the overhead benchmark: network, batches and optimizer, the same for every contender."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Batch = tuple[Tensor, Tensor]
 WARM_UP = 60
 """Updates before the clock starts: allocator, optimizer state, and the first log (at 50), which opens the log files."""
 TAIL = 2
-"""Updates after the clock stops, so that a loader which looks ahead has something to look at."""
+"""Updates after the clock stops, so that a loader can prefetch until then."""
 POOL = 16
-"""Different batches in memory; they are handed out in turn."""
+"""Number of different batches in memory, used in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to train. `accumulate` micro-batches make one update; clip and schedule only where set.
+    """One training setup. `accumulate` micro-batches make one update; clip and schedule are optional.
 
-    `share` of the updates asked for are timed, so that a case with long updates takes as long as one with short ones.
+    `share` of the requested updates are timed, so that cases with long and short updates take equally long.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Case:
     share: float = 1.0
 
     def build(self) -> nn.Module:
-        """A fresh network; the same weights every time."""
+        """Return a new network with the same weights every time."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return self.network()
@@ -63,11 +63,11 @@ class Case:
 
 
 class Batches:
-    """The loader everyone trains from: batches in memory, and stamps of CPU time taken as they are handed out.
+    """The loader of all contenders: batches in memory, and a stamp of CPU time at the first batch of every update.
 
-    The clock runs from the batch that opens update `WARM_UP` to the one that opens update `WARM_UP + timed`, so that
-    building a trainer and its first and last updates are not counted, and no contender runs a hook for it. A loop that
-    fetches a constant number of batches ahead is ahead at every stamp alike.
+    The clock runs from the first batch of update `WARM_UP` to that of update `WARM_UP + timed`, so that building a
+    trainer and its first and last updates are not counted, and no contender runs a hook for it. A loop that prefetches
+    a constant number of batches does so at every stamp alike.
     """
 
     def __init__(self, pool: list[Batch], case: Case, timed: int):
@@ -87,22 +87,22 @@ class Batches:
         yield from itertools.islice(turn, TAIL * self.micro)
 
     def __getitem__(self, index: int) -> Batch:
-        """The same for a DataLoader, which asks by index, in order."""
+        """Return a batch by index, in order, for a DataLoader."""
         if index % self.micro == 0 and index // self.micro in self.stamped:
             self.stamps.append(time.process_time())
         return self.pool[index % POOL]
 
     def microseconds(self) -> float:
-        """CPU time of one update, all threads of the process together."""
+        """Return the CPU time of one update, over all threads of the process."""
         return (self.stamps[-1] - self.stamps[0]) / self.timed * 1e6
 
     def each(self) -> list[float]:
-        """The same for each update by itself."""
+        """Return the CPU time of each update."""
         return [(after - before) * 1e6 for before, after in itertools.pairwise(self.stamps)]
 
 
 def as_dataloader(batches: Batches) -> DataLoader:
-    """A torch DataLoader for those who insist on one: no workers, no collating, the least that it can cost."""
+    """Return a torch DataLoader at its least cost, without workers and collating, for peers that require one."""
     return DataLoader(cast(Dataset, batches), batch_size=None)
 
 

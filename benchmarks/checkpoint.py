@@ -1,20 +1,19 @@
 """Checkpoints: how long a save of 577 MiB stalls training, against `torch.save` to the same disk in the same run.
 
-    python -m benchmarks.checkpoint                     # 7 rounds in the system's folder for temporary files
+    python -m benchmarks.checkpoint                     # 7 rounds in the system's temporary folder
     python -m benchmarks.checkpoint --folder /data/tmp  # on another disk
     python -m benchmarks.checkpoint --device cuda       # state on the GPU, buffers pinned
-    python -m benchmarks.checkpoint --rounds 3 --json   # one JSON object a line: the machine, then the rows
+    python -m benchmarks.checkpoint --rounds 3 --json   # one JSON object per line: the machine, then the rows
 
-The state is a model of 50 million float32 parameters and Adam's two moments. Every round saves it in each way, one
-after the other, over the file of the round before, as a run does with its last checkpoint; the disk settles in between
-(`sync`, not timed). The figure is the median over rounds, the ratio the median over rounds of the ratio to `torch.save`
-in the same round; "quiet" is the ratio of the fastest fifth of the rounds, for machines that others use too. One
-unmeasured round comes first; forge's first save in it makes the buffers and has a row of its own. "published" is the
-time from the call until the checkpoint is hashed, synced to the disk and under its name: `torch.save` and safetensors'
-`save_file` neither hash nor sync.
+The state is a model of 50 million float32 parameters and Adam's two moments. Every round saves it in each way in turn,
+over the file of the last round, as a run does with its last checkpoint; a `sync` in between is not timed. The figure is
+the median over rounds, the ratio the median over rounds of the ratio to `torch.save` in the same round; "quiet" is the
+ratio of the fastest fifth of the rounds, for shared machines. One unmeasured round comes first; forge's first save in
+it allocates the buffers and has a row of its own. "published" is the time from the call until the checkpoint is hashed,
+synced to the disk and renamed: `torch.save` and safetensors' `save_file` neither hash nor sync.
 
-The last rows are about resuming: a loader that is sent to batch 1,000,000 of an epoch of 64,000,000 samples makes the
-order of the epoch, which every epoch does; what it takes beyond that until the first batch is there is seeking.
+The last rows measure resuming: a loader that seeks to batch 1,000,000 of an epoch of 64,000,000 samples first computes
+the order of the epoch, as every epoch does; "seeking" is the rest of the time until the first batch.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was timed."""
+    """One timed operation."""
 
     name: str
     seconds: float
     ratio: float | None
-    "To torch.save in the same round."
+    "Ratio to torch.save in the same round."
     ratio_quiet: float | None
     bar: str
     rounds: int
@@ -84,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_saves(rounds: int, folder: Path | None, layers: int, device: str) -> list[Row]:
-    """Rows for every way to save, and for reading back."""
+    """Measure every way to save, and reading back."""
     state = make_state(layers, device)
     flat = {f"{kind}.{name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()}
     writer = BackgroundWriter()
@@ -104,7 +103,7 @@ def measure_saves(rounds: int, folder: Path | None, layers: int, device: str) ->
 
 
 def make_state(layers: int, device: str) -> dict[str, dict[str, torch.Tensor]]:
-    """A model of `layers` layers of a million parameters, and Adam's moments; 48 layers make 577 MiB."""
+    """Make a model of `layers` layers of a million parameters, and Adam's moments; 48 layers are 577 MiB."""
     shapes = {f"layers.{i}.{kind}": shape for i in range(layers) for kind, shape in _LAYER.items()}
     generator = torch.Generator(device).manual_seed(0)
     return {
@@ -138,7 +137,7 @@ def _one_round(
 
 
 class Timed(Shuffled):
-    """A shuffled order that notes how long it took to make."""
+    """A shuffled order that records how long it took to compute."""
 
     seconds = 0.0
 
@@ -150,7 +149,7 @@ class Timed(Shuffled):
 
 
 class Numbers(Dataset[int]):
-    """As many samples as wanted, at no cost: each is its own index."""
+    """Any number of samples without cost: each is its own index."""
 
     def __init__(self, length: int):
         self.length = length
@@ -163,7 +162,7 @@ class Numbers(Dataset[int]):
 
 
 def measure_seek(rounds: int, batches: int) -> list[Row]:
-    """Rows for a loader that begins at the last of `batches`, each time in another epoch."""
+    """Measure a loader that starts at the last of `batches`, each time in another epoch."""
     order = Timed(batches * BATCH_SIZE)
     loader = Loader(Numbers(order.samples), batch_size=BATCH_SIZE, sampler=order, seed=0)
     making: list[float] = []
@@ -183,7 +182,7 @@ def _first_batch(loader: Loader, epoch: int, samples: int) -> Any:
     return next(iter(loader))
 
 
-# -- around -----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[Row]) -> Table:
@@ -225,14 +224,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--rounds", type=int, default=7, help="saves of each kind (default 7)")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write (default: the folder for temporary files)"
-    )
-    parser.add_argument("--device", default="cpu", help="where the state lives (default cpu)")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write (default: the temporary folder)")
+    parser.add_argument("--device", default="cpu", help="device of the state (default cpu)")
     parser.add_argument("--layers", type=int, default=48, help="12 MiB of state each (default 48)")
-    parser.add_argument("--batches", type=int, default=BATCHES, help="batches in the epoch that is sought in")
+    parser.add_argument("--batches", type=int, default=BATCHES, help="batches of the epoch to seek in")
     return parser
 
 

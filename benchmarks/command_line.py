@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines share."""
+"""Shared parts of the benchmarks' command lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 def some_of(known: Iterable[str], **words: list[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names from `known` with commas between them, or one of `words`, each short for a list."""
+    """Return an argparse type: comma-separated names from `known`, or one of `words`, each short for a list."""
     names = list(known)
 
     def parse(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a contender is: a function that trains a case from start to end. The first one is the loop written by hand."""
+"""Contenders: functions that train a case from start to end. The first is the hand-written loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks.cases import Batches, Case, loss_of
 
 Train = Callable[[Case, Batches, Path], nn.Module]
-"""Train the case on all batches, writing only below the given folder; return the trained network."""
+"""Train the case on all batches, write only below the given folder, return the trained network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Contender:
     name: str
     train: Train
     note: str
-    "What is on, and how the batches reach it."
+    "Its enabled features, and how it gets batches."
     environ: Mapping[str, str] = field(default_factory=dict)
-    "What importing it set in the environment; it holds during this contender's runs only."
+    "Environment variables that its import set; restored during its runs only."
 
 
 def bare(case: Case, batches: Batches, folder: Path) -> nn.Module:
-    """The loop a person writes by hand; with accumulation, clipping or a schedule only where the case asks for them."""
+    """Train with a hand-written loop, with accumulation, clipping and schedule only if the case has them."""
     network = case.build()
     optimizer = case.optimizer(network)
     if case.accumulate == 1 and case.clip is None and not case.scheduled:
@@ -49,5 +49,5 @@ def bare(case: Case, batches: Batches, folder: Path) -> nn.Module:
 
 BARE = [
     Contender("bare", bare, "hand-written loop"),
-    Contender("bare again", bare, "the same once more: what differs is noise"),
+    Contender("bare again", bare, "the same again: the difference is noise"),
 ]

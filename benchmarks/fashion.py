@@ -1,18 +1,18 @@
-"""The FashionMNIST lab: `forge fit fashion_mlp` against the plain PyTorch script that does the same, side by side.
+"""The FashionMNIST lab: `forge fit fashion_mlp` against a plain PyTorch script that does the same.
 
     FORGE_DATA=FOLDER python -m benchmarks.fashion                       # 3 seeds of 10 epochs: 8 minutes
     FORGE_DATA=FOLDER python -m benchmarks.fashion --epochs 1 --seeds 1  # a first look, half a minute
     python -m benchmarks.fashion --json > fashion.jsonl                  # the machine, then the rows
 
 The script is [fashion_plain.py](fashion_plain.py): torchvision's data set with its transforms, a DataLoader with its
-defaults, the classic loop, the test set after every epoch. [fashion_forge.py](fashion_forge.py) runs the recipe as it
-comes: with progress, JSON lines, TensorBoard with pictures, guard and checkpoints. Each run is a process of its own
-with the same number of threads; they take turns, seed by seed, each round beginning with another.
+defaults, the classic loop, the test set after every epoch. [fashion_forge.py](fashion_forge.py) runs the unchanged
+recipe: with progress, JSON lines, TensorBoard with pictures, guard and checkpoints. Each run is a process of its own
+with the same number of threads; they take turns, seed by seed, each round starting with another.
 
 "Run" is the time from a script's imports to its end: reading the data, training, evaluations. "Process" is that of the
-whole process, imports too, and "CPU" its user and system time, for machines that others use. Ratios are medians over
-seeds of a run's time over that of the plain script in the same round; "same Adam" compares with the plain script whose
-Adam is fused too.
+whole process including imports, and "CPU" its user and system time, for shared machines. Ratios are medians over seeds
+of a run's time over that of the plain script in the same round; "same Adam" compares with the plain script whose Adam
+is also fused.
 
 Bars: test accuracy at least 0.8832 (mean of 3 seeds); at most 1/4 of the script's time, at most 1/5 with fused Adam.
 """
@@ -47,13 +47,13 @@ CONTENDERS = {
     "plain fused": ("plain fused", ["--fused"]),
     "forge fused": ("plain fused", ["--fused"]),
 }
-"""Name → the plain script that has the same Adam, and how it is asked for."""
+"""Name → the plain contender with the same Adam, and command-line options."""
 FIRST = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """One process."""
+class Timed:
+    """Times and accuracy of one process."""
 
     run: float
     process: float
@@ -63,7 +63,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender over all seeds; accuracy is that on the test set after the last epoch."""
+    """One contender over all seeds; accuracy is on the test set after the last epoch."""
 
     contender: str
     accuracy: float
@@ -96,19 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(names: list[str], epochs: int, seeds: int, threads: int, folder: Path) -> list[Row]:
-    """Every contender with every seed, in turn."""
+    """Run every contender with every seed, in turn."""
     data = unpacked(find_files(None), folder / "data")
-    lives: dict[str, list[Life]] = {name: [] for name in names}
+    timed: dict[str, list[Timed]] = {name: [] for name in names}
     for seed in range(seeds):
         for place in range(len(names)):
             name = names[(seed + place) % len(names)]
-            lives[name].append(run(name, epochs, seed, threads, data, folder / f"{len(lives[name])} {name}"))
-            print(f"{name}, seed {seed}: {lives[name][-1]}", file=sys.stderr)
-    return [_row(name, lives, epochs, threads) for name in names]
+            timed[name].append(run(name, epochs, seed, threads, data, folder / f"{len(timed[name])} {name}"))
+            print(f"{name}, seed {seed}: {timed[name][-1]}", file=sys.stderr)
+    return [_row(name, timed, epochs, threads) for name in names]
 
 
 def unpacked(raw: Path, root: Path) -> Path:
-    """A folder that torchvision reads from: it wants the files unpacked, in a place of its own."""
+    """Make a folder for torchvision, which needs the files uncompressed."""
     for file in sorted(raw.glob("*-ubyte*")):
         target = root / "FashionMNIST" / "raw" / file.name.removesuffix(".gz")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,8 @@ def unpacked(raw: Path, root: Path) -> Path:
     return root
 
 
-def run(name: str, epochs: int, seed: int, threads: int, data: Path, folder: Path) -> Life:
-    """One run in a process of its own; its times, and the test accuracy that it came to."""
+def run(name: str, epochs: int, seed: int, threads: int, data: Path, folder: Path) -> Timed:
+    """Run a contender in a process of its own; return its times and test accuracy."""
     script = name.split()[0]
     words = [f"benchmarks.fashion_{script}", f"--data={data}", f"--epochs={epochs}", f"--seed={seed}"]
     words += CONTENDERS[name][1]
@@ -132,8 +132,8 @@ def run(name: str, epochs: int, seed: int, threads: int, data: Path, folder: Pat
     if done.returncode != 0:
         raise RuntimeError(f"{name} failed:\n{done.stderr}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    told = done.stdout.split()  # its last line: seconds S  test accuracy A
-    return Life(float(told[-4]), round(seconds, 2), round(cpu, 2), float(told[-1]))
+    words = done.stdout.split()  # its last line: seconds S  test accuracy A
+    return Timed(float(words[-4]), round(seconds, 2), round(cpu, 2), float(words[-1]))
 
 
 def _threads(count: int) -> Mapping[str, str]:
@@ -154,23 +154,23 @@ def table(rows: list[Row]) -> Table:
     return shown
 
 
-def _row(name: str, lives: dict[str, list[Life]], epochs: int, threads: int) -> Row:
-    own = lives[name]
+def _row(name: str, timed: dict[str, list[Timed]], epochs: int, threads: int) -> Row:
+    own = timed[name]
 
     def ratio(what: str, to: str = FIRST) -> float:
-        pairs = zip(own, lives.get(to, lives[FIRST]), strict=True)
+        pairs = zip(own, timed.get(to, timed[FIRST]), strict=True)
         return round(median(getattr(a, what) / getattr(b, what) for a, b in pairs), 4)
 
     return Row(
         contender=name,
-        accuracy=round(mean(life.accuracy for life in own), 4),
-        accuracies=[life.accuracy for life in own],
-        run_s=round(median(life.run for life in own), 2),
+        accuracy=round(mean(run.accuracy for run in own), 4),
+        accuracies=[run.accuracy for run in own],
+        run_s=round(median(run.run for run in own), 2),
         ratio=ratio("run"),
         ratio_same_adam=ratio("run", CONTENDERS[name][0]),
-        process_s=round(median(life.process for life in own), 2),
+        process_s=round(median(run.process for run in own), 2),
         process_ratio=ratio("process"),
-        cpu_s=round(median(life.cpu for life in own), 2),
+        cpu_s=round(median(run.cpu for run in own), 2),
         cpu_ratio=ratio("cpu"),
         epochs=epochs,
         seeds=len(own),
@@ -180,11 +180,13 @@ def _row(name: str, lives: dict[str, list[Life]], epochs: int, threads: int) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fashion", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--epochs", type=int, default=10, help="epochs of each run (default 10)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender (default 3)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every process (default: all)")
-    parser.add_argument("--only", type=some_of(CONTENDERS), default=list(CONTENDERS), help="with plain")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="threads of every process (default: all)"
+    )
+    parser.add_argument("--only", type=some_of(CONTENDERS), default=list(CONTENDERS), help="contenders, besides plain")
     return parser
 
 

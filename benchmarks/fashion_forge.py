@@ -1,4 +1,4 @@
-"""The lab of fashion_plain.py with forge: the recipe `fashion_mlp` as it comes. `forge fit fashion_mlp` does the same.
+"""The lab of fashion_plain.py with forge: the unchanged recipe `fashion_mlp`, as in `forge fit fashion_mlp`.
 
 python -m benchmarks.fashion_forge --data FOLDER --run-dir FOLDER
 """
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--run-dir")
     options = parser.parse_args()
     start = time.perf_counter()
-    torch.manual_seed(options.seed)  # the first weights
+    torch.manual_seed(options.seed)  # initial weights
 
     recipe = load_recipe("fashion_mlp", [f"trainer.seed={options.seed}", f"trainer.max_epochs={options.epochs}"])
     trainer = Trainer(recipe=recipe, run_dir=options.run_dir, device="cpu")

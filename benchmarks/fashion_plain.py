@@ -1,7 +1,6 @@
-"""The lab as it is written everywhere: FashionMNIST, a perceptron, plain PyTorch. What `forge fit fashion_mlp` is timed
-against.
+"""The usual FashionMNIST lab: a perceptron in plain PyTorch, the baseline of `forge fit fashion_mlp`.
 
-    python -m benchmarks.fashion_plain --data FOLDER    # FOLDER/FashionMNIST/raw, unpacked; fetched if not there
+python -m benchmarks.fashion_plain --data FOLDER    # FOLDER/FashionMNIST/raw, uncompressed; downloaded if missing
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
-"""Kill a training run anywhere, resume it, and see whether it ends in the same bits.
+"""Kill a training run anywhere, resume it, and check that it ends in the same bits.
 
     python -m benchmarks.faults                      # 100 runs, 20 signals, 100 damaged files
     python -m benchmarks.faults --runs 1000 --signals 200 --damages 1000      # the full table: `make faults N=1000`
-    python -m benchmarks.faults --only run:417       # one failure again, by the seed that was printed
+    python -m benchmarks.faults --only run:417       # repeat one failure by its printed seed
     python -m benchmarks.faults --json
 
 Every run trains a small network with shuffle, dropout, batch normalisation, per-sample augmentation, accumulation 4,
 clip, schedule and guard, and saves every second update. The first of every three is in float32, the second in bf16, the
-third in fp16, with a loss scale that keeps overflowing and growing. A run dies 1 to 3 times, each time in one of three
-ways: kill -9 at a random micro-batch, at a random system call of a checkpoint's writing, or at a random instant. The
-number of workers (0, 2, 2 persistent) changes between lives; the run folder and TMPDIR lie on the same or on different
-filesystems. After each death every checkpoint under a final name must verify (torn), and the newest one there was must
-still be there (lost). At the end every update of every life and the final weights are compared with a straight run.
+third in fp16, with a loss scale that keeps overflowing and growing. A run is killed 1 to 3 times, in one of three ways:
+kill -9 at a random micro-batch, at a random system call while a checkpoint is written, or at a random instant. The
+number of workers (0, 2, 2 persistent) changes between attempts; the run folder and TMPDIR are on the same or on
+different filesystems. After each kill every checkpoint under a final name must verify (torn), and the newest published
+one must still exist (lost). At the end every update of every attempt and the final weights are compared with an
+uninterrupted run.
 
-A signal is SIGTERM, SIGINT or SIGUSR1 at a random instant: the run must exit with 85 and go on to the same bits. A
-damage is a flipped bit, a truncation, a zeroed range or a deletion in the newest checkpoint: it must be found before
-use, and the checkpoint before it taken instead.
+A signal is SIGTERM, SIGINT or SIGUSR1 at a random instant: the run must exit with 85 and resume to the same bits. A
+damage is a flipped bit, a truncation, a zeroed range or a deletion in the newest checkpoint: it must be detected before
+use, and the previous checkpoint used instead.
 
-Lives are forked from a process that has torch loaded, so a thousand runs take minutes.
+Attempts are forked from a process that has torch loaded, so a thousand runs take minutes.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ DEATHS = ("micro-batch", "write", "instant")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PLACES = (tempfile.gettempdir(), "/dev/shm")
 SEEDS = 6
-"""Straight runs of each precision that the killed ones are compared with."""
+"""Number of uninterrupted runs per precision, to compare the killed ones with."""
 PRECISIONS = ("float32", "bf16", "fp16")
-"""Cases take turns in them."""
+"""Used by cases in turn."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is trained
+# Task and data
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Points with noise out of all three generators."""
+    """Points with noise from all three random generators."""
 
     def __init__(self, length: int = 62):
         generator = torch.Generator().manual_seed(1)
@@ -85,7 +86,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Victim(forge.TaskModule):
-    """Dropout, batch normalisation, and a place where it can be shot."""
+    """A network with dropout and batch normalisation that can be killed in its step."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -94,7 +95,7 @@ class Victim(forge.TaskModule):
             self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:
-        shoot("micro-batch")
+        count_down("micro-batch")
         x, y = batch
         logits = self.net(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
@@ -106,36 +107,36 @@ class Victim(forge.TaskModule):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How it dies
+# Kills
 
-_gun: dict[str, int] = {}
-"""Shots left before the deadly one, by kind; armed in a forked life only."""
+_countdown: dict[str, int] = {}
+"""Calls left until the kill, by kind; set in a forked attempt only."""
 
 
-def shoot(kind: str) -> None:
-    """One more chance to die of this kind; data workers, which inherit the gun, are not meant."""
-    if kind in _gun and os.getpid() == _gun["owner"]:
-        _gun[kind] -= 1
-        if _gun[kind] <= 0:
+def count_down(kind: str) -> None:
+    """Count down and kill this process at 0, but not data workers, which inherit the counters."""
+    if kind in _countdown and os.getpid() == _countdown["owner"]:
+        _countdown[kind] -= 1
+        if _countdown[kind] <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm_system_calls() -> None:
-    """Count every system call that writing a checkpoint makes, before and after it is done."""
+def count_system_calls() -> None:
+    """Count down before and after every system call that writes a checkpoint."""
     for name in ("open", "write", "fsync", "rename", "replace", "mkdir", "close", "symlink", "unlink", "rmdir"):
         real = getattr(os, name)
 
         def call(*args: Any, _real: Callable[..., Any] = real, **kwargs: Any) -> Any:
-            shoot("write")
+            count_down("write")
             result = _real(*args, **kwargs)
-            shoot("write")
+            count_down("write")
             return result
 
         setattr(os, name, call)
 
 
-def note_publications(folder: Path) -> None:
-    """Write down every checkpoint as soon as it has its name: none of those may be gone without a newer one."""
+def record_publications(folder: Path) -> None:
+    """Record every checkpoint once it has its name: it may disappear only after a newer one."""
     rename = os.rename
 
     def publish(source: Any, target: Any, **kwargs: Any) -> None:
@@ -148,44 +149,44 @@ def note_publications(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """How one life of a run is led, and how it ends."""
+class Attempt:
+    """The settings of one attempt of a run, and how it is killed."""
 
     workers: str
     death: str | None = None
     after: float = 0.0
-    "How many chances (or, for an instant, seconds) it takes."
+    "Calls until the kill (for an instant: seconds)."
     signal: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which run is killed: what its bits depend on."""
+    """Everything that the bits of a run depend on."""
 
     seed: int
     precision: str
 
     @property
     def plugins(self) -> list[forge.Plugin]:
-        """What makes the precision."""
+        """The plugins for the precision."""
         if self.precision == "float32":
             return []
         return [forge_plugins.AMP(self.precision, init_scale=2.0**20, growth_interval=3)]
 
 
 def drawn(number: int, dice: random.Random) -> Run:
-    """The run of a case."""
+    """Draw the run of a case."""
     return Run(dice.randrange(SEEDS), PRECISIONS[number % len(PRECISIONS)])
 
 
-def lead(life: Life, folder: Path, run: Run) -> None:
-    """Train from the newest checkpoint on; runs in a forked child."""
-    if life.death == "write":
-        arm_system_calls()
-    if life.death in ("micro-batch", "write"):
-        _gun.update({life.death: int(life.after), "owner": os.getpid()})
-    count = 0 if life.workers == "0 workers" else 2
-    options: dict[str, Any] = {"persistent_workers": life.workers == "2 persistent"} if count else {}
+def train_attempt(attempt: Attempt, folder: Path, run: Run) -> None:
+    """Train from the newest checkpoint, in a forked child."""
+    if attempt.death == "write":
+        count_system_calls()
+    if attempt.death in ("micro-batch", "write"):
+        _countdown.update({attempt.death: int(attempt.after), "owner": os.getpid()})
+    count = 0 if attempt.workers == "0 workers" else 2
+    options: dict[str, Any] = {"persistent_workers": attempt.workers == "2 persistent"} if count else {}
     train = Loader(Samples(), 4, shuffle=True, num_workers=count, **options)
     trainer = forge.Trainer(
         max_updates=UPDATES,
@@ -208,8 +209,8 @@ def lead(life: Life, folder: Path, run: Run) -> None:
     trainer.fit(Victim(run.seed), train, Loader(Samples(20), 8))
 
 
-def spawn(life: Life, folder: Path, run: Run) -> int:
-    """Lead a life in a child process, end it as it is meant to end, and return its wait status."""
+def spawn(attempt: Attempt, folder: Path, run: Run) -> int:
+    """Run an attempt in a child process, kill it as planned, and return its exit code."""
     log = folder / "stderr.log"
     started = time.monotonic()
     child = os.fork()
@@ -217,12 +218,12 @@ def spawn(life: Life, folder: Path, run: Run) -> int:
         status = 1
         try:
             os.setsid()
-            for number in SIGNALS:  # a process in the background may have been told to ignore them
+            for number in SIGNALS:  # a background process may inherit ignored signals
                 signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
             with log.open("ab", buffering=0) as file:
                 os.dup2(file.fileno(), 2)
-            note_publications(folder)
-            lead(life, folder, run)
+            record_publications(folder)
+            train_attempt(attempt, folder, run)
             status = 0
         except SystemExit as leaving:
             status = leaving.code if isinstance(leaving.code, int) else 1
@@ -231,9 +232,9 @@ def spawn(life: Life, folder: Path, run: Run) -> int:
         except BaseException:
             traceback.print_exc()
         os._exit(status)
-    if life.death == "instant" or life.signal is not None:
-        time.sleep(max(0.0, life.after - (time.monotonic() - started)))
-        os.kill(child, life.signal or signal.SIGKILL)
+    if attempt.death == "instant" or attempt.signal is not None:
+        time.sleep(max(0.0, attempt.after - (time.monotonic() - started)))
+        os.kill(child, attempt.signal or signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -243,19 +244,19 @@ def spawn(life: Life, folder: Path, run: Run) -> int:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a case came to: nothing wrong, or what."""
+    """The result of a case; `wrong` describes an error."""
 
     case: str
     row: str
     wrong: str = ""
     kind: str = "exact"
-    "What is wrong, in a word: torn, lost, different, crashed, missed."
+    "Kind of error: torn, lost, different, crashed, missed; else exact."
     deaths: int = 0
 
 
 @dataclass(slots=True)
 class Straight:
-    """Runs that nobody disturbed."""
+    """Uninterrupted runs."""
 
     folder: Path
     done: dict[Run, Path] = field(default_factory=dict)
@@ -264,7 +265,7 @@ class Straight:
         if run not in self.done:
             path = self.folder / f"straight-{run.precision}-{run.seed}"
             path.mkdir(parents=True)
-            code = spawn(Life("0 workers"), path, run)
+            code = spawn(Attempt("0 workers"), path, run)
             if code != 0:
                 raise RuntimeError(f"the straight run failed ({code}):\n{(path / 'stderr.log').read_text()}")
             self.done[run] = path
@@ -272,28 +273,28 @@ class Straight:
 
 
 def killed_run(number: int, straight: Straight) -> Outcome:
-    """Die 1 to 3 times, then live to the end."""
+    """Kill a run 1 to 3 times, then let it finish."""
     dice = random.Random(f"run:{number}")
     run = drawn(number, dice)
     expected = straight.of(run)
     os.environ["TMPDIR"] = dice.choice(PLACES)
     outcome = Outcome(f"run:{number}", "")
-    while not outcome.deaths and not outcome.wrong:  # a run that was through before the shot shows nothing
-        lives = [_deadly(dice) for _ in range(dice.randint(1, 3))]
-        outcome.row = lives[0].workers if run.precision == "float32" else f"amp {run.precision}"
+    while not outcome.deaths and not outcome.wrong:  # repeat if the run ended before the kill
+        attempts = [_killed_attempt(dice) for _ in range(dice.randint(1, 3))]
+        outcome.row = attempts[0].workers if run.precision == "float32" else f"amp {run.precision}"
         folder = Path(tempfile.mkdtemp(prefix="forge-faults-", dir=dice.choice(PLACES)))
         try:
-            _die_and_live_on(lives, dice, folder, run, expected, outcome)
+            _kill_and_finish(attempts, dice, folder, run, expected, outcome)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
 
-def _die_and_live_on(
-    lives: Sequence[Life], dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome
+def _kill_and_finish(
+    attempts: Sequence[Attempt], dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome
 ) -> None:
-    for life in lives:
-        code = spawn(life, folder, run)
+    for attempt in attempts:
+        code = spawn(attempt, folder, run)
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -304,16 +305,16 @@ def _die_and_live_on(
         if outcome.wrong:
             return
     if outcome.deaths:
-        _live_on(Life(dice.choice(WORKERS)), folder, run, expected, outcome)
+        _finish(Attempt(dice.choice(WORKERS)), folder, run, expected, outcome)
 
 
 def signalled_run(number: int, straight: Straight) -> Outcome:
-    """One or two signals at random instants, each of which must leave a run that can be resumed."""
+    """Send one or two signals at random instants; each must leave a run that can be resumed."""
     dice = random.Random(f"signal:{number}")
     run = drawn(number, dice)
     outcome = Outcome(f"signal:{number}", "signals")
     expected = straight.of(run)
-    while not outcome.deaths and not outcome.wrong:  # one that came before the handlers, or after the end, shows little
+    while not outcome.deaths and not outcome.wrong:  # repeat if all came before the handlers or after the end
         folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
         try:
             _signal_and_live_on(dice, folder, run, expected, outcome)
@@ -324,25 +325,25 @@ def signalled_run(number: int, straight: Straight) -> Outcome:
 
 def _signal_and_live_on(dice: random.Random, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
     for _ in range(dice.randint(1, 2)):
-        life = Life(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
+        attempt = Attempt(dice.choice(WORKERS), signal=dice.choice(SIGNALS), after=dice.uniform(0.0, 0.6))
         before = len(read_trace(folder / "trace.jsonl"))
-        code = spawn(life, folder, run)
+        code = spawn(attempt, folder, run)
         if code == 0:
             break
-        assert life.signal is not None
-        # before the fit has its handlers the signal acts as it always does: there is nothing new to save
-        early = code in (128 + life.signal, -life.signal) and len(read_trace(folder / "trace.jsonl")) == before
+        assert attempt.signal is not None
+        # before the fit installs its handlers a signal has its default effect, and nothing new is to be saved
+        early = code in (128 + attempt.signal, -attempt.signal) and len(read_trace(folder / "trace.jsonl")) == before
         if code != forge.Interrupted.EXIT_CODE and not early:
             _wrong(outcome, "crashed", f"exit code {code}\n{(folder / 'stderr.log').read_text()}")
             return
         outcome.deaths += not early
         _check_folder(folder, outcome)
     if not outcome.wrong and outcome.deaths:
-        _live_on(Life(dice.choice(WORKERS)), folder, run, expected, outcome)
+        _finish(Attempt(dice.choice(WORKERS)), folder, run, expected, outcome)
 
 
 def damaged_file(number: int, straight: Straight) -> Outcome:
-    """Damage the newest checkpoint of a finished run: it must be found out, and the one before it taken."""
+    """Damage the newest checkpoint of a finished run: it must be detected, and the previous one used."""
     dice = random.Random(f"damage:{number}")
     expected = straight.of(drawn(number, dice))
     folder = Path(tempfile.mkdtemp(prefix="forge-faults-"))
@@ -362,7 +363,7 @@ def damaged_file(number: int, straight: Straight) -> Outcome:
 
 
 def damage(path: Path, how: str, dice: random.Random) -> None:
-    """Change a file for certain."""
+    """Damage a file so that its content certainly changes."""
     if how == "delete":
         path.unlink()
         return
@@ -379,18 +380,18 @@ def damage(path: Path, how: str, dice: random.Random) -> None:
     path.write_bytes(bytes(data))
 
 
-def _deadly(dice: random.Random) -> Life:
+def _killed_attempt(dice: random.Random) -> Attempt:
     death = dice.choice(DEATHS)
     after: dict[str, float] = {
         "micro-batch": dice.randint(1, UPDATES * 4),
         "write": dice.randint(1, 400),
         "instant": dice.uniform(0.0, 0.5),
     }
-    return Life(dice.choice(WORKERS), death, after[death])
+    return Attempt(dice.choice(WORKERS), death, after[death])
 
 
 def _check_folder(folder: Path, outcome: Outcome) -> None:
-    """Every checkpoint under a final name verifies, and the newest that ever had its name is still there."""
+    """Check that every checkpoint under a final name verifies, and that the newest published one still exists."""
     there = Checkpoints(folder / "run" / "checkpoints").all()
     for path in there:
         try:
@@ -401,13 +402,13 @@ def _check_folder(folder: Path, outcome: Outcome) -> None:
     published = noted.read_text().split() if noted.exists() else []
     last = there[-1].name if there else ""
     if published and max(published) > last:
-        _wrong(outcome, "lost", f"{max(published)} was published, now there is {last or 'nothing'}")
+        _wrong(outcome, "lost", f"{max(published)} was published, but the newest is {last or 'none'}")
 
 
-def _live_on(life: Life, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
-    code = spawn(life, folder, run)
+def _finish(attempt: Attempt, folder: Path, run: Run, expected: Path, outcome: Outcome) -> None:
+    code = spawn(attempt, folder, run)
     if code != 0:
-        _wrong(outcome, "crashed", f"the last life: {code}\n{(folder / 'stderr.log').read_text()}")
+        _wrong(outcome, "crashed", f"the last attempt: {code}\n{(folder / 'stderr.log').read_text()}")
         return
     difference = compare(read_trace(expected / "trace.jsonl"), read_trace(folder / "trace.jsonl"))
     if difference is not None:
@@ -424,7 +425,7 @@ def _wrong(outcome: Outcome, kind: str, what: str) -> Outcome:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The command
+# Command line
 
 CASES: dict[str, Callable[[int, Straight], Outcome]] = {
     "run": killed_run,
@@ -434,22 +435,20 @@ CASES: dict[str, Callable[[int, Straight], Outcome]] = {
 
 
 def run_cases(
-    names: Sequence[str], folder: Path, tell: Callable[[Outcome], None] = lambda outcome: None
+    names: Sequence[str], folder: Path, report: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """Run cases such as "run:12" one after the other."""
+    """Run cases such as "run:12" in sequence."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        lead(
-            Life("0 workers"), Path(scratch), Run(0, "fp16")
-        )  # whatever loads on first use is loaded before the first fork
+        train_attempt(Attempt("0 workers"), Path(scratch), Run(0, "fp16"))  # load everything before the first fork
     straight, outcomes = Straight(folder), []
     for name in names:
         kind, _, number = name.partition(":")
         outcomes.append(CASES[kind](int(number), straight))
-        tell(outcomes[-1])
+        report(outcomes[-1])
     return outcomes
 
 
-def _in_parallel(names: Sequence[str], jobs: int, tell: Callable[[Outcome], None]) -> list[Outcome]:
+def _in_parallel(names: Sequence[str], jobs: int, report: Callable[[Outcome], None]) -> list[Outcome]:
     """Split the cases over forked processes; each writes its outcomes as JSON lines into a pipe."""
     readers = []
     for job in range(jobs):
@@ -485,7 +484,7 @@ def _in_parallel(names: Sequence[str], jobs: int, tell: Callable[[Outcome], None
                 ready.unregister(key.fileobj)
                 continue
             outcomes.append(Outcome(**json.loads(line)))
-            tell(outcomes[-1])
+            report(outcomes[-1])
     for _ in readers:
         os.wait()
     return outcomes
@@ -513,12 +512,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    logging.getLogger("forge").setLevel(logging.CRITICAL)  # what is passed over is meant to be
+    logging.getLogger("forge").setLevel(logging.CRITICAL)  # skipped checkpoints are expected
     counts = {"run": args.runs, "signal": args.signals, "damage": args.damages}
     names = args.only or [f"{kind}:{args.first + i}" for kind, count in counts.items() for i in range(count)]
     done = 0
 
-    def tell(outcome: Outcome) -> None:
+    def report(outcome: Outcome) -> None:
         nonlocal done
         done += 1
         if outcome.wrong:
@@ -526,7 +525,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif sys.stderr.isatty():
             print(f"\r{done} of {len(names)}", end="", file=sys.stderr)
 
-    outcomes = _in_parallel(names, min(args.jobs, len(names)), tell)
+    outcomes = _in_parallel(names, min(args.jobs, len(names)), report)
     rows = table(outcomes)
     if args.json:
         print(json.dumps({"machine": machine.describe()}))

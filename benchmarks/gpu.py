@@ -1,15 +1,15 @@
-"""Milliseconds per update on a GPU: a loop by hand, forge, Lightning and accelerate, each in a process of its own.
+"""Milliseconds per update on a GPU: a hand-written loop, forge, Lightning and accelerate, each in its own process.
 
     python -m benchmarks.gpu                                   # everything; about 8 minutes on an H200
-    python -m benchmarks.gpu --cases mlp,resnet18              # where the host is the limit
+    python -m benchmarks.gpu --cases mlp,resnet18              # limited by the host
     python -m benchmarks.gpu --cases gpt2 --rows bare,forge    # some rows
-    python -m benchmarks.gpu --json > gpu.jsonl                # one JSON object a line: the machine, then the rows
-    python -m benchmarks.gpu --tiny                            # anywhere, in a minute: does it run?
+    python -m benchmarks.gpu --json > gpu.jsonl                # one JSON object per line: the machine, then the rows
+    python -m benchmarks.gpu --tiny                            # smoke test on any machine, a minute
 
 Every row trains the same network (the recipes' own) with the same optimizer from the same batches in pinned host
-memory. The clock runs between two synchronisations, after a warm-up that compilation, allocation and capture fall into,
-in five blocks: the figure is the median block, the spread half of what lies between the extremes. The first row runs
-once more at the end, so that drift shows. "loss" is the mean of the last block's losses that were logged, or the last.
+memory. The clock runs between two synchronisations, in five blocks, after a warm-up for compilation, allocation and
+capture: the figure is the median block, the spread half the distance between the extremes. The first row runs again at
+the end, to show drift. "loss" is the mean of the losses logged in the last block, or the last loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.command_line import some_of
 
 LOG_EVERY = 50
 PEAK = 989e12
-"""What the data sheet of an H200 says of dense bf16 products per second; MFU is a share of it."""
+"""Dense bf16 operations per second of an H200, from its data sheet; MFU is a share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Case:
     name: str
     what: str
     build: Callable[..., Any]
-    "The task, tiny or not."
+    "Makes the task, tiny or not."
     batch: Callable[[bool, torch.Generator], tuple[Tensor, Tensor]]
     bf16: bool
     clip: float | None
     updates: int
     warm_up: int
     tokens: int = 0
-    "Tokens per update, where there are any."
+    "Tokens per update, for language models."
 
 
 def _mlp(tiny: bool, **options: Any) -> Any:
@@ -95,21 +95,21 @@ CASES = {
     "gpt2": Case("gpt2", "GPT-2 124M, T=1024, batch 64, bf16, clip", _gpt, _tokens, True, 1.0, 40, 12, 65536),
 }
 ROWS = {
-    "bare": "the loop by hand; GPT-2 compiled",
-    "bare compiled": "the loop by hand, torch.compile",
-    "bare bf16 cudnn": "the same with blocks that add in bf16 and cuDNN's attention: nothing of that is forge's",
-    "bare reduce-overhead": "the loop by hand, torch.compile(mode='reduce-overhead')",
+    "bare": "hand-written loop; GPT-2 compiled",
+    "bare compiled": "hand-written loop, torch.compile",
+    "bare bf16 cudnn": "the same with a bf16 residual stream and cuDNN's attention, without forge",
+    "bare reduce-overhead": "hand-written loop, torch.compile(mode='reduce-overhead')",
     "forge": "recipe default: jsonl and tensorboard every 50 updates, guard, checkpoint; GPT-2 compiled",
-    "forge off": "plugins=[] but what the case needs; GPT-2 compiled",
+    "forge off": "only the plugins that the case needs; GPT-2 compiled",
     "forge cuda_graph": "jsonl and tensorboard every 50 updates, cuda_graph",
     "forge cuda_graph compiled": "jsonl and tensorboard every 50 updates, compile, cuda_graph",
     "forge kernels": "forge's loss, MLP and clip + AdamW, cuDNN's attention; jsonl and tensorboard",
     "forge kernels attention": "the same with forge's attention",
-    "forge kernels bf16": "the same with cuDNN's attention, and blocks that add in bf16, as in the recipe gpt2_124m",
+    "forge kernels bf16": "the same with cuDNN's attention and a bf16 residual stream, as in the recipe gpt2_124m",
     "lightning off": "barebones=True; GPT-2 compiled",
     "lightning default": "progress bar, logger, checkpoint, self.log",
     "accelerate": "the user's loop under Accelerator; GPT-2 compiled",
-    "bare again": "the first row once more: what differs is drift",
+    "bare again": "the first row again: the difference is drift",
 }
 SMALL = [name for name in ROWS if "kernels" not in name and "bf16" not in name]
 LARGE = ["bare", "bare bf16 cudnn", "forge off", "forge", "forge cuda_graph compiled", "forge kernels"]
@@ -132,7 +132,7 @@ class Row:
 
 
 class Batches:
-    """Hands out batches, and takes the time between blocks of updates; with a length, as the peers ask for."""
+    """A loader that times blocks of updates; it has a length, which the peers require."""
 
     BLOCKS = 5
 
@@ -162,7 +162,7 @@ class Batches:
 
 
 Train = Callable[[Case, Batches, bool, Path], float]
-"""Train a case to its end; return its last loss."""
+"""Train a case to its end, and return its last loss."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def ours(logs: bool = True, default: bool = False, compiled: bool = False, task:
             seed=0,
             device=device(),
             log_every=LOG_EVERY,
-            allow_inexact=True,  # the batches count time, and cannot be continued
+            allow_inexact=True,  # this loader cannot be resumed
             run_dir=folder if logs or default else False,
             plugins={**stack, **plugins},
             **options,
@@ -250,7 +250,9 @@ def lightning(logs: bool) -> Train:
             def configure_gradient_clipping(
                 self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None
             ) -> None:
-                if gradient_clip_val is not None:  # its own refuses a fused AdamW in mixed precision, bf16 too
+                if (
+                    gradient_clip_val is not None
+                ):  # Lightning's clipping refuses a fused AdamW in mixed precision, also bf16
                     nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
         torch.manual_seed(0)
@@ -322,7 +324,7 @@ CONTENDERS: dict[str, Train] = {
 
 
 def measure(case: Case, row: str, tiny: bool) -> Row:
-    """One row, in this process. Every row lets cuDNN choose its convolutions by measuring."""
+    """Measure one row in this process, with cuDNN's benchmark mode."""
     torch.backends.cudnn.benchmark = True
     batches = Batches(case, tiny)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
@@ -344,12 +346,12 @@ def measure(case: Case, row: str, tiny: bool) -> Row:
 
 
 def on_h200() -> bool:
-    """Whether the peak is this device's."""
+    """Whether the peak is that of this device."""
     return torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
 
 
 def flops_per_token() -> float:
-    """GPT-2 124M at T=1024 by the usual count: 6 per parameter without positions, 12 per layer, width and position."""
+    """Count GPT-2 124M at T=1024 as usual: 6 per parameter without positions, 12 per layer, width and position."""
     return 6 * (50304 * 768 + 12 * 12 * 768 * 768) + 12 * 12 * 768 * 1024
 
 
@@ -361,8 +363,8 @@ def in_its_own_process(case: str, row: str, tiny: bool) -> Row:
         return Row(case, row, None, None, None, None, None, None, "not done after 10 minutes")
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row(case, row, None, None, None, None, None, None, told[:300])
+        message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Row(case, row, None, None, None, None, None, None, message[:300])
     return Row(**json.loads(last[0]))
 
 
@@ -372,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(asdict(measure(CASES[options.one[0]], options.one[1], options.tiny))))
         return 0
     if not torch.cuda.is_available() and not options.tiny:
-        print("There is no CUDA device here. To see that it runs: python -m benchmarks.gpu --tiny", file=sys.stderr)
+        print("No CUDA device is available. For a smoke test: python -m benchmarks.gpu --tiny", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps({"machine": describe()}), flush=True)
@@ -423,7 +425,7 @@ def table(rows: list[Row]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--cases", type=some_of(CASES), default=list(CASES), help="names with commas between")
     parser.add_argument("--rows", type=some_of(ROWS), default=list(ROWS), help="names with commas between")
     parser.add_argument("--tiny", action="store_true", help="tiny networks, to see that it runs")

@@ -1,13 +1,13 @@
-"""Every kernel on its cases: time, share of the roofline, error and memory, beside eager, torch.compile and Liger.
+"""Every kernel on its cases: time, share of the roofline, error and memory, against eager, torch.compile and Liger.
 
     python -m benchmarks.kernels                                  # all kernels, about 10 minutes
     python -m benchmarks.kernels layer_norm softmax --against compile
-    python -m benchmarks.kernels --json > kernels.jsonl           # one JSON object a line: the machine, then the rows
+    python -m benchmarks.kernels --json > kernels.jsonl           # one JSON object per line: the machine, then the rows
 
-It is `forge kernels bench` with the machine in front: forward and backward together, medians over passes with cold
-caches and random data, times of the device alone. The roofline is the larger of operations over a bfloat16 product's
-rate and bytes over a copy's, both measured at the start. The error is the worst of all outputs and gradients, against
-the reference in float64. A kernel that is less exact than its contract says ends it with exit code 1.
+This is `forge kernels bench` with a line about the machine: forward and backward together, medians over passes with
+cold caches and random data, device times only. The roofline is the larger of operations over a bfloat16 product's rate
+and bytes over a copy's, both measured at the start. The error is the largest of all outputs and gradients, against the
+reference in float64. The exit code is 1 if a kernel's error is above its tolerance.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What each lever costs and gains: milliseconds per update, samples per second and peak memory, one lever at a time.
+"""Cost and gain of each lever: milliseconds per update, samples per second and peak memory, one lever at a time.
 
     python -m benchmarks.levers                            # on a GPU: a 12-layer GPT of width 768; about 6 minutes
-    python -m benchmarks.levers --levers amp-bf16,remat    # some of them
-    python -m benchmarks.levers --size tiny --updates 4    # anywhere, in a minute: does it run?
-    python -m benchmarks.levers --json > levers.jsonl      # one JSON object a line: the machine, then the rows
+    python -m benchmarks.levers --levers amp-bf16,remat    # only these levers
+    python -m benchmarks.levers --size tiny --updates 4    # smoke test on any machine, a minute
+    python -m benchmarks.levers --json > levers.jsonl      # one JSON object per line: the machine, then the rows
 
-Each row is one `forge.Trainer.fit` with the stack that its name says, over the same batches in device memory. The clock
-runs between two synchronisations, after a warm-up that compilation and allocation fall into; the base is run first and
-last, so that drift shows. Peak memory is what torch allocated at most after the warm-up; without CUDA it is not known.
-"loss" is that of the last update: a lever that should not change the mathematics should not change it much.
+Each row is one `forge.Trainer.fit` with the stack of that name, over the same batches in device memory. The clock runs
+between two synchronisations, after a warm-up for compilation and allocation; the base runs first and last, to show
+drift. Peak memory is the most that torch allocated after the warm-up; it is unknown without CUDA. "loss" is that of the
+last update: a lever that keeps the mathematics should hardly change it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class GPT(forge.TaskModule):
-    """A language model as plain as it can be; its AdamW is fused."""
+    """A plain language model with a fused AdamW."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int):
         super().__init__()
@@ -120,7 +120,7 @@ class Row:
 
 
 class Timed:
-    """Hands batches out and takes the time between them, in blocks of a few updates between two synchronisations."""
+    """A loader that times blocks of a few updates between two synchronisations."""
 
     BLOCKS = 5
 
@@ -149,7 +149,7 @@ class Timed:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds per update, block by block."""
+        """Return seconds per update for each block."""
         return [(b - a) / self.block for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -181,7 +181,7 @@ def measure(lever: str, size: dict[str, int], updates: int, warm_up: int) -> Row
 
 
 def attempt(run: Callable[[], Row], lever: str) -> Row:
-    """A row that says what went wrong, rather than no table."""
+    """Measure a row; return an error as a row, so that the table is still printed."""
     try:
         return run()
     except Exception as error:
@@ -235,7 +235,7 @@ def table(rows: list[Row]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.levers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--levers", type=some_of(LEVERS), default=",".join(LEVERS), help="names with commas between")
     parser.add_argument("--size", choices=list(SIZES), default="gpt", help="what is trained (default gpt)")
     parser.add_argument("--updates", type=int, default=50, help="updates timed for each lever (default 50)")

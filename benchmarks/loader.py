@@ -1,15 +1,15 @@
-"""Loaders: what a batch of 64 costs out of 60,000 uint8 images of 28 × 28 in memory, torch's way and forge's.
+"""Loaders: the cost of a batch of 64 from 60,000 uint8 images of 28 × 28 in memory, with torch and forge.
 
     python -m benchmarks.loader                              # 15 rounds of whole epochs, about 2 minutes
-    python -m benchmarks.loader --rounds 5 --json            # one JSON object a line: the machine, then the rows
+    python -m benchmarks.loader --rounds 5 --json            # one JSON object per line: the machine, then the rows
     python -m benchmarks.loader --samples 640 --rounds 1     # smoke test, seconds
 
-All contenders shuffle the same tensors and give one whole epoch each, in turn, round after round, so that drift of the
-machine hits them alike; everything is in the figure, the epoch's order too. Worker processes are started before. In the
-main process the clock is CPU time (`time.process_time`), with workers it is the wall's, because the work is elsewhere.
+All contenders shuffle the same tensors and yield a whole epoch in turn, round after round, so that drift of the machine
+affects them alike; the figure includes computing the epoch's order. Worker processes are started before. In the main
+process the clock is CPU time (`time.process_time`), with workers wall time, because other processes do the work.
 
-"ratio" is the median over rounds of a contender's cost over that of the one it is compared with; "quiet" compares the
-least disturbed round of each, for machines that others use too. "µs/sample over" is the difference to it per sample.
+"ratio" is the median over rounds of a contender's cost over that of its baseline; "quiet" compares the fastest round of
+each, for shared machines. "µs/sample over" is the difference to the baseline per sample.
 
 Bars: TensorLoader at least 15 times cheaper per batch than DataLoader(TensorDataset) (ratio ≤ 0.067); Loader over a
 pure dataset at most 1.05 times the DataLoader that it wraps; seeding at most 20 µs per sample.
@@ -40,7 +40,7 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A loader, which other it is compared with, and by which clock."""
+    """A loader, its baseline, and its clock."""
 
     name: str
     against: str
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(samples: int, rounds: int) -> list[Row]:
-    """Every contender's epochs, in turn, each round beginning with another."""
+    """Measure every contender's epochs in turn, each round starting with another."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (samples, 28, 28), dtype=torch.uint8, generator=generator)
     data = TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
@@ -117,7 +117,7 @@ def measure(samples: int, rounds: int) -> list[Row]:
 
 
 def epoch(loader: Iterable[Any], clock: Callable[[], float]) -> float:
-    """Microseconds per batch of one whole epoch."""
+    """Return microseconds per batch of one whole epoch."""
     gc.collect()
     batches, start = 0, clock()
     for _ in loader:
@@ -156,7 +156,7 @@ def _row(contender: Contender, costs: dict[str, list[float]], batches: int) -> R
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--samples", type=int, default=60_000, help="images in memory (default 60,000)")
     parser.add_argument("--rounds", type=int, default=15, help="epochs of each contender (default 15)")
     return parser

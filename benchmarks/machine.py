@@ -1,4 +1,4 @@
-"""The machine a figure was measured on: no figure means anything without it."""
+"""Describe the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def describe() -> dict[str, str | int]:
-    """CPU model, cores, Python, torch and today's date, as plain data for one JSON line."""
+    """Return CPU model, cores, Python, torch and today's date as plain data for one JSON line."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 0,
@@ -21,12 +21,12 @@ def describe() -> dict[str, str | int]:
 
 
 def sentence() -> str:
-    """The same in one line, for the head of a table."""
+    """Return the same in one line, for the head of a table."""
     return "{cpu}, {cores} cores, Python {python}, torch {torch}, {date}".format(**describe())
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None; does not import it."""
+    """Return the installed version of a distribution, or None, without importing it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -34,7 +34,7 @@ def version(distribution: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """What Linux calls the CPU; ARM kernels give no model name, then the architecture has to do."""
+    """Return Linux's model name of the CPU, or the architecture if missing, as on ARM."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

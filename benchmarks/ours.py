@@ -1,4 +1,4 @@
-"""forge as a contender: with an empty stack, and with the recipe `default` that a user gets."""
+"""forge as a contender: with an empty stack, and with the recipe `default`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _stack(case: Case) -> list[forge.Plugin]:
 
 
 OURS = [
-    Contender("forge", least, "plugins=[], run_dir=False; the batches as they are"),
+    Contender("forge", least, "plugins=[], run_dir=False; batches unchanged"),
     Contender("forge guard", guarded, "plugins=[Guard()]: every loss and gradient is looked at"),
     Contender("forge default", default, "recipe default: progress, jsonl, tensorboard, guard, checkpoint"),
 ]

@@ -1,22 +1,22 @@
-"""Host overhead: what a framework adds to each optimizer update, on the CPU, over a loop written by hand.
+"""Host overhead: CPU time that a framework adds to each optimizer update over a hand-written loop.
 
     python -m benchmarks.overhead                                  # everything installed, about 15 minutes
     python -m benchmarks.overhead --peers none                     # forge and the bare loop only
     python -m benchmarks.overhead --case mlp --peers lightning,ignite --updates 100 --rounds 5
-    python -m benchmarks.overhead --json > overhead.jsonl          # one JSON object a line: the machine, then the rows
+    python -m benchmarks.overhead --json > overhead.jsonl          # one JSON object per line: machine, then rows
     python -m benchmarks.overhead --peers none --updates 20 --rounds 1 --json     # smoke test, seconds
 
-All contenders run in this one process, in turn, round after round, so that drift of the machine hits them alike: one
-thread, oneDNN off (it picks its kernels at run time), the same weights and the same batches in memory. The figure is
-CPU time (`time.process_time`, all threads of the process) per update between two batches of one run, so set-up and the
-first updates are not in it.
+All contenders run in one process in turn, round after round, so that drift of the machine affects them alike: one
+thread, oneDNN off (it selects its kernels at run time), the same weights and the same batches in memory. The figure is
+CPU time (`time.process_time`, all threads of the process) per update between two batches of one run, without set-up and
+the first updates.
 
 "over bare" is the median over rounds of the difference to the bare loop of the same round, "±" half the distance
-between its quartiles. Other users of a machine only ever add time, for a millisecond or for minutes, so "quiet" takes
-of each update (the 17th, the 18th, ...) the lowest tenth over all rounds, and means those: trust it when "±" is large.
-A log every 50 updates falls on the same update in every round, so it is in both; a bar redrawn by the clock is only in
-the first. The row "bare again" shows what is noise. "identical" says whether the trained weights equal the bare loop's
-bit for bit, in every round.
+between its quartiles. Other users of a machine only add time, for a millisecond or for minutes, so "quiet" is the mean
+over updates of the first decile of each update over all rounds: trust it when "±" is large. A log every 50 updates is
+at the same update in every round, so both include it; a progress bar redrawn by time is only in the first. The row
+"bare again" shows the noise. "identical" is whether the trained weights equal the bare loop's bit for bit, in every
+round.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Row:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # some contenders would take a GPU unasked
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # some contenders would use a GPU
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     talk = Console(stderr=True)
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_case(case: Case, contenders: list[Contender], updates: int, rounds: int, talk: Console) -> list[Row]:
-    """All contenders in turn, `rounds` times, each round beginning with another; the first listed is the measure."""
+    """Run all contenders in turn, `rounds` times, each round starting with another; the first is the baseline."""
     pool, updates = case.pool(), case.timed(updates)
     reference = run_once(contenders[0], case, pool, updates).weights
     runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
@@ -106,7 +106,7 @@ def run_case(case: Case, contenders: list[Contender], updates: int, rounds: int,
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one contender: CPU microseconds per update, on the whole and for each, and the trained weights."""
+    """CPU microseconds per update, in total and for each, and the trained weights of one run."""
 
     updates: int
     microseconds: float
@@ -117,7 +117,7 @@ class Run:
 def run_once(contender: Contender, case: Case, pool: list[Batch], updates: int) -> Run:
     batches = Batches(pool, case, updates)
     gc.collect()
-    gc.freeze()  # a full collection should not walk what the imports of the other contenders left on the heap
+    gc.freeze()  # a full collection should skip objects from the imports of other contenders
     with tempfile.TemporaryDirectory() as folder, silence(), mock.patch.dict(os.environ, contender.environ):
         network = contender.train(case, batches, Path(folder))
     gc.unfreeze()
@@ -130,7 +130,7 @@ def same(weights: Weights, reference: Weights) -> bool:
 
 
 class NullTerminal(io.TextIOBase):
-    """A terminal nobody looks at: progress bars draw as they would for a user, and the text goes nowhere."""
+    """A fake terminal: progress bars draw as for a user, and the text is discarded."""
 
     encoding = "utf-8"
 
@@ -143,7 +143,7 @@ class NullTerminal(io.TextIOBase):
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Keep bars, warnings and log records off the screen; the work of making the bars still happens."""
+    """Hide progress bars, warnings and log records; the bars are still drawn."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(NullTerminal()))
         stack.enter_context(contextlib.redirect_stderr(NullTerminal()))
@@ -155,7 +155,7 @@ def silence() -> Iterator[None]:
 
 
 def table(case: Case, rows: list[Row]) -> Table:
-    """The rows of one case, for people."""
+    """Return the rows of one case as a rich table."""
     first = rows[0]
     shown = Table(title=f"{case.name}: {case.note}\n{first.rounds} rounds of {first.updates} updates")
     shown.add_column("", no_wrap=True)
@@ -191,7 +191,7 @@ def _row(case: Case, contender: Contender, own: list[Run], bare: list[Run], refe
 
 
 def _quiet(runs: list[Run]) -> float:
-    """The mean over updates of each one's first decile over rounds."""
+    """Return the mean over updates of each update's first decile over rounds."""
     rounds_of_each = zip(*(run.each for run in runs), strict=True)
     return statistics.mean(sorted(times)[len(times) // 10] for times in rounds_of_each)
 

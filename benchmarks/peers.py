@@ -1,9 +1,8 @@
-"""The peers, each with everything off ("least") and as its user gets it, with the loss logged ("default").
+"""The peers, each with everything off ("least") and with its defaults and a logged loss ("default").
 
-Every peer trains the same network from the same batches in the same order. Batches are fed in the cheapest way that
-the peer takes: as they are wherever any iterable will do, else through `cases.as_dataloader`. Where a peer leaves the
-loop to the user (Fabric, accelerate), "default" logs the loss to TensorBoard every 50 updates, as Lightning and forge
-do by themselves.
+Every peer trains the same network from the same batches in the same order. Batches are passed in the cheapest way that
+the peer accepts: any iterable if possible, else `cases.as_dataloader`. If the user writes the loop (Fabric,
+accelerate), "default" logs the loss to TensorBoard every 50 updates, as Lightning and forge do.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LOG_EVERY = 50
 
 
 def lightning() -> list[Contender]:
-    """A LightningModule under `Trainer.fit`; Lightning takes any iterable with a length."""
+    """A LightningModule under `Trainer.fit`; Lightning accepts any iterable with a length."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -69,7 +68,7 @@ def lightning() -> list[Contender]:
         return fit(case, batches, logs=True, default_root_dir=folder)
 
     return [
-        Contender("lightning least", least, "barebones=True; the batches as they are"),
+        Contender("lightning least", least, "barebones=True; batches unchanged"),
         Contender("lightning default", default, "progress bar, logger, checkpoint, self.log(prog_bar=True)"),
     ]
 
@@ -110,7 +109,7 @@ def fabric() -> list[Contender]:
         return network
 
     return [
-        Contender("fabric least", least, "setup(model, optimizer); the batches as they are"),
+        Contender("fabric least", least, "setup(model, optimizer); batches unchanged"),
         Contender("fabric default", default, "also setup_dataloaders(DataLoader), TensorBoard every 50"),
     ]
 
@@ -124,8 +123,8 @@ def accelerate() -> list[Contender]:
         optimizer = case.optimizer(network)
         schedules = [case.schedule(optimizer)] if case.scheduled else []
         model, optimizer, batches, *schedules = accelerator.prepare(network, optimizer, batches, *schedules)
-        # accumulate() is left out where it is not needed; inside it the prepared optimizer and schedule act on the last
-        # micro-batch only
+        # accumulate() is used only if needed; inside it the prepared optimizer and schedule act on the last micro-batch
+        # only
         window = accelerator.accumulate if case.accumulate > 1 else contextlib.nullcontext
         update = 0
         for batch in batches:
@@ -159,13 +158,13 @@ def accelerate() -> list[Contender]:
         return network
 
     return [
-        Contender("accelerate least", least, "prepare(model, optimizer); the batches as they are"),
+        Contender("accelerate least", least, "prepare(model, optimizer); batches unchanged"),
         Contender("accelerate default", default, "also prepare(DataLoader), TensorBoard every 50"),
     ]
 
 
 def ignite() -> list[Contender]:
-    """PyTorch-Ignite: its Engine around an update function; "default" uses the one that ignite makes where it can.
+    """PyTorch-Ignite: its Engine around an update function; "default" uses ignite's own if possible.
 
     Ignite's own update function cannot clip, so the `stack` case writes one by hand in both rows.
     """
@@ -226,7 +225,7 @@ def ignite() -> list[Contender]:
         return network
 
     return [
-        Contender("ignite least", least, "Engine, own update function; the batches as they are"),
+        Contender("ignite least", least, "Engine, own update function; batches unchanged"),
         Contender("ignite default", default, "create_supervised_trainer, RunningAverage, bar, TensorBoard every 50"),
     ]
 
@@ -235,8 +234,8 @@ def hf() -> list[Contender]:
     """The Trainer of transformers, with the user's `compute_loss`.
 
     `max_grad_norm` is the case's, not HF's default of 1.0, because clipping would train other weights. HF always steps
-    a schedule; where the case has none it is a constant. Its default log and checkpoint come every 500 updates, which
-    is beyond the default number of timed updates.
+    a schedule; a constant one if the case has none. It logs and saves a checkpoint every 500 updates by default, more
+    than the default number of timed updates.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -274,13 +273,13 @@ def hf() -> list[Contender]:
         return fit(case, batches, batches.updates, True, folder)
 
     return [
-        Contender("hf least", least, "no bar, log, save or NaN filter; the batches as they are"),
+        Contender("hf least", least, "no bar, log, save or NaN filter; batches unchanged"),
         Contender("hf default", default, "bar, NaN filter, log and checkpoint every 500, prepared DataLoader"),
     ]
 
 
 def _forget_accelerate() -> None:
-    """accelerate keeps one state for the process: what the newest Accelerator sets, older ones have too."""
+    """Reset accelerate's process-wide state, which all Accelerators share."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -294,7 +293,7 @@ PEERS: dict[str, tuple[str, Callable[[], list[Contender]]]] = {
     "ignite": ("ignite", ignite),
     "hf": ("transformers", hf),
 }
-"""Peer → the module it needs, and its contenders (made on demand: importing this file imports no peer)."""
+"""Peer → its module, and a function that makes its contenders: importing this file imports no peer."""
 
 
 def installed(name: str) -> bool:
@@ -306,8 +305,8 @@ def contenders(name: str) -> list[Contender]:
 
 
 def imported(name: str, make: Callable[[], list[Contender]]) -> list[Contender]:
-    """Import a peer. What its import sets in the environment becomes its own: Lightning sets
-    PYTORCH_NVML_BASED_CUDA_CHECK, which makes every optimizer step of the process slower, the bare loop's too."""
+    """Import a peer, and keep environment variables that its import sets for its own runs: Lightning sets
+    PYTORCH_NVML_BASED_CUDA_CHECK, which slows every optimizer step of the process, also the bare loop's."""
     before = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -321,4 +320,4 @@ def imported(name: str, make: Callable[[], list[Contender]]) -> list[Contender]:
 
 
 _IMPORTED: dict[str, dict[str, str]] = {}
-"""Module → what its first import set; a second peer of the same module imports nothing new."""
+"""Module → variables set by its first import; a second peer of the module imports nothing new."""

@@ -1,11 +1,11 @@
-"""How well `forge plan` predicts memory: the peak it expects against the one that CUDA's allocator saw.
+"""Accuracy of `forge plan`: predicted peak memory against that of CUDA's allocator.
 
     python -m benchmarks.planned            # on a GPU: both models, with and without remat and amp; about a minute
-    python -m benchmarks.planned --json     # one JSON object a line: the machine, then the rows
-    python -m benchmarks.planned --size tiny    # small models, for a look at the rows
+    python -m benchmarks.planned --json     # one JSON object per line: the machine, then the rows
+    python -m benchmarks.planned --size tiny    # smoke test with small models
 
-Each row rehearses one step on fake tensors, then trains a few updates with the same stack by `forge.Trainer.fit` and
-asks `torch.cuda.max_memory_allocated`. The bar is a ratio within 10 % of 1. Without CUDA only the prediction is known.
+Each row predicts one step on fake tensors, then trains a few updates with the same stack by `forge.Trainer.fit` and
+reads `torch.cuda.max_memory_allocated`. The bar is a ratio within 10 % of 1. Without CUDA only the prediction is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STACKS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class GPT2(GPT):
-    """GPT-2 of 124 million parameters, its head tied to the embedding; AdamW as torch makes it."""
+    """GPT-2 of 124 million parameters, its head tied to the embedding; torch's default AdamW."""
 
     def __init__(self, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, words: int = 50257):
         super().__init__(layers, width, heads, context, words)
@@ -54,7 +54,7 @@ class GPT2(GPT):
 
 
 class Residual(nn.Module):
-    """Two convolutions of 3 × 3 and a way around them."""
+    """Two convolutions of 3 × 3 with a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()
@@ -127,14 +127,14 @@ class Row:
     stack: str
     predicted: int
     worst: str
-    "The phase of an update that takes most, as predicted."
+    "Predicted phase of the peak."
     measured: int | None
     ratio: float | None
     "Predicted over measured."
 
 
 def compare(name: str, model: Model, stack: str) -> Row:
-    """One row: rehearse, then run where there is a device to run on."""
+    """Predict a row, then measure it if a GPU is available."""
     torch.manual_seed(0)
     batch = model.batch()
     expected = rehearse(model.make, batch, STACKS[stack])
@@ -144,7 +144,7 @@ def compare(name: str, model: Model, stack: str) -> Row:
 
 
 def measure(model: Model, batch: Any, stack: dict[str, dict[str, Any]]) -> int:
-    """The peak of a few real updates, beside what was there before."""
+    """Return the peak of a few real updates, without memory allocated before."""
     _clear()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -173,7 +173,7 @@ def compared(size: str) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--size", choices=list(SIZES), default="full", help="what is trained (default full)")
     options = parser.parse_args(arguments)
     rows: list[Row] = []

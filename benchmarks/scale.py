@@ -1,28 +1,28 @@
-"""What forge's ddp and fsdp cost over torch's own in a loop written by hand: two ranks, the same work.
+"""Cost of forge's ddp and fsdp over torch's own in a hand-written loop: two ranks, the same work.
 
     python -m benchmarks.scale                                # both strategies, about 4 minutes
     python -m benchmarks.scale --strategies ddp --rounds 30
-    python -m benchmarks.scale --json > scale.jsonl           # one JSON object a line: the machine, then the rows
+    python -m benchmarks.scale --json > scale.jsonl           # one JSON object per line: the machine, then the rows
     python -m benchmarks.scale --updates 10 --rounds 1        # smoke test
-    python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: what a strategy costs on one GPU
+    python -m benchmarks.scale --gpu --rounds 3               # one rank over NCCL: cost of a strategy on one GPU
 
-Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand once more
-(what differs is noise), and with forge, from the same weights. They take turns update by update, inside one run: when
-forge asks for the batch that opens its next update, the loops by hand make one each first, in an order drawn anew. So
-whatever else the machine does meets all of them alike. Every turn begins at a barrier. Its time is wall time on rank 0,
-since waiting for the other rank is part of it; its CPU time is that of the main thread, which other work disturbs less.
+Two processes over gloo train a transformer, accumulating two micro-batches and clipping: by hand, by hand again (the
+difference is noise), and with forge, from the same weights. They take turns update by update, inside one run: when
+forge requests the first batch of its next update, the hand-written loops make one update each, in random order. So
+other load on the machine affects all of them alike. Every turn starts at a barrier. Its time is wall time on rank 0,
+since waiting for the other rank is part of it; its CPU time is that of the main thread, which other load affects less.
 
-The table shows the median over all turns, the median of each turn's ratio to the loop by hand in the same update, and
-the ratio of the fastest tenths ("quiet"). Work that falls between turns or outside of the main thread would be
-missed by that, so forge's watch is asked for its own CPU time, which is told below the table.
+The table shows the median over all turns, the median of each turn's ratio to the hand-written loop in the same update,
+and the ratio of the fastest tenths ("quiet"). This excludes work between turns or outside the main thread, so the CPU
+time of forge's heartbeat thread is printed below the table.
 
 With `--gpu` one rank trains a GPT of 12 layers, width 768 and batch 32 in bf16, compiled, without a strategy, with ddp
 and with fsdp, in turn.
 
-Collectives are counted by torch's own sequence number of the process group. Bytes are those that one rank hands to
-torch for gradients and parameters in an update, by torch's profiler, beside what the formula expects: DDP all-reduces
-every gradient once (p); FSDP2 gathers a block's parameters for forward and again for backward in every micro-batch
-(2 m b), those of no block once (m r), and scatters all gradients once (p = b + r); m micro-batches make an update.
+Collectives are counted by the sequence number of torch's process group. Bytes are those of gradients and parameters
+that one rank passes to torch in an update, by torch's profiler, next to the formula: DDP all-reduces every gradient
+once (p); FSDP2 gathers a block's parameters for forward and again for backward in every micro-batch (2 m b), those
+outside blocks once (m r), and scatters all gradients once (p = b + r); m micro-batches make an update.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ WORLD, WINDOW, MAX_NORM, BATCH = 2, 2, 1.0, 32
 WARM_UP = 5
 STRATEGIES = ("ddp", "fsdp")
 COLLECTIVES = {"ddp": ("gloo:all_reduce",), "fsdp": ("c10d::_allgather_base", "c10d::_reduce_scatter_base")}
-"""What torch's profiler calls them, where it knows their sizes; gloo scatters by reducing, so that is not counted."""
+"""Names in torch's profiler of collectives with known sizes; gloo scatters by reducing, which is not counted."""
 FEW = 64
 
 BY_HAND = ("by hand", "by hand again")
 
 Weights = list[Tensor]
 Hand = Iterator[Weights]
-"""A loop by hand: makes an update each time it is asked for its weights."""
+"""A hand-written loop: makes an update at each `next` and yields its weights."""
 
 
 class Times(NamedTuple):
-    """What a turn took, in milliseconds: on the clock, of the main thread's CPU, and of the watch's."""
+    """Milliseconds of a turn: wall time, CPU time of the main thread, and of the heartbeat thread."""
 
     wall: float
     cpu: float
@@ -84,7 +84,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A contender's line of the table."""
+    """One contender."""
 
     strategy: str
     contender: str
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def on_gpu(updates: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Milliseconds per update of one rank on one GPU, the median over rounds, and its ratio to no strategy."""
+    """Measure milliseconds per update of one rank on one GPU, the median over rounds, and its ratio to no strategy."""
     size = {**levers.SIZES["gpt"], "batch": 32}
     base, *others = "bf16+compile", "bf16+compile+ddp", "bf16+compile+fsdp"
     times: dict[str, list[float]] = {name: [] for name in (base, *others)}
@@ -135,7 +135,7 @@ def on_gpu(updates: int, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def run(strategy: str, updates: int, rounds: int) -> list[Row]:
-    """All contenders on two ranks."""
+    """Run all contenders on two ranks."""
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     with socket.socket() as taken:
@@ -170,7 +170,7 @@ def _rank(rank: int, port: int, strategy: str, updates: int, rounds: int, found:
         dist.destroy_process_group()
 
 
-# -- what is trained --------------------------------------------------------------------------------------------------
+# -- task and data ----------------------------------------------------------------------------------------------------
 
 
 class Batches:
@@ -191,7 +191,7 @@ class Batches:
 
 
 class Turns(Batches):
-    """Forge's batches; before each of its updates every loop by hand makes one."""
+    """forge's batches; before each of its updates every hand-written loop makes one."""
 
     def __init__(self, updates: int, hand: Callable[[Batches], Hand], order: random.Random):
         super().__init__(updates)
@@ -215,7 +215,7 @@ class Turns(Batches):
 
 
 class Opened:
-    """A turn that has begun, on all ranks at once."""
+    """A turn, started on all ranks at once."""
 
     def __init__(self) -> None:
         dist.barrier()
@@ -228,7 +228,7 @@ class Opened:
 
 
 def _watched() -> float:
-    """Seconds of CPU that forge's watch has used."""
+    """Return the CPU seconds of forge's heartbeat thread."""
     clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-watch" in t.name]
     return sum(map(time.clock_gettime, clocks))
 
@@ -319,19 +319,19 @@ def _whole(parameters: Iterable[Tensor]) -> Weights:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in parameters]
 
 
-# -- what is counted --------------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Per update, on one rank."""
+    """Collectives and bytes per update of one rank."""
 
     collectives: float
     bytes: float
 
 
 def _traffic(train: Callable[[Batches], Weights], names: tuple[str, ...]) -> Traffic:
-    """The difference between a longer and a shorter run: what both do once, at their beginning and end, cancels."""
+    """Count as the difference of a longer and a shorter run, so that start and end cancel."""
     short, long = (_counted(train, updates, names) for updates in (2, 6))
     return Traffic((long.collectives - short.collectives) / 4, (long.bytes - short.bytes) / 4)
 
@@ -346,7 +346,7 @@ def _counted(train: Callable[[Batches], Weights], updates: int, names: tuple[str
 
 
 def _bytes(event: Any) -> float:
-    """What a collective of gradients or parameters handles; forge's own messages are a few numbers each."""
+    """Return the bytes of a collective, or 0 for forge's own messages of a few numbers."""
     numbers = max(map(_numbers, event.input_shapes), default=0)
     return 4.0 * numbers if numbers > FEW else 0.0
 

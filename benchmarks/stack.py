@@ -1,19 +1,19 @@
-"""A stack of levers on a tiny step, against the loop that does the same by hand; and what each plugin costs alone.
+"""A stack of levers on a tiny step, against a hand-written loop; and the cost of each plugin alone.
 
     python -m benchmarks.stack                                     # both tables, about 12 minutes
     python -m benchmarks.stack --table stack --rounds 40           # accumulation 4 + clip + bf16 + schedule + log
     python -m benchmarks.stack --table alone --peers none          # forge with each of its plugins, one at a time
-    python -m benchmarks.stack --json > stack.jsonl                # one JSON object a line: the machine, then the rows
+    python -m benchmarks.stack --json > stack.jsonl                # one JSON object per line: machine, then rows
     python -m benchmarks.stack --peers none --updates 20 --rounds 1 --json     # smoke test
 
-The network is an MLP 16-16-4 on batches of 4: the smallest step that does all of it, so that what a framework adds is
-as large a share as it can be. How it is measured, and what the columns mean, is said in `benchmarks.overhead`: one
-process, in turn, one thread, oneDNN off, CPU time between two batches.
+The network is an MLP 16-16-4 on batches of 4: the smallest step with all levers, in which a framework's share is
+largest. `benchmarks.overhead` describes the method and the columns: one process, in turn, one thread, oneDNN off, CPU
+time between two batches.
 
 "stack": every contender accumulates 4 micro-batches under bf16 autocast, clips to a norm of 1.0, steps Adam and a
 schedule, and logs the mean loss, the gradient norm and the learning rate every 50 updates. "alone": the bare loop is
-the plain one, without any of that, and each row is forge with that one plugin; a lever's own arithmetic (a second pass
-for sam, casts for amp) is in its row, because a user pays for it. "over forge" is the price of the plugin itself.
+the plain one, without any of that, and each row is forge with one plugin; it includes a lever's own arithmetic (a
+second pass for sam, casts for amp). "over forge" is the cost of the plugin itself.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ EACH: dict[str, dict[str, Any]] = {
     "tensorboard": {},
     "throughput": {},
 }
-"""Every plugin that a row is made for, with options that make it do its work."""
+"""The plugins of the rows, with options that enable their work."""
 NEEDS_VALIDATION = ("early_stop",)
 
 
@@ -90,7 +90,7 @@ NEEDS_VALIDATION = ("early_stop",)
 
 
 def by_hand(case: Case, batches: Batches, folder: Path) -> nn.Module:
-    """What forge's contender does, written out."""
+    """Train as forge's contender does, with a hand-written loop."""
     network = case.build()
     optimizer = case.optimizer(network)
     schedule, micro, max_norm = case.schedule(optimizer), case.accumulate, case.clip or 0.0
@@ -124,7 +124,7 @@ def forge_stack(case: Case, batches: Batches, folder: Path) -> nn.Module:
 
 
 def ignite_stack() -> list[Contender]:
-    """Ignite's Engine around an update function by hand, which is what its users write for this."""
+    """Train with ignite's Engine around a hand-written update function, as its users do."""
     from ignite.engine import Engine, Events
     from ignite.handlers import LRScheduler
     from ignite.handlers.tensorboard_logger import TensorboardLogger
@@ -229,7 +229,7 @@ PEERS: dict[str, Callable[[], list[Contender]]] = {
 
 def stack_contenders(names: list[str], talk: Console) -> list[Contender]:
     found = [
-        Contender("bare", by_hand, "the loop written by hand, JSON lines every 50"),
+        Contender("bare", by_hand, "hand-written loop, JSON lines every 50"),
         Contender("bare again", by_hand, "the same once more: what differs is noise"),
         Contender("forge", forge_stack, "amp, accumulate, clip, jsonl; the schedule is the task's"),
     ]
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def table_alone(rows: list[overhead.Row]) -> Table:
-    """What each plugin adds to forge with nothing."""
+    """Return a table of the cost that each plugin adds to forge without plugins."""
     forge_alone = next(row for row in rows if row.contender == "forge")
     shown = Table(title=f"{ALONE.note}\n{rows[0].rounds} rounds of {rows[0].updates} updates")
     shown.add_column("", no_wrap=True)

@@ -1,12 +1,12 @@
-"""Start-up: CPU time of importing a framework, in a fresh process each time, over `import torch` alone.
+"""Start-up: CPU time of importing a framework in a new process, over `import torch` alone.
 
     python -m benchmarks.startup                   # everything installed, 15 rounds, about 4 minutes
-    python -m benchmarks.startup --rounds 3 --json # one JSON object a line: the machine, then the rows
+    python -m benchmarks.startup --rounds 3 --json # one JSON object per line: the machine, then the rows
 
-The processes run one after the other, round after round in the same order, so that drift of the machine hits all alike.
+The processes run in sequence, round after round in the same order, so that drift of the machine affects all alike.
 The figure is user + system time of the process (`getrusage` of the children), the median over rounds; the ratio is the
 median over rounds of the ratio to `import torch` in the same round. "quiet" is the ratio of the fastest fifth of the
-rounds, for machines that others use too. One unmeasured round fills the file cache and writes the .pyc files.
+rounds, for shared machines. One unmeasured round fills the file cache and writes the .pyc files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROGRAMS = {
     "lightning": ("lightning", "import lightning.pytorch"),
     "accelerate": ("accelerate", "import accelerate"),
 }
-"""Name → the module it needs, and the program that is timed; the first is the one the others are compared with."""
+"""Name → the required module, and the timed program; the first is the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ def measure(programs: dict[str, str], rounds: int) -> list[Row]:
 
 
 def cpu_seconds(program: str) -> float:
-    """User + system time of a fresh interpreter that runs `program`."""
+    """Return user + system time of a new interpreter that runs `program`."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # as after an installation: a framework whose bytecode may not be kept would be compiled anew every time
+    # as after an installation: without bytecode files a framework would be compiled every time
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -120,7 +120,7 @@ def _installed(names: list[str]) -> dict[str, str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--rounds", type=int, default=15, help="processes of each kind (default 15)")
     parser.add_argument("--only", type=some_of(PROGRAMS), default=",".join(PROGRAMS), help="the first is the base")
     return parser

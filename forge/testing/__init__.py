@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from forge.testing.runs import TinyRun, run_tiny
     from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny, tiny_batches
     from forge.testing.weights import assert_same_weights, first_difference
+    from forge_kernels.testing import check_against_reference, check_compiles_whole, mend_interpreter, poisoned_memory
 
 _HOME = {
     "EventTrace": "forge.testing.events",
@@ -41,13 +42,13 @@ _HOME = {
     "TinyRun": "forge.testing.runs",
     "TinyTask": "forge.testing.tiny",
     "assert_same_weights": "forge.testing.weights",
-    "check_against_reference": "forge.kernels.testing",
-    "check_compiles_whole": "forge.kernels.testing",
+    "check_against_reference": "forge_kernels.testing",
+    "check_compiles_whole": "forge_kernels.testing",
     "check_plugin": "forge.testing.conformance",
     "first_difference": "forge.testing.weights",
     "fit_tiny": "forge.testing.tiny",
-    "mend_interpreter": "forge.kernels.testing",
-    "poisoned_memory": "forge.kernels.testing",
+    "mend_interpreter": "forge_kernels.testing",
+    "poisoned_memory": "forge_kernels.testing",
     "run_tiny": "forge.testing.runs",
     "tiny_batches": "forge.testing.tiny",
 }

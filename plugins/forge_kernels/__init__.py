@@ -6,8 +6,8 @@
 
     loss = kernels.linear_cross_entropy(hidden, head.weight, target)
 
-Each name loads on first use. :mod:`forge_kernels.contract` says what a kernel promises, `forge kernels` lists what is
-installed, and the plugin `kernels` swaps them into a model.
+Each name loads on first use. :mod:`forge_kernels.contract` defines what a kernel guarantees, `forge kernels` lists the
+installed ones, and the plugin `kernels` swaps them into a model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Bench: a kernel's cases, timed forward and backward beside what else computes the same, and held to its promises.
+"""Time a kernel's cases, forward and backward, against alternatives, and check its tolerance.
 
-`forge kernels bench` and `python -m benchmarks.kernels` are two faces of it.
+`forge kernels bench` and `python -m benchmarks.kernels` both run it.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from forge_kernels.eager import eager
 from forge_kernels.timing import Ceilings, Pass, Stopwatch, distance, measure_ceilings
 
 FORGE, AGAINST = "forge", ("eager", "compile", "liger")
-"""The kernel itself, and what it is compared with: torch's own function, its reference compiled, and Liger's kernel."""
+"""The kernel, and its alternatives: torch's own function, the compiled reference, and Liger's kernel."""
 SEED = 1234
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One contender on one case."""
+class BenchRow:
+    """The measurement of one contender on one case."""
 
     kernel: str
     case: str
     dtype: str
     contender: str
     ms: float | None = None
-    "Forward and backward, the median; None where it did not run."
+    "Median of forward and backward; None if it did not run."
     ms_low: float | None = None
     ms_high: float | None = None
-    "A fifth of the passes took less than the one, and a fifth more than the other."
+    "A fifth of the passes took less than `ms_low`, and a fifth more than `ms_high`."
     roofline: float | None = None
-    "Share of what the device can do at best."
+    "Share of the device's measured ceiling."
     error: float | None = None
-    "The largest of all outputs and gradients: norm of the difference to the reference in float64 over its norm."
+    "Largest error over outputs and gradients: norm of the difference to the float64 reference over its norm."
     tolerance: float | None = None
-    "What the contract promises for it."
+    "The error that the contract allows."
     peak_mb: float | None = None
-    "Memory that one pass takes beside its inputs, at its peak."
+    "Peak memory of one pass, without its inputs."
     note: str = ""
 
     @property
     def holds(self) -> bool:
-        """Whether a kernel is as exact as its contract says."""
+        """Whether the error is within the tolerance."""
         return self.error is None or self.tolerance is None or self.error <= self.tolerance
 
 
 class Bench:
-    """Measures on one device, whose ceilings it measures first."""
+    """Measures kernels on one device, after the device's ceilings."""
 
     def __init__(self, device: torch.device | None = None, against: Sequence[str] = AGAINST, quick: bool = False):
         self.device = bench_device() if device is None else device
@@ -65,7 +65,7 @@ class Bench:
         self.ceilings: Ceilings = measure_ceilings(self.stopwatch)
 
     def describe(self) -> dict[str, Any]:
-        """The device, its ceilings, and the versions that the figures are for."""
+        """Return the device, its ceilings, and the versions of torch, Triton and Liger."""
         return {
             "device": device_name(self.device),
             "copy_bytes_per_s": self.ceilings.bytes,
@@ -75,19 +75,19 @@ class Bench:
             "liger": package_version("liger_kernel"),
         }
 
-    def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[Row]:
-        """Every contender on every case, or on those whose name contains `case`, in each dtype."""
+    def rows(self, kernel: Kernel, case: str | None = None, dtypes: Sequence[str] | None = None) -> Iterator[BenchRow]:
+        """Measure every contender in each dtype on every case, or on cases whose name contains `case`."""
         for picked in _cases(kernel, case):
             for dtype in _dtypes(kernel, dtypes):
                 yield from self._case_rows(kernel, picked, dtype)
 
-    def _case_rows(self, kernel: Kernel, case: Case, dtype: torch.dtype) -> Iterator[Row]:
+    def _case_rows(self, kernel: Kernel, case: Case, dtype: torch.dtype) -> Iterator[BenchRow]:
         torch.manual_seed(SEED)
         args = case.make(self.device, dtype)
         head = kernel.name, case.name, dtype_name(dtype)
         reason = kernel.supports(*args, **case.options)
         if reason is not None:
-            yield Row(*head, FORGE, note=f"not supported: {reason}")
+            yield BenchRow(*head, FORGE, note=f"not supported: {reason}")
             return
         cost = kernel.cost(*args, **case.options)
         contenders = self._contenders(kernel)
@@ -98,12 +98,12 @@ class Bench:
                 if isinstance(function, str):
                     raise KernelError(function)
                 yield self._measured(head, name, function, args, case.options, cost, exact, bound)
-            except Exception as error:  # one contender that fails must not take the others' figures with it
-                yield Row(*head, name, note=_short(error))
+            except Exception as error:  # one failing contender must not stop the others
+                yield BenchRow(*head, name, note=_short(error))
             free()
 
     def _contenders(self, kernel: Kernel) -> dict[str, Callable[..., Any] | str]:
-        """By name what runs, or why nothing can."""
+        """Return by name the function to run, or why it cannot run."""
         made: dict[str, Callable[..., Any] | str] = {FORGE: kernel.function}
         for name in self.against:
             if name == "eager":
@@ -124,14 +124,14 @@ class Bench:
         cost: Cost,
         exact: Exact,
         bound: float | None,
-    ) -> Row:
+    ) -> BenchRow:
         work = Pass(function, copied(given), options)
         off = exact.off(work)
-        work = Pass(function, copied(given), options)  # what changes its inputs begins with fresh ones
+        work = Pass(function, copied(given), options)  # fresh inputs, since it may have changed them in place
         work()
         peak = self._peak(work)
         (timing,) = self.stopwatch(work)
-        return Row(
+        return BenchRow(
             *head,
             name,
             timing.median * 1e3,
@@ -155,9 +155,9 @@ class Bench:
 
 
 class Exact:
-    """What the reference computes in float64: outputs, gradients, and the inputs that it changes in place.
+    """The reference's results in float64: outputs, gradients, and the inputs that it changes in place.
 
-    Where there is no room for float64 it is float32, and `note` says so.
+    If float64 does not fit in memory it is float32, and `note` says so.
     """
 
     def __init__(self, kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any]):
@@ -167,7 +167,7 @@ class Exact:
         self.changed: list[int] = []
 
     def off(self, work: Pass) -> float | None:
-        """How far a contender's results are from these, the worst of them; None where there is no room to know."""
+        """Return the largest error of a contender's results; None if the reference does not fit in memory."""
         results = work.results()
         if self.results is None and not self._is_computed(work.given):
             return None
@@ -186,7 +186,7 @@ class Exact:
                 return True
             except torch.OutOfMemoryError:
                 free()
-        self.note = "no room for its error"
+        self.note = "error not measured: out of memory"
         return False
 
     def _compute(self, dtype: torch.dtype, given: Sequence[Tensor] | None) -> None:
@@ -199,7 +199,7 @@ class Exact:
 
 
 def copied(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """New leaves with the same values and strides, those in floating point as another dtype where one is given."""
+    """Return new leaves with the same values and strides, floating-point ones in `dtype` if given."""
 
     def copy(tensor: Tensor) -> Tensor:
         kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
@@ -215,18 +215,18 @@ def copied(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is asked for
+# Arguments
 
 
 def bench_device() -> torch.device:
-    """The device to measure on; refused where there is none."""
+    """Return the device to measure on; raise KernelError without one."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if INTERPRETED:
         return torch.device("cpu")
     raise KernelError(
-        "forge kernels bench measures on a CUDA device, and there is none here. To see it work on a CPU, in Triton's "
-        "interpreter and without any meaning, add --interpret, and choose a case: --case NAME."
+        "forge kernels bench needs a CUDA device, and none is available. To try it on a CPU in Triton's interpreter, "
+        "without meaningful times, add --interpret, and choose a case: --case NAME."
     )
 
 
@@ -239,7 +239,7 @@ def _cases(kernel: Kernel, wanted: str | None) -> list[Case]:
 
 
 def _dtypes(kernel: Kernel, wanted: Sequence[str] | None) -> list[torch.dtype]:
-    """Those that are asked for; else bfloat16, as activations are, but float32 for what works on parameters."""
+    """Return the requested dtypes; by default bfloat16, or float32 for kernels without a backward."""
     known = {dtype_name(dtype): dtype for dtype in kernel.tolerance}
     if wanted is not None:
         return [known[name] for name in wanted if name in known]
@@ -259,7 +259,7 @@ def device_name(device: torch.device) -> str:
 
 
 def package_version(module: str) -> str | None:
-    """The version of a package that is installed, without importing it."""
+    """Return the version of an installed package without importing it."""
     from importlib import metadata
 
     try:
@@ -269,12 +269,12 @@ def package_version(module: str) -> str | None:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch.compiler.reset()  # a shape of another case is not this one's recompile
+    torch.compiler.reset()  # else another case's shape would count as a recompile
     return torch.compile(function, dynamic=False)
 
 
 def free() -> None:
-    """Give back what nobody uses."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Caching: what was chosen, on disk, so that the next run decides at once and in the same way."""
+"""Cache kernel choices on disk, so that later runs choose the same without measuring."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from typing import Any
 
 import torch
 
-from forge_kernels import registry
-from forge_kernels.call_pattern import Call
-from forge_kernels.selection import Candidate, Choice
+from forge_kernels import discovery
+from forge_kernels.call_pattern import RecordedCall
+from forge_kernels.selection import Candidate, KernelChoice
 
 FILE = "kernels.json"
 FORM = 1
-"""The form of the file; another one's is not read."""
+"""Format version of the file; a file of another version is ignored."""
 
 
 def default_folder() -> Path:
-    """The user's cache: $XDG_CACHE_HOME/forge, or ~/.cache/forge."""
+    """Return the user's cache: $XDG_CACHE_HOME/forge, or ~/.cache/forge."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "forge"
 
 
 class Cache:
-    """Choices by everything that they depend on; without a folder it is always empty."""
+    """Choices by `key_of`; always empty without a folder."""
 
     def __init__(self, folder: Path | None):
         self.path = None if folder is None else folder / FILE
         self._known = self._read()
         self._new: dict[str, Any] = {}
 
-    def get(self, key: str, call: Call) -> Choice | None:
-        """What was chosen for a call."""
+    def get(self, key: str, call: RecordedCall) -> KernelChoice | None:
+        """Return the choice for a call, if known."""
         entry = self._known.get(key)
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             if entry is not None:
-                return Choice(call, entry["kernel"], dict(entry["ms"]), str(entry["why"]))
+                return KernelChoice(call, entry["kernel"], dict(entry["ms"]), str(entry["why"]))
         return None
 
-    def put(self, key: str, choice: Choice) -> None:
+    def put(self, key: str, choice: KernelChoice) -> None:
         self._new[key] = choice.as_data()
 
     def write(self) -> None:
-        """Add what is new to the file, which another run may have changed meanwhile; a full disk costs no run."""
+        """Add new choices to the file, which another run may have changed; ignore errors such as a full disk."""
         if self.path is None or not self._new:
             return
         self._known = {**self._read(), **self._new}
@@ -66,7 +66,7 @@ class Cache:
                 raise
 
     def _read(self) -> dict[str, Any]:
-        """The file; one that is missing, damaged or of another form counts as empty."""
+        """Read the file; a missing, damaged or incompatible one counts as empty."""
         if self.path is None:
             return {}
         try:
@@ -77,17 +77,17 @@ class Cache:
         return choices if isinstance(choices, dict) else {}
 
 
-def key_of(call: Call, candidates: list[Candidate], device: torch.device, compiled: bool) -> str:
-    """Everything that a choice depends on, as one hash."""
-    told: Mapping[str, Any] = {
+def key_of(call: RecordedCall, candidates: list[Candidate], device: torch.device, compiled: bool) -> str:
+    """Return a hash over everything that a choice depends on."""
+    parts: Mapping[str, Any] = {
         "call": call.kind.as_data(),
-        "candidates": {c.kernel.name: registry.version(c.kernel) for c in candidates},
+        "candidates": {c.kernel.name: discovery.version(c.kernel) for c in candidates},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "compiled": compiled,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _version(package: str) -> str | None:

@@ -1,7 +1,7 @@
-"""Call: one call of a function as it looked in a run: shapes, strides and dtypes of tensors, other arguments by value.
+"""RecordedCall: one call of a function, with shapes, strides and dtypes of tensors and other arguments by value.
 
-It can be compared with another call, inside of torch.compile too, written down as plain data, and made anew with random
-numbers to be measured.
+It can be matched against another call (also inside torch.compile), serialized, and reproduced with random numbers for
+measuring.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Plain = None | bool | int | float | str | torch.dtype
 TENSOR, VALUE, DTYPE = "tensor", "value", "dtype"
 
 
-class Unknown(Exception):
-    """An argument that cannot be written down: such a call is left alone."""
+class Unrecordable(Exception):
+    """An argument cannot be recorded; its call is not replaced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
-    """What is known of a tensor."""
+class TensorSpec:
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,12 +34,12 @@ class Like:
     "Whether it requires a gradient."
     low: int = 0
     high: int = 0
-    "The range of whole numbers, to draw others from."
+    "Range of an integer tensor, to draw random values from."
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Like:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            raise Unknown(type(tensor).__name__)
+            raise Unrecordable(type(tensor).__name__)
         low = high = 0
         if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.numel():
             low, high = (int(bound) for bound in tensor.detach().aminmax())
@@ -47,7 +47,7 @@ class Like:
         return cls(shape, stride, tensor.dtype, tensor.requires_grad, low, high)
 
     def make(self, device: torch.device) -> Tensor:
-        """A new tensor like it, with random numbers."""
+        """Return a new tensor of this spec with random values."""
         sizes = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=device)
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -62,35 +62,35 @@ class Like:
         return f"{'×'.join(map(str, self.shape)) or 'scalar'} {dtype_name(self.dtype)}"
 
 
-Argument = Like | Plain | tuple[Any, ...]
+Argument = TensorSpec | Plain | tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One call of `target`."""
 
     target: str
     args: tuple[Argument, ...]
     options: tuple[tuple[str, Argument], ...] = ()
     autocast: torch.dtype | None = None
-    "The dtype of the autocast that it was made under."
+    "The autocast dtype during the call."
     module: str = ""
-    "Where a module is called: what it is, as torch prints it."
+    "The called module's repr; empty for a function."
 
     @classmethod
-    def of(cls, target: str, args: Sequence[Any], options: Mapping[str, Any], module: str = "") -> Call:
-        """How a call looks now; Unknown where it cannot be written down."""
+    def of(cls, target: str, args: Sequence[Any], options: Mapping[str, Any], module: str = "") -> RecordedCall:
+        """Record a call; raise Unrecordable if an argument cannot be recorded."""
         tensors = [value for value in [*args, *options.values()] if isinstance(value, Tensor)]
         kind = tensors[0].device.type if tensors else "cpu"
         if any(tensor.device.type != kind for tensor in tensors):
-            raise Unknown("tensors on several devices")
+            raise Unrecordable("tensors on several devices")
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         named = tuple((name, _noted(value)) for name, value in options.items())
         return cls(target, tuple(_noted(value) for value in args), named, autocast, module)
 
     @property
-    def kind(self) -> Call:
-        """The call without the values of its whole numbers: equal for calls that are measured alike."""
+    def kind(self) -> RecordedCall:
+        """The call without ranges of integers: equal for calls that share a measurement."""
         return replace(
             self,
             args=tuple(map(_without_range, self.args)),
@@ -98,18 +98,18 @@ class Call:
         )
 
     def make(self, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments like these, with random numbers."""
+        """Return arguments of the same specs with random values."""
         args = [_made(value, device) for value in self.args]
         return args, {name: _made(value, device) for name, value in self.options}
 
     @property
-    def likes(self) -> list[Like]:
-        """The tensors among the arguments."""
+    def tensors(self) -> list[TensorSpec]:
+        """Specs of the tensors among the arguments."""
         values = [*self.args, *(value for _, value in self.options)]
-        return [value for value in values if isinstance(value, Like)]
+        return [value for value in values if isinstance(value, TensorSpec)]
 
     def as_data(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the call as plain data, for JSON."""
         return {
             "target": self.target,
             "args": [_as_data(value) for value in self.args],
@@ -119,7 +119,7 @@ class Call:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Call:
+    def from_data(cls, data: Mapping[str, Any]) -> RecordedCall:
         return cls(
             data["target"],
             tuple(map(_from_data, data["args"])),
@@ -130,24 +130,24 @@ class Call:
 
     def __str__(self) -> str:
         name = self.target.rpartition(".")[2]
-        return f"{name} {', '.join(map(str, self.likes))}"
+        return f"{name} {', '.join(map(str, self.tensors))}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Is a call like a known one? Traced by torch.compile, so it is made of plain tuples and functions.
+# Matching. torch.compile traces this, so it uses plain tuples and functions only.
 
 Pattern = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""Positional arguments and named ones: (shape, dtype, stride, or None where it is contiguous) for a tensor."""
+"""Positional and named arguments; a tensor is (shape, dtype, stride), with stride None if contiguous."""
 
 
-def pattern_of(call: Call) -> Pattern:
-    """What `fits` compares with."""
+def pattern_of(call: RecordedCall) -> Pattern:
+    """Return the pattern that `fits` compares a call with."""
     named = tuple((name, _pattern(value)) for name, value in call.options)
     return tuple(_pattern(value) for value in call.args), named
 
 
 def fits(known: Pattern, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether a call looks like a known one. Gradients are not looked at: evaluation runs what training runs."""
+    """Whether a call matches a pattern. requires_grad is ignored: evaluation uses the kernels of training."""
     positional, named = known
     if len(args) != len(positional) or len(options) != len(named):
         return False
@@ -158,7 +158,7 @@ def fits(known: Pattern, args: tuple[Any, ...], options: dict[str, Any]) -> bool
 
 
 def _pattern(value: Argument) -> tuple[Any, ...]:
-    if isinstance(value, Like):
+    if isinstance(value, TensorSpec):
         stride = None if _is_contiguous(value) else value.stride
         return TENSOR, value.shape, value.dtype, stride
     return VALUE, value
@@ -174,7 +174,7 @@ def _is_like(known: tuple[Any, ...], given: Any) -> bool:
     return (tuple(given) if isinstance(given, (list, tuple)) else given) == known[1]
 
 
-def _is_contiguous(like: Like) -> bool:
+def _is_contiguous(like: TensorSpec) -> bool:
     expected = 1
     for size, stride in zip(reversed(like.shape), reversed(like.stride), strict=True):
         if size != 1 and stride != expected:
@@ -189,26 +189,26 @@ def _is_contiguous(like: Like) -> bool:
 
 def _noted(value: Any) -> Argument:
     if isinstance(value, Tensor):
-        return Like.of(value)
+        return TensorSpec.of(value)
     if isinstance(value, (list, tuple)):
         items = tuple(value)
         if all(type(item) in (int, float, bool, str) for item in items):
             return items
     elif value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.dtype):
         return value
-    raise Unknown(type(value).__name__)
+    raise Unrecordable(type(value).__name__)
 
 
 def _without_range(value: Argument) -> Argument:
-    return replace(value, low=0, high=0) if isinstance(value, Like) else value
+    return replace(value, low=0, high=0) if isinstance(value, TensorSpec) else value
 
 
 def _made(value: Argument, device: torch.device) -> Any:
-    return value.make(device) if isinstance(value, Like) else value
+    return value.make(device) if isinstance(value, TensorSpec) else value
 
 
 def _as_data(value: Argument) -> Any:
-    if isinstance(value, Like):
+    if isinstance(value, TensorSpec):
         shape, stride, bounds = list(value.shape), list(value.stride), [value.low, value.high]
         return {"kind": TENSOR, "is": [shape, stride, dtype_name(value.dtype), value.grad, bounds]}
     if isinstance(value, torch.dtype):
@@ -220,7 +220,7 @@ def _from_data(data: Mapping[str, Any]) -> Argument:
     value = data["is"]
     if data["kind"] == TENSOR:
         shape, stride, dtype, grad, (low, high) = value
-        return Like(tuple(shape), tuple(stride), getattr(torch, dtype), grad, low, high)
+        return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype), grad, low, high)
     if data["kind"] == DTYPE:
         return getattr(torch, value)
     return tuple(value) if isinstance(value, list) else value

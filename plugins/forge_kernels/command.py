@@ -18,7 +18,7 @@ from forge.errors import ForgeError, did_you_mean
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge_kernels.bench import Bench, Row
+    from forge_kernels.bench import Bench, BenchRow
     from forge_kernels.contract import Kernel
 
 BENCH = "bench"
@@ -53,7 +53,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--interpret", action="store_true", help="bench: in Triton's interpreter, on a CPU; it times nothing real"
     )
-    parser.add_argument("--json", action="store_true", help="bench: print one JSON object a line instead")
+    parser.add_argument("--json", action="store_true", help="bench: print one JSON object per line instead")
     return parser
 
 
@@ -69,12 +69,12 @@ def run(args: Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What there is
+# List and show
 
 
 def _list() -> int:
-    """Kernels are imported for what they say of themselves; a broken package gets a line that says so."""
-    from forge_kernels import registry as kernels
+    """Import and list all kernels; a package that fails to import gets its error as its row."""
+    from forge_kernels import discovery as kernels
 
     grid = show.table("kernel", "what it computes", "dtypes", "replaces", "package", wrap=["what it computes"])
     for name in kernels.names():
@@ -103,13 +103,13 @@ def _dtypes(kernel: Kernel) -> str:
 
 
 def _replaces(kernel: Kernel) -> Text:
-    """The last names, which are what one types: layer_norm, LayerNorm."""
+    """The last part of each replaced name: layer_norm, LayerNorm."""
     names = [replaced.target.rpartition(".")[2] for replaced in kernel.replaces]
     return Text(", ".join(names)) if names else Text("-", "dim")
 
 
 def _show(name: str) -> int:
-    from forge_kernels import registry as kernels
+    from forge_kernels import discovery as kernels
     from forge_kernels.contract import dtype_name
 
     kernel = kernels.load(name)
@@ -144,7 +144,7 @@ def _show(name: str) -> int:
 
 
 def _cost(kernel: Kernel, case: Any) -> list[str]:
-    """The least work of a case, from the shapes of its arguments alone."""
+    """Return the least work of a case, computed from shapes only."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -152,14 +152,14 @@ def _cost(kernel: Kernel, case: Any) -> list[str]:
     try:
         with FakeTensorMode():
             cost = kernel.cost(*case.make(torch.device("cpu"), dtype), **case.options)
-    except Exception:  # arguments that are made from values
+    except Exception:  # e.g. arguments made from values
         return ["?", "", ""]
     flops, moved, each = cost.flops / 1e9, cost.bytes / 1e6, cost.flops / max(cost.bytes, 1)
     return [f"{_digits(flops)} GFLOP", f"{_digits(moved)} MB", _digits(each)]
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, and all of those before the point."""
+    """Format with three significant digits, and no fewer than the integer part has."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -173,7 +173,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What it is worth
+# Measure
 
 
 def _bench(args: Namespace) -> int:
@@ -201,8 +201,8 @@ def _bench(args: Namespace) -> int:
 
 
 def _picked(names: Sequence[str]) -> list[Kernel]:
-    """The kernels of these names; without any all of them, but for those of a package that is broken."""
-    from forge_kernels import registry as kernels
+    """Load the named kernels, or by default all that can be imported."""
+    from forge_kernels import discovery as kernels
 
     found: list[Kernel] = []
     for name in names or kernels.names():
@@ -217,9 +217,9 @@ def _picked(names: Sequence[str]) -> list[Kernel]:
 
 def _rows(
     bench: Bench, kernels: Sequence[Kernel], case: str | None, dtypes: Sequence[str] | None, as_json: bool
-) -> list[Row]:
-    """Every row, printed as it comes in JSON; a progress line each otherwise, for it takes a while."""
-    rows: list[Row] = []
+) -> list[BenchRow]:
+    """Measure all rows; print each as JSON at once, or a progress line per kernel."""
+    rows: list[BenchRow] = []
     if as_json:
         print(json.dumps({"machine": bench.describe()}), flush=True)
     for kernel in kernels:
@@ -234,14 +234,14 @@ def _rows(
     return rows
 
 
-def _print(bench: Bench, rows: Sequence[Row]) -> None:
+def _print(bench: Bench, rows: Sequence[BenchRow]) -> None:
     console = show.console()
-    told = bench.describe()
+    machine = bench.describe()
     console.print(
         Text(
-            f"{told['device']}: {told['copy_bytes_per_s'] / 1e12:.2f} TB/s copied, "
-            f"{told['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s in bfloat16, both measured now; torch {told['torch']}, "
-            f"triton {told['triton']}, liger {told['liger'] or 'not installed'}"
+            f"{machine['device']}: {machine['copy_bytes_per_s'] / 1e12:.2f} TB/s copied, "
+            f"{machine['bf16_flops_per_s'] / 1e12:.0f} TFLOP/s in bfloat16, both measured now; "
+            f"torch {machine['torch']}, triton {machine['triton']}, liger {machine['liger'] or 'not installed'}"
         ),
         soft_wrap=True,
     )
@@ -255,8 +255,8 @@ def _print(bench: Bench, rows: Sequence[Row]) -> None:
         )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """Rows as a table for people."""
+def table_of(rows: Sequence[BenchRow]) -> Table:
+    """Return the rows as a rich table."""
     grid = show.table(
         "kernel", "case", "dtype", "who", "ms", "spread", "roofline", "error", "peak MB", "note", wrap=["note"]
     )
@@ -272,7 +272,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     return grid
 
 
-def _numbers(row: Row) -> list[str]:
+def _numbers(row: BenchRow) -> list[str]:
     spread = "" if row.ms is None else f"{(row.ms_high or 0) / row.ms - 1:+.1%}"
     return [
         "-" if row.ms is None else f"{row.ms:.4g}",

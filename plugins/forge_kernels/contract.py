@@ -1,12 +1,11 @@
-"""Kernel: what a fast operator promises, in a form that tests, benchmarks and the plugin `kernels` can hold it to.
+"""Kernel: the contract of a fast operator, which tests, benchmarks and the plugin `kernels` check.
 
-A kernel has a **reference** in plain torch, a **tolerance** per dtype, a function that says which arguments it
-**supports**, the **cost** that nobody can go below, **cases** to measure it with, and what it **replaces**. Third
-parties offer theirs under the entry point `forge.kernels`.
+A kernel has a **reference** in plain torch, a **tolerance** per dtype, a function that returns which arguments it
+**supports**, the **cost** as a lower bound, **cases** to measure, and the functions that it **replaces**. Third parties
+register theirs under the entry point `forge.kernels`.
 
-Arguments that make no sense (shapes that do not fit, labels of the wrong dtype) are refused with a `KernelError`,
-whether the kernel or its reference would run. Arguments that make sense but are not supported go to the reference, and
-forge says so once.
+Invalid arguments (shapes that do not match, labels of the wrong dtype) raise a `KernelError`, whether the kernel or its
+reference would run. Valid but unsupported arguments go to the reference, with one log message per reason.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ logger = logging.getLogger("forge")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's interpreter runs the kernels, on the CPU too: for tests, and very slow."""
+"""Whether Triton's interpreter runs the kernels, also on the CPU: very slow, for tests."""
 
 AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 
 PLAIN = (Tensor, nn.Parameter)
 HALF_TO_FULL = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that most kernels compute in; all of them accumulate in float32."""
+"""The dtypes of most kernels; all accumulate in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The least that must be done: floating-point operations, and bytes with every input read and every output written
-    once. Forward and backward together, where there is a backward."""
+    """The least possible work: floating-point operations, and bytes with every input read and every output written
+    once. Forward and backward together, if the kernel has a backward."""
 
     flops: int
     bytes: int
@@ -53,97 +52,97 @@ class Case:
     """Arguments to measure a kernel with."""
 
     name: str
-    "Its shape, as a table would name it: 16384×4096."
+    "Its shape, for tables: 16384×4096."
     make: Callable[[torch.device, torch.dtype], tuple[Any, ...]]
-    "New random arguments; those that are trained require gradients."
+    "Returns new random arguments; trained ones require gradients."
     options: Mapping[str, Any] = field(default_factory=dict)
-    "Keyword arguments beside them."
+    "Keyword arguments."
 
 
 @dataclass(frozen=True, slots=True)
 class Functional:
-    """A function that the kernel can stand in for, such as `torch.nn.functional.layer_norm`."""
+    """A function that the kernel can replace, such as `torch.nn.functional.layer_norm`."""
 
     target: str
     "Its full name. It is replaced where it is defined, so that `F.layer_norm` and `nn.LayerNorm` both find it."
     call: Callable[..., Any]
-    "call(original, *args, **kwargs): the kernel on these arguments, or original(...) where it does not fit."
+    "call(original, *args, **kwargs): runs the kernel, or original(...) for arguments that it does not support."
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module class that the kernel can stand in for."""
+    """A module class that the kernel can replace."""
 
     target: str
     "The full name of the class."
     swap: Callable[[nn.Module], nn.Module | None]
-    "The module that takes its place, with the very same parameters; None where it does not fit."
+    "Returns a replacement with the same parameters, or None if the module is not supported."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One operator and its promises."""
+    """One operator and its contract."""
 
     name: str
     summary: str
     "One line: what it computes."
     function: Callable[..., Any]
-    "What users call. It runs the kernel where it is supported, and the reference elsewhere."
+    "The public function. It runs the kernel where supported, and the reference elsewhere."
     reference: Callable[..., Any]
-    "The same in plain torch, with the same arguments."
+    "The same computation in plain torch, with the same arguments."
     supports: Callable[..., str | None]
-    "Given the arguments: why the kernel cannot run on them, or None."
+    "Given the arguments, returns why the kernel cannot run on them, or None."
     tolerance: Mapping[torch.dtype, float]
-    "By dtype, how far results and gradients may be from the reference in float64: norm of the difference over norm."
+    "Allowed error of results and gradients by dtype: norm of the difference to the float64 reference over its norm."
     cost: Callable[..., Cost]
-    "Given the arguments: the least work, forward and backward."
+    "Given the arguments, returns the least work of forward and backward."
     cases: tuple[Case, ...]
     replaces: tuple[Functional | Module, ...] = ()
 
 
-# -- for the functions that users call --------------------------------------------------------------------------------
+# -- helpers for public functions ------------------------------------------------------------------------------------
 
 
 def triton_module(name: str) -> Any:
-    """The module `forge_kernels.triton.NAME` with the operators written in Triton; None where Triton is not there."""
+    """Import `forge_kernels.triton.NAME` with the Triton operators; None without Triton."""
     return importlib.import_module(f"forge_kernels.triton.{name}") if HAS_TRITON else None
 
 
 def unusable(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = HALF_TO_FULL) -> str | None:
-    """Why no Triton kernel can run on these tensors; None where one can."""
+    """Return why no Triton kernel can run on these tensors, or None."""
     if not HAS_TRITON:
         return "Triton is not installed"
     if transformed():
-        return "it knows nothing of torch.func and of forward-mode differentiation"
+        return "it supports neither torch.func nor forward-mode differentiation"
     for tensor in tensors:
         if tensor is None:
             continue
         if tensor.device.type != "cuda" and not (INTERPRETED and tensor.device.type == "cpu"):
             return f"it runs on CUDA, not on {tensor.device.type}"
         if tensor.dtype not in dtypes:
-            return f"it has no {dtype_name(tensor.dtype)}"
+            return f"it does not support {dtype_name(tensor.dtype)}"
     return None
 
 
 def plain(*values: Any) -> bool:
-    """Whether a kernel may stand in for torch's own function on these without anybody noticing: tensors of torch's own
-    classes (or no tensors), outside of functorch's transforms and of forward-mode differentiation."""
+    """Whether a kernel can replace torch's own function on these values: no tensor subclasses, no functorch transform,
+    no forward-mode differentiation."""
     return not transformed() and all(type(value) in PLAIN for value in values if isinstance(value, Tensor))
 
 
 def transformed() -> bool:
-    """Whether functorch's transforms (torch.func) or forward-mode differentiation are at work, which would take what a
-    kernel computes for a constant."""
+    """Whether a functorch transform (torch.func) or forward-mode differentiation is active, which would treat a
+    kernel's result as a constant."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Around a launch: Triton takes the current device and its stream, which need not be the tensor's."""
+    """Make a tensor's device current for a launch, since Triton launches on the current device and stream."""
     return torch.cuda.device_of(tensor) if tensor.is_cuda else nullcontext()
 
 
 def as_autocast(x: AnyTensor) -> AnyTensor:
-    """The tensor in autocast's dtype where autocast is on and would cast it; as it is elsewhere."""
+    """Cast to autocast's dtype if autocast is on and would cast the tensor, else return it unchanged."""
     if (
         x is None
         or x.dtype not in HALF_TO_FULL
@@ -155,7 +154,7 @@ def as_autocast(x: AnyTensor) -> AnyTensor:
 
 
 def check_floating(name: str, **tensors: Tensor | None) -> None:
-    """Refuse numbers that nothing can be computed from as it is meant: integers, booleans, complex numbers."""
+    """Raise KernelError for integer, boolean and complex tensors."""
     for key, tensor in tensors.items():
         if tensor is not None and not tensor.is_floating_point():
             raise KernelError(
@@ -164,27 +163,27 @@ def check_floating(name: str, **tensors: Tensor | None) -> None:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """In a backward that cannot be differentiated again: an error where that is asked for, not a wrong gradient."""
+    """Raise KernelError in a backward run with create_graph=True: the second derivative would be wrong."""
     if torch.is_grad_enabled():
         raise KernelError(
-            f"forge.kernels.{name} can be differentiated once: its backward was run with create_graph=True. Use plain "
-            "torch there (leave the kernel out: kernels.leave_out)."
+            f"forge.kernels.{name} can be differentiated once, and its backward ran with create_graph=True. Use "
+            "plain torch there (leave the kernel out: kernels.leave_out)."
         )
 
 
-_told: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def falls_back(name: str, reason: str | None) -> bool:
-    """Whether the reference must run, for this reason; says so once."""
+    """Return whether a reason to run the reference exists; log each reason once."""
     if reason is None:
         return False
-    if not torch.compiler.is_compiling() and (name, reason) not in _told:
-        _told.add((name, reason))
+    if not torch.compiler.is_compiling() and (name, reason) not in _logged:
+        _logged.add((name, reason))
         logger.info("forge.kernels.%s runs as plain torch: %s.", name, reason)
     return True
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16, ..."""
+    """Return float32, bfloat16, ..."""
     return str(dtype).removeprefix("torch.")

@@ -1,5 +1,5 @@
-"""What one writes without a kernel, with the kernel's arguments: torch's own functions, where it has one. For figures
-in a table; what a kernel is held to is its reference."""
+"""Torch's own functions with the arguments of forge's kernels, to compare speed. Errors are measured against a
+kernel's reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_kernels.contract import Kernel
 
 
 def eager(kernel: Kernel) -> Callable[..., Any]:
-    """Torch's own function for what a kernel computes, or the kernel's reference."""
+    """Return torch's own function for a kernel, else the kernel's reference."""
     return TORCHS_OWN.get(kernel.name, kernel.reference)
 
 
@@ -44,7 +44,7 @@ def _clip_adamw(
     weight_decay: float,
     max_norm: float,
 ) -> Tensor:
-    """clip_grad_norm_, which changes the gradients, and the fused AdamW."""
+    """clip_grad_norm_, which changes gradients in place, and the fused AdamW."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
     torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     step += 1
@@ -72,4 +72,4 @@ TORCHS_OWN: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "softmax": _softmax,
 }
-"""By the name of forge's kernel, where the reference is another: it may be wider, or one operation after the other."""
+"""By kernel name, where the reference is not torch's own function: it may compute in a wider dtype or unfused."""

@@ -11,10 +11,10 @@ from typing import Any
 
 
 def adapted(name: str) -> Callable[..., Any] | str:
-    """Liger's function for a kernel of forge's, or why there is none."""
+    """Return Liger's function for one of forge's kernels, or why it cannot be used."""
     try:
         functional = import_module("liger_kernel.transformers.functional")
-    except Exception as error:  # it is imported with all that it depends on, and any of it may be broken
+    except Exception as error:  # any of its dependencies may be broken
         first = (str(error).splitlines() or [""])[0]
         return f"liger-kernel cannot be imported: {type(error).__name__}: {first}"
     return ADAPTERS[name](functional)
@@ -33,7 +33,7 @@ def _geglu(liger: Any) -> Callable[..., Any]:
 
 
 def _rms_norm(liger: Any) -> Callable[..., Any]:
-    # in place it would overwrite the gradient that every pass begins its backward with
+    # in place it would overwrite the output gradient that all passes share
     return lambda x, weight, eps=1e-6: liger.liger_rms_norm(x, weight, eps, 0.0, "llama", False)
 
 
@@ -43,7 +43,7 @@ def _layer_norm(liger: Any) -> Callable[..., Any]:
 
 def _rope(liger: Any) -> Callable[..., Any]:
     def run(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        # it takes tables with a batch dimension, and turns q and k in place unless they are not contiguous
+        # it takes tables with a batch dimension, and rotates contiguous q and k in place
         return liger.liger_rope(q, k, cos.view(-1, *cos.shape[-2:]), sin.view(-1, *sin.shape[-2:]))
 
     return run
@@ -86,4 +86,4 @@ ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "softmax": _softmax,
     "swiglu": _swiglu,
 }
-"""By the name of forge's kernel: given Liger's functions, the one that computes the same."""
+"""By kernel name: given Liger's module, its equivalent function."""

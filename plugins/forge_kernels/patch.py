@@ -1,7 +1,7 @@
-"""Swapping: kernels in the place of functions and modules, and everything put back.
+"""Replace functions and modules by kernels, and restore them.
 
-A function is replaced where it is defined, for as long as a `StandIns` is entered. Several may be entered at once, by
-Trainers inside of Trainers or in other threads: the last one counts, and each takes away only its own.
+A function is replaced where it is defined, while a `StandIns` is entered. Several may be entered at once, by nested
+Trainers or other threads: the last one is active, and leaving one removes only its own functions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from torch import nn
 
 from forge.errors import KernelError
-from forge_kernels.call_pattern import Call, Pattern, Unknown, fits
+from forge_kernels.call_pattern import Pattern, RecordedCall, Unrecordable, fits
 
 Function = Callable[..., Any]
 Chosen = tuple[Pattern, Function]
-"""How a call must look, and what is called then in the function's place: call(original, *args, **kwargs)."""
+"""A pattern, and the replacement for calls that match it: call(original, *args, **kwargs)."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Functions
 
 
 class _Place:
-    """Where a function is defined, what belongs there, and who stands there now."""
+    """One patched attribute: its owner, the original function, and the replacements that are entered."""
 
     def __init__(self, target: str):
         self.owner, self.name = locate(target)
@@ -50,7 +50,7 @@ _lock = threading.Lock()
 
 
 class StandIns:
-    """By the full name of a function what is called in its place while this is entered."""
+    """Replacements by the full name of a function, active while this context is entered."""
 
     def __init__(self, functions: Mapping[str, Function] | None = None):
         self.functions = dict(functions or {})
@@ -59,7 +59,7 @@ class StandIns:
         if self.functions:
             with _lock:
                 places = [(_place(target), function) for target, function in self.functions.items()]
-                for place, function in places:  # all of them are there: from here on nothing can fail halfway
+                for place, function in places:  # after all lookups, so that an error leaves nothing half replaced
                     place.enter(function)
 
     def __exit__(self, *error: object) -> None:
@@ -76,14 +76,14 @@ def _place(target: str) -> _Place:
 
 
 def original(target: str) -> Function:
-    """The function itself, whoever stands in its place."""
+    """Return the original function, even while it is replaced."""
     with _lock:
         place = _place(target)
         return getattr(place.owner, place.name) if place.original is None or not place.standing else place.original
 
 
 def locate(target: str) -> tuple[Any, str]:
-    """The module or class that holds the thing of this full name, and its name there; AttributeError where none is."""
+    """Return the module or class that holds a full name, and the name there; raise AttributeError if missing."""
     path, _, name = target.rpartition(".")
     parts, owner = path.split("."), None
     for length in range(len(parts), 0, -1):
@@ -95,15 +95,15 @@ def locate(target: str) -> tuple[Any, str]:
             owner = getattr(owner, part)
         break
     if owner is None or not hasattr(owner, name):
-        raise AttributeError(f"there is no {target}")
+        raise AttributeError(f"{target} does not exist")
     return owner, name
 
 
 def always(target: str, call: Function) -> Function:
-    """A stand-in that hands every call to a kernel, which takes what it supports."""
+    """Return a replacement that passes every call to a kernel, which falls back for unsupported arguments."""
     function = original(target)
 
-    # not functools.wraps: torch.compile would take it for torch's own
+    # no functools.wraps: torch.compile would take this for torch's own function
     def stand_in(*args: Any, **options: Any) -> Any:
         return call(function, *args, **options)
 
@@ -111,7 +111,7 @@ def always(target: str, call: Function) -> Function:
 
 
 def where_chosen(target: str, chosen: Sequence[Chosen]) -> Function:
-    """A stand-in that hands over the calls that look like a chosen one, and leaves the others as they are."""
+    """Return a replacement that passes calls matching a chosen pattern to its kernel, and others to the original."""
     function, known = original(target), tuple(chosen)
 
     def stand_in(*args: Any, **options: Any) -> Any:
@@ -123,14 +123,14 @@ def where_chosen(target: str, chosen: Sequence[Chosen]) -> Function:
     return stand_in
 
 
-def recording(target: str, note: Callable[[Call], None]) -> Function:
-    """A stand-in that notes every call on its way, and steps aside: torch's functions look themselves up by name when
-    a TorchFunctionMode is to hear of them."""
+def recording(target: str, note: Callable[[RecordedCall], None]) -> Function:
+    """Return a replacement that records every call and runs the original, restored meanwhile: under a
+    TorchFunctionMode, torch's functions look themselves up by name."""
     function, (owner, name) = original(target), locate(target)
 
     def stand_in(*args: Any, **options: Any) -> Any:
-        with suppress(Unknown):
-            note(Call.of(target, args, options))
+        with suppress(Unrecordable):
+            note(RecordedCall.of(target, args, options))
         setattr(owner, name, function)
         try:
             return function(*args, **options)
@@ -140,11 +140,11 @@ def recording(target: str, note: Callable[[Call], None]) -> Function:
     return stand_in
 
 
-def settle_names(soon: bool = False) -> None:
-    """Let torch.compile learn which functions are torch's own, before one of them is replaced.
+def build_dynamo_table(soon: bool = False) -> None:
+    """Let torch.compile build its table of torch's own functions before one of them is replaced.
 
-    It makes that table once, by name. Made while a stand-in is there it would take it for torch's function, and never
-    look into it. `soon`: torch.compile is going to be used; else it is asked only where it is loaded already.
+    The table is built once, by name. Built while a replacement is active it would list the replacement as torch's
+    function, which is never traced. `soon`: torch.compile will be used; otherwise only if torch._dynamo is loaded.
     """
     if not soon and "torch._dynamo" not in sys.modules:
         return
@@ -152,7 +152,7 @@ def settle_names(soon: bool = False) -> None:
         from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
         get_torch_obj_rule_map()
-    except (ImportError, AttributeError):  # a table that is made otherwise cannot be made too late
+    except (ImportError, AttributeError):  # another version of torch, without this table
         return
 
 
@@ -163,13 +163,13 @@ Swap = Callable[[nn.Module], nn.Module | None]
 
 
 class SwappedModules:
-    """Modules that stand in their parents for others, with the same parameters under the same names."""
+    """Replaced modules, with the same parameters under the same names."""
 
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
 
-    def put(self, task: nn.Module, found: Iterable[str], swap: Swap, kernel: str) -> list[str]:
-        """Swap the modules of these names; those that it fits, by name."""
+    def replace(self, task: nn.Module, found: Iterable[str], swap: Swap, kernel: str) -> list[str]:
+        """Replace the named modules where `swap` supports them; return the names of those replaced."""
         done, made = [], {}
         for path in found:
             parent_path, _, name = path.rpartition(".")
@@ -184,8 +184,8 @@ class SwappedModules:
                 done.append(path)
         return done
 
-    def put_back(self) -> None:
-        """Everything as it was."""
+    def restore(self) -> None:
+        """Restore all modules."""
         while self._places:
             parent, name, module = self._places.pop()
             module.train(getattr(parent, name).training)
@@ -193,7 +193,7 @@ class SwappedModules:
 
 
 def swapped(module: nn.Module, swap: Swap, kernel: str, path: str) -> nn.Module | None:
-    """What takes a module's place; None where it does not fit, or has hooks that would be lost."""
+    """Return the replacement of a module; None if it is not supported or has hooks, which would be lost."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return None
     new = swap(module)
@@ -201,9 +201,9 @@ def swapped(module: nn.Module, swap: Swap, kernel: str, path: str) -> nn.Module 
         return None
     if _tensors(new) != _tensors(module):
         raise KernelError(
-            f"The kernel {kernel!r} would put a {type(new).__name__} in the place of {path}, but with other parameters "
-            "or buffers, or under other names: optimizers and checkpoints would lose them. Leave it out: "
-            f"kernels.leave_out={kernel}, and tell its authors."
+            f"The kernel {kernel!r} would replace {path} by a {type(new).__name__} with other parameters or buffers, "
+            "or other names: optimizers and checkpoints would lose them. Leave it out: "
+            f"kernels.leave_out={kernel}, and report it to its authors."
         )
     return new.train(module.training)
 
@@ -214,7 +214,7 @@ def _tensors(module: nn.Module) -> dict[str, int]:
 
 
 def modules_of(task: nn.Module, target: str) -> list[str]:
-    """The names of all modules of exactly this class, wherever they stand below the task."""
+    """Return the names of all modules below the task that are exactly of this class."""
     try:
         owner, name = locate(target)
     except AttributeError:
@@ -224,11 +224,11 @@ def modules_of(task: nn.Module, target: str) -> list[str]:
 
 
 def refuse_unknown(target: str, kernel: str) -> None:
-    """Refuse a kernel that says that it replaces what is not there."""
+    """Raise KernelError if the target that a kernel replaces does not exist."""
     try:
         locate(target)
     except (AttributeError, ImportError) as error:
         raise KernelError(
-            f"The kernel {kernel!r} says that it replaces {target}, which is not there ({error}). Leave it out: "
+            f"The kernel {kernel!r} replaces {target}, which cannot be found ({error}). Leave it out: "
             f"kernels.leave_out={kernel}"
         ) from error

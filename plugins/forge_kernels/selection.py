@@ -1,4 +1,4 @@
-"""Choosing: which kernel, if any, is faster than what it replaces, for one call on one device."""
+"""Choose the fastest of a call's candidates on one device: a kernel, or the call as written."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from forge_kernels import patch
-from forge_kernels.call_pattern import Call
+from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.contract import Functional, Kernel, Module
 from forge_kernels.timing import Pass, Timing, Work, distance
 
 GAIN = 0.03
-"""A kernel is used where it takes this share of the time less than what it replaces: less is noise."""
+"""The least share of the time that a kernel must save; smaller gains are noise."""
 APART = 4
-"""How many tolerances a kernel's results may be from those of what it replaces, which has errors of its own."""
+"""Allowed distance to the results of the original, in tolerances: the original has errors too."""
 AS_WRITTEN = "as written"
 
 Times = Callable[..., Sequence[Timing]]
@@ -28,7 +28,7 @@ Times = Callable[..., Sequence[Timing]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A kernel, and one of the things that it can replace."""
+    """A kernel and one of the functions or modules that it can replace."""
 
     kernel: Kernel
     replaces: Functional | Module
@@ -39,42 +39,44 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What came of measuring a call."""
+class KernelChoice:
+    """The kernel chosen for a call, and the measurements."""
 
-    call: Call
+    call: RecordedCall
     kernel: str | None
     "The kernel to use; None: as written."
     ms: Mapping[str, float] = field(default_factory=dict)
     "Forward and backward in milliseconds, as written and by kernel."
     why: str = ""
-    "Why there was nothing to measure, or why a kernel did not count."
+    "Why nothing was measured, or why kernels were excluded."
     paths: tuple[str, ...] = ()
-    "Where modules are called: their names."
+    "The names of the modules that make this call; empty for functions."
 
     def as_data(self) -> dict[str, Any]:
-        told = {"kernel": self.kernel, "ms": dict(self.ms), "why": self.why, "paths": list(self.paths)}
-        return {"call": self.call.as_data(), **told}
+        data = {"kernel": self.kernel, "ms": dict(self.ms), "why": self.why, "paths": list(self.paths)}
+        return {"call": self.call.as_data(), **data}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Choice:
-        return cls(Call.from_data(data["call"]), data["kernel"], dict(data["ms"]), data["why"], tuple(data["paths"]))
+    def from_data(cls, data: Mapping[str, Any]) -> KernelChoice:
+        return cls(
+            RecordedCall.from_data(data["call"]), data["kernel"], dict(data["ms"]), data["why"], tuple(data["paths"])
+        )
 
 
 def choose(
-    call: Call,
+    call: RecordedCall,
     candidates: Sequence[Candidate],
     device: torch.device,
     times: Times,
     compiled: bool = False,
     module: nn.Module | None = None,
-) -> Choice:
-    """Measure one call as written and by every candidate, both compiled where the run is.
+) -> KernelChoice:
+    """Measure one call as written and with every candidate, compiled if the run is.
 
-    A candidate that hands the call back, fails, or computes something else than what it replaces does not count.
+    A candidate is excluded if it falls back to the original, fails, or computes other results.
     """
     try:
-        trial = Trial(call, device, module)
+        trial = KernelTrial(call, device, module)
         works: dict[str, Work] = {AS_WRITTEN: trial.work(trial.written, compiled)}
         reasons: dict[str, str] = {}
         for candidate in candidates:
@@ -85,32 +87,32 @@ def choose(
             works[candidate.kernel.name] = trial.work(trial.stand_in(candidate, trial.written), compiled)
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if len(works) == 1:
-            return Choice(call, None, why=why)
-        with unaccounted() if compiled else nullcontext():
+            return KernelChoice(call, None, why=why)
+        with without_counting() if compiled else nullcontext():
             timings = times(*works.values())
     except torch.OutOfMemoryError:
-        return Choice(call, None, why="there was no memory left to measure it")
+        return KernelChoice(call, None, why="out of memory while measuring")
     ms = {name: timing.median * 1e3 for name, timing in zip(works, timings, strict=True)}
     best = min(ms, key=lambda name: ms[name])
-    return Choice(call, best if ms[best] <= (1 - GAIN) * ms[AS_WRITTEN] else None, ms, why)
+    return KernelChoice(call, best if ms[best] <= (1 - GAIN) * ms[AS_WRITTEN] else None, ms, why)
 
 
-class Trial:
-    """A call with arguments made for it, which anybody can be given."""
+class KernelTrial:
+    """A call with random arguments, to run with any candidate."""
 
-    def __init__(self, call: Call, device: torch.device, module: nn.Module | None):
+    def __init__(self, call: RecordedCall, device: torch.device, module: nn.Module | None):
         self.call, self.device, self.module = call, device, module
         self.written: Callable[..., Any] = patch.original(call.target) if module is None else module
         self.args, self.options = call.make(device)
         self.parameters = [] if module is None else list(module.parameters())
 
     def work(self, function: Callable[..., Any], compiled: bool = False) -> Pass:
-        """A function on these arguments, under the autocast that the call was made under."""
+        """Return a pass of a function over these arguments, under the call's autocast."""
         run = _in_autocast(_compiled(function) if compiled else function, self.call, self.device)
         return Pass(run, self.args, self.options, self.parameters)
 
     def stand_in(self, candidate: Candidate, written: Callable[..., Any]) -> Callable[..., Any]:
-        """What a candidate calls in the place of what is written."""
+        """Return the function or module that a candidate runs instead of the original."""
         replaces = candidate.replaces
         if isinstance(replaces, Functional):
             return functools.partial(replaces.call, written)
@@ -119,7 +121,7 @@ class Trial:
         return written if new is None else new
 
     def unfit(self, candidate: Candidate) -> str | None:
-        """Why a candidate cannot be used: it hands the call back, it fails, or its results are others."""
+        """Return why a candidate cannot be used, or None."""
         spy = _Spy(self.written)
         try:
             results = self.work(self.stand_in(candidate, spy)).results()
@@ -131,19 +133,19 @@ class Trial:
             return "it does not take this call"
         expected = self.work(self.written).results()
         if len(results) != len(expected):
-            return "it returns other things"
+            return "it returns another number of results"
         bound = APART * _tolerance(candidate.kernel, self.call)
         for place, (result, right) in enumerate(zip(results, expected, strict=True)):
             if result is None or right is None:
                 if result is not right:
-                    return "it has other gradients"
+                    return "it has gradients for other inputs"
             elif not (off := distance(result, right)) <= bound:
                 return f"its {_ordinal(place)} result is off by {off:.1e}, outputs before gradients"
         return None
 
 
 class _Spy:
-    """The original, which remembers whether a kernel handed a call back to it."""
+    """The original function, recording whether a kernel fell back to it."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function, self.called = function, False
@@ -157,9 +159,9 @@ def _ordinal(place: int) -> str:
     return ("first", "second", "third")[place] if place < 3 else f"{place + 1}th"
 
 
-def _tolerance(kernel: Kernel, call: Call) -> float:
-    """The widest of what the dtypes of a call are held to."""
-    dtypes = [like.dtype for like in call.likes if like.dtype.is_floating_point]
+def _tolerance(kernel: Kernel, call: RecordedCall) -> float:
+    """Return the largest tolerance among the dtypes of a call."""
+    dtypes = [like.dtype for like in call.tensors if like.dtype.is_floating_point]
     if call.autocast is not None:
         dtypes.append(call.autocast)
     return max((kernel.tolerance[dtype] for dtype in dtypes if dtype in kernel.tolerance), default=0.0)
@@ -169,13 +171,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def measured(*args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
-    # code of its own: torch counts as recompiles of one another what shares it
+    # a code object of its own: torch counts compilations of a shared one as recompiles
     measured.__code__ = measured.__code__.replace(co_name="measured")
     return torch.compile(measured, dynamic=False)
 
 
-def _in_autocast(function: Callable[..., Any], call: Call, device: torch.device) -> Callable[..., Any]:
-    """The forward under the autocast that the call was made under."""
+def _in_autocast(function: Callable[..., Any], call: RecordedCall, device: torch.device) -> Callable[..., Any]:
+    """Run the forward under the call's autocast."""
     if call.autocast is None:
         return function
 
@@ -187,10 +189,10 @@ def _in_autocast(function: Callable[..., Any], call: Call, device: torch.device)
 
 
 @contextmanager
-def unaccounted() -> Iterator[None]:
-    """What torch compiles meanwhile is not in its accounts of graphs, breaks and compilations: it is not the run's.
+def without_counting() -> Iterator[None]:
+    """Keep compilations meanwhile out of torch's counters of graphs, breaks and compilations, which report on the run.
 
-    These accounts are in places that are not promised to stay; one that is gone is not put right.
+    These counters are private to torch; one that is missing is skipped.
     """
     import torch._dynamo  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""What every kernel is held to, whoever wrote it.
+"""Checks for kernels, forge's own and third parties'.
 
 ::
 
@@ -10,8 +10,8 @@
         check_compiles_whole(SOFTSIGN, [x])
 
 Without a CUDA device Triton's kernels run in its interpreter, if TRITON_INTERPRET is 1 in the environment before Triton
-is imported (in pytest: at the top of conftest.py). It is slow, so keep shapes small; and it has errors of its own, so
-call `mend_interpreter()` there too.
+is imported (in pytest: at the top of conftest.py). It is slow, so keep shapes small, and it has bugs, so call
+`mend_interpreter()` there too.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from forge_kernels.contract import Kernel
 
-SHAKES = 4
-"""How often the arguments are moved by a rounding to see how far the exact result moves."""
+PERTURBATIONS = 4
+"""Number of perturbations of the arguments by one rounding, to measure how far the exact result moves."""
 
 
 def check_against_reference(
     kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None, tolerance: float | None = None
 ) -> None:
-    """An AssertionError unless outputs and gradients are as near to the reference in float64 as the kernel promises.
+    """Raise AssertionError unless outputs and gradients are within the kernel's tolerance of the float64 reference.
 
-    How near, the least precise dtype among the arguments and of a result says, unless you give a tolerance. That is for
-    many entries: the errors of few do not average out, and a single one may be off by three times as much. Where terms
-    cancel, no tolerance holds for any input: a result may be further off by what the reference is in the very same
-    dtypes, or by what the exact result moves when the arguments move by a rounding. Results that are not floating-point
-    must be equal. Gradients are those of all arguments that require one. Outputs have the dtypes that the reference
-    gives on the very same arguments. New memory is poisoned meanwhile. Arguments that the kernel does not support are
-    an error too: they would hold the reference against itself.
+    The tolerance is that of the least precise dtype among the arguments and the result, unless given. It holds for many
+    entries: the errors of few do not average out, and a single entry may be off by three times as much. Where terms
+    cancel, no tolerance holds for every input: a result may additionally be off by the reference's own error in the
+    same dtypes, or by the change of the exact result when the arguments change by one rounding. Results that are not
+    floating-point must be equal. All arguments that require a gradient are checked. Outputs must have the reference's
+    dtypes for the same arguments. New memory is filled with NaN meanwhile. Unsupported arguments are an error too: the
+    reference would be compared with itself.
     """
     options = options or {}
-    assert kernel.supports(*args, **options) is None, "the reference would run: this would test nothing"
+    assert kernel.supports(*args, **options) is None, "unsupported arguments: the reference would test itself"
     with torch.no_grad():
         dtypes = [output.dtype for output in outputs_of(kernel.reference, as_new_leaves(args), options)]
     exact = run(kernel.reference, in_float64(args), options, dtypes)
@@ -58,18 +58,18 @@ def check_against_reference(
             assert torch.equal(result, right.to(result.dtype)), f"{kernel.name}: result {place} is not the reference's"
             continue
         few = 1 + 2 / max(1, result.numel()) ** 0.5
-        bound = few * promised(kernel, args, result) if tolerance is None else tolerance
+        bound = few * tolerance_of(kernel, args, result) if tolerance is None else tolerance
         off = distance(result, right)
         if off > bound and tolerance is None:
-            alike = run(kernel.reference, as_new_leaves(args), options)
-            moved = [run(kernel.reference, shaken(args, seed), options, dtypes) for seed in range(SHAKES)]
-            bound += max(distance(other[place], right) for other in (alike, *moved))
+            same_dtypes = run(kernel.reference, as_new_leaves(args), options)
+            moved = [run(kernel.reference, perturbed(args, seed), options, dtypes) for seed in range(PERTURBATIONS)]
+            bound += max(distance(other[place], right) for other in (same_dtypes, *moved))
         assert off <= bound, f"{kernel.name}: result {place} is off by {off:.2e}, more than {bound:.0e}"
 
 
 def check_compiles_whole(kernel: Kernel, args: Sequence[Any], options: Mapping[str, Any] | None = None) -> None:
-    """An error unless torch.compile takes the function without a graph break, forward and backward, and the result is
-    the same."""
+    """Raise an error unless torch.compile compiles the function without a graph break, forward and backward, with the
+    same results."""
     options = options or {}
     expected = run(kernel.function, args, options)
     torch.compiler.reset()
@@ -81,7 +81,7 @@ def check_compiles_whole(kernel: Kernel, args: Sequence[Any], options: Mapping[s
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN meanwhile, so that an entry that is never written is seen."""
+    """Fill new tensors with NaN meanwhile, to reveal entries that are never written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory
@@ -94,7 +94,7 @@ def poisoned_memory() -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
-# -- their parts ------------------------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -103,9 +103,9 @@ def run(
     options: Mapping[str, Any],
     rounded: Sequence[torch.dtype] | None = None,
 ) -> list[Tensor]:
-    """Outputs, then the gradients of all inputs that require one, for a fixed random gradient of the outputs.
+    """Return outputs, then gradients of all inputs that require one, for a fixed random gradient of the outputs.
 
-    `rounded` gives that gradient the values it has in these dtypes, where the outputs have finer ones.
+    That gradient is rounded to the dtypes `rounded`, if given, for outputs of a wider dtype.
     """
     outputs = outputs_of(function, args, options)
     wanted = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.requires_grad]
@@ -122,15 +122,15 @@ def run(
 
 
 def outputs_of(function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
-    """What a function returns, as a list."""
+    """Call a function and return its outputs as a list."""
     output = function(*args, **options)
     return list(output) if isinstance(output, (tuple, list)) else [output]
 
 
 def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """The same arguments in memory of their own, floating tensors in another dtype if you say so.
+    """Copy the arguments into new leaves, floating-point tensors in `dtype` if given.
 
-    They lie there plainly: some of torch's functions refuse tensors that begin at odd places.
+    The copies are contiguous: some of torch's functions refuse unaligned tensors.
     """
 
     def copy(a: Any) -> Any:
@@ -144,25 +144,25 @@ def as_new_leaves(args: Sequence[Any], dtype: torch.dtype | None = None) -> list
 
 
 def in_float64(args: Sequence[Any]) -> list[Any]:
-    """The same arguments with floating tensors in float64, as new leaves."""
+    """Copy the arguments into new leaves, floating-point tensors in float64."""
     return as_new_leaves(args, torch.float64)
 
 
-def shaken(args: Sequence[Any], seed: int) -> list[Any]:
-    """The same arguments in float64, every floating entry moved up or down by a rounding of its own dtype."""
+def perturbed(args: Sequence[Any], seed: int) -> list[Any]:
+    """Copy the arguments in float64, every floating-point entry moved up or down by one rounding of its dtype."""
     drawn = torch.Generator().manual_seed(seed)
 
-    def shake(a: Any, wide: Any) -> Any:
+    def perturb(a: Any, wide: Any) -> Any:
         if not isinstance(a, Tensor) or not a.is_floating_point():
             return a
         sign = torch.randint(0, 2, a.shape, generator=drawn).to(a.device) * 2 - 1
         return (wide.detach() * (1 + torch.finfo(a.dtype).eps * sign)).requires_grad_(a.requires_grad)
 
-    return tree_map(shake, list(args), in_float64(args))
+    return tree_map(perturb, list(args), in_float64(args))
 
 
-def promised(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
-    """How far this result may be off: the least precise dtype among it and the arguments says."""
+def tolerance_of(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
+    """Return the tolerance of the least precise dtype among the result and the arguments."""
     tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
     dtypes = {tensor.dtype for tensor in (*tensors, result)}
     missing = [str(dtype) for dtype in dtypes if dtype not in kernel.tolerance]
@@ -171,9 +171,9 @@ def promised(kernel: Kernel, args: Sequence[Any], result: Tensor) -> float:
 
 
 def distance(result: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of the exact values; infinite and NaN entries must be the same ones.
+    """Return the norm of the difference over the norm of the exact values; infinite and NaN entries must agree.
 
-    What is smaller than the dtype's smallest normal number counts as 0.
+    Differences below the dtype's smallest normal number count as 0.
     """
     tiny = torch.finfo(result.dtype).tiny
     result, exact = result.double(), exact.double()
@@ -191,8 +191,8 @@ _mended: list[Any] = []
 
 
 def mend_interpreter() -> None:
-    """Two things that Triton's interpreter gets wrong: loop bounds known at run time (in 3.6 NumPy 2.4 refuses them),
-    and products of bfloat16 matrices (it multiplies their bits as integers). Mended once, for the whole process."""
+    """Fix two bugs of Triton's interpreter, once per process: loop bounds known at run time (in 3.6 NumPy 2.4 refuses
+    them), and products of bfloat16 matrices (it multiplies their bits as integers)."""
     from triton import language as tl
     from triton.runtime import interpreter
 

@@ -1,7 +1,7 @@
-"""Measuring: how long a function takes on a device, forward and backward, and how near that is to what it can do.
+"""Time a function on a device, forward and backward, and compare with the device's ceilings.
 
-Times are the device's own, by its events: the host hands over all work of a pass while the device is still asleep, so
-that what is measured are kernels and not Python. Caches are cold before every pass.
+Times come from device events: the host queues all work of a pass while the device sleeps, so that kernels are measured
+and not Python. Caches are cold before every pass.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from forge_kernels.contract import Cost
 Work = Callable[[], Any]
 
 FLUSHED = 256 * 2**20
-"""Bytes that are written between two passes: more than any cache holds."""
+"""Bytes written between two passes: more than any cache holds."""
 CYCLES = 2_000_000
-"""What a device sleeps is given in cycles: about so many of them make a millisecond."""
+"""Approximate device cycles per millisecond; sleeps are given in cycles."""
 LONGEST_SLEEP = 20.0
 """Milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds that one pass takes."""
+    """Duration of one pass in seconds."""
 
     median: float
     low: float
     "A fifth of the passes were faster than this."
     high: float
-    "A fifth of them were slower."
+    "A fifth of the passes were slower than this."
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
@@ -46,9 +46,9 @@ class Timing:
 
 
 class Stopwatch:
-    """Times functions on one device, turn by turn, so that what changes meanwhile meets all of them.
+    """Times functions on one device in turns, so that a drift of the device affects all of them.
 
-    `quick` is for a decision before training, not for a table.
+    `quick` is for a choice before training, not for published figures.
     """
 
     def __init__(self, device: torch.device, quick: bool = False):
@@ -57,7 +57,7 @@ class Stopwatch:
         self._flushed = torch.empty(FLUSHED if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
 
     def __call__(self, *works: Work) -> list[Timing]:
-        """The time of each."""
+        """Return the timing of each function."""
         naps = [self._warm_up(work) for work in works]
         seconds: list[list[float]] = [[self._pass(work, nap)] for work, nap in zip(works, naps, strict=True)]
         longest = max(taken[0] for taken in seconds)
@@ -68,7 +68,7 @@ class Stopwatch:
         return [Timing.of(taken) for taken in seconds]
 
     def _warm_up(self, work: Work) -> float:
-        """Run it until it is compiled and tuned; milliseconds that the host needs to hand it over."""
+        """Run until compiled and tuned; return how long to sleep, in milliseconds, while the host queues a pass."""
         for _ in range(self.warm_up):
             work()
         self._wait()
@@ -102,7 +102,7 @@ class Stopwatch:
 
 
 class Pass:
-    """A function on arguments, forward and backward: gradients for all inputs that require one, where any does."""
+    """A function on arguments, forward, and backward for all inputs that require a gradient."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Pass:
         self.inputs = [leaf for leaf in tree_leaves([list(args), dict(self.options)]) if isinstance(leaf, Tensor)]
         self.wanted = [leaf for leaf in [*self.inputs, *also] if leaf.requires_grad]
         self.given: list[Tensor] | None = None
-        "The gradients of the outputs, drawn in the first pass unless they are set before."
+        "The gradients of the outputs, drawn in the first pass unless set before."
 
     def __call__(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Outputs, and gradients in the order of `wanted`."""
+        """Return outputs, and gradients in the order of `wanted`."""
         output = self.function(*self.args, **self.options)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         behind = [leaf for leaf in outputs if leaf.requires_grad]
@@ -129,27 +129,28 @@ class Pass:
         return outputs, list(torch.autograd.grad(behind, self.wanted, self.given, allow_unused=True))
 
     def results(self) -> list[Tensor | None]:
-        """Outputs and gradients of one pass, in one list and without their graph."""
+        """Return outputs and gradients of one pass in one list, detached."""
         outputs, gradients = self()
         return [*(leaf.detach() for leaf in outputs), *gradients]
 
 
 def _gradient(output: Tensor) -> Tensor:
-    """Something to go backward with: the same numbers for the same shape, whatever the dtype and the device.
+    """Return a gradient of an output: the same values for the same shape, for every dtype and device.
 
-    A loss gets the 1 of `loss.backward()`: a kernel may have its gradient ready, and a factor would cost it a pass.
+    A scalar gets 1, as from `loss.backward()`: a kernel may have computed its gradient, and another factor would cost
+    it a pass.
     """
     if output.dim() == 0:
         return torch.ones_like(output)
     generator = torch.Generator().manual_seed(7)
-    if output.numel() > 2**24:  # the host would take long to draw them
+    if output.numel() > 2**24:  # drawing on the host would be slow
         generator = torch.Generator(output.device).manual_seed(7)
     drawn = torch.randn(output.shape, generator=generator, device=generator.device, dtype=torch.float32)
     return drawn.to(output.device, output.dtype)
 
 
 def distance(result: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over norm of the exact values; infinite where one of the two has what is no number."""
+    """Return the norm of the difference over the norm of the exact values; infinite if either has a NaN."""
     if result.shape != exact.shape:
         return float("inf")
     wide = torch.promote_types(result.dtype, exact.dtype)
@@ -162,23 +163,23 @@ def distance(result: Tensor, exact: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the device can do
+# Ceilings of the device
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device reaches at best: bytes moved and operations done, each in a second."""
+    """A device's measured maximum: bytes moved and operations done per second."""
 
     bytes: float
     flops: float
 
     def share(self, cost: Cost, seconds: float) -> float:
-        """How much of the roofline a time reaches: 1 is a kernel that nobody can make faster."""
+        """Return the share of the roofline that a time reaches; 1 is the fastest possible."""
         return max(cost.bytes / self.bytes, cost.flops / self.flops) / seconds
 
 
 def measure_ceilings(stopwatch: Stopwatch) -> Ceilings:
-    """A large copy, which reads and writes each byte once, and a large product in bfloat16, of random numbers."""
+    """Measure a large copy, which reads and writes each byte once, and a large bfloat16 product of random numbers."""
     device = stopwatch.device
     count, side = (2**30, 8192) if device.type == "cuda" else (2**20, 64)
     source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""LightningAdapter: an existing LightningModule as a task, unchanged."""
+"""LightningAdapter: run an unchanged LightningModule as a task."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
-from forge_lightning import carried
+from forge_lightning import compatibility
 from forge_lightning.evaluating import Evaluates
-from forge_lightning.logged import EpochMeans
+from forge_lightning.log_calls import EpochMeans
 from forge_lightning.training import Trains
 
 if TYPE_CHECKING:
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class LightningAdapter(Trains, Evaluates):
-    """Runs an existing LightningModule under forge, with nothing changed in it::
+    """Runs an unchanged LightningModule under forge::
 
         task = forge.LightningAdapter(MyLightningModule())
         forge.Trainer(max_epochs=3).fit(task, task.train_loader(), task.val_loader())
 
-    The task *is* the module to whoever looks at its parameters: names in checkpoints and weights files are the
-    module's own, so that `module.load_state_dict` takes what forge saved, and `forge.load_weights(task, "x.ckpt")` what
-    Lightning saved. `LightningAdapter.from_checkpoint(path, module=MyLightningModule())` needs the module given again.
+    The task shares the module's parameters under the same names: `module.load_state_dict` loads forge's weights, and
+    `forge.load_weights(task, "x.ckpt")` Lightning's. `LightningAdapter.from_checkpoint(path,
+    module=MyLightningModule())` needs the module as an argument.
 
-    `datamodule` is a LightningDataModule to take loaders from. What the module logs with `self.log("val_loss")` is
-    called `val/loss`: the stage is put before the name, and taken off where the name begins with it. What cannot be
-    carried over is refused or warned of by name. Lightning need not be installed, if the module can be made without.
+    `datamodule` is a LightningDataModule that provides loaders. A value logged with `self.log("val_loss")` is named
+    `val/loss`: the stage becomes the prefix, and a prefix that names the stage is removed. Unsupported methods are
+    refused or warned about by name. Lightning need not be installed if the module does not need it.
 
-    For the command line, which makes tasks by their class, write a subclass of the adapter whose `__init__` makes the
-    module (see docs/from-lightning.md).
+    For the command line, which creates tasks from their class, write a subclass of the adapter whose `__init__` creates
+    the module (see docs/from-lightning.md).
     """
 
     @property
     def task_name(self) -> str:
-        """What runs are called by: the module's class, or that of a subclass of the adapter."""
+        """The name of runs: the module's class, or that of a subclass of the adapter."""
         return type(self.module if type(self) is LightningAdapter else self).__name__
 
-    # -- being run ----------------------------------------------------------------------------------------------------
+    # -- the run ------------------------------------------------------------------------------------------------------
 
     @hookimpl
     def forge_configure(self, trainer: Run) -> None:
@@ -52,7 +52,7 @@ class LightningAdapter(Trains, Evaluates):
     @hookimpl
     def forge_build_model(self, trainer: Run, phase: str) -> None:
         if phase == "surgery":
-            self.is_built = True  # the Env is known from here on
+            self.is_built = True  # the Env is known from now on
             self._attach()
 
     @hookimpl
@@ -74,7 +74,7 @@ class LightningAdapter(Trains, Evaluates):
                 if trainer.verb == "fit":
                     self._call("on_fit_end")
             for thing in (self.datamodule, self.module):
-                if carried.defines(thing, "teardown"):
+                if compatibility.defines(thing, "teardown"):
                     thing.teardown(trainer.verb)
         finally:
             self._detach()
@@ -91,7 +91,7 @@ class LightningAdapter(Trains, Evaluates):
             self._begin_loader()
         batch = self._handed_on("on_before_batch_transfer", batch)
         for thing in (self.datamodule, self.module):
-            if carried.defines(thing, "transfer_batch_to_device"):
+            if compatibility.defines(thing, "transfer_batch_to_device"):
                 batch = thing.transfer_batch_to_device(batch, step.trainer.env.device, self._loader)
                 break
         else:
@@ -100,7 +100,7 @@ class LightningAdapter(Trains, Evaluates):
 
     def _handed_on(self, method: str, batch: Any) -> Any:
         for thing in (self.datamodule, self.module):
-            if carried.defines(thing, method):
+            if compatibility.defines(thing, method):
                 return getattr(thing, method)(batch, self._loader)
         return batch
 
@@ -117,7 +117,7 @@ class LightningAdapter(Trains, Evaluates):
         return {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
 
     def _own_state(self, trainer: Run) -> dict[str, Any]:
-        """What the module's on_save_checkpoint adds to a checkpoint of Lightning's."""
+        """Return the entries that the module's on_save_checkpoint adds to a Lightning checkpoint."""
         if not self._defines("on_save_checkpoint"):
             return {}
         given = self._as_lightning(trainer)
@@ -125,8 +125,8 @@ class LightningAdapter(Trains, Evaluates):
         self.module.on_save_checkpoint(checkpoint)
         if checkpoint["state_dict"].keys() != given["state_dict"].keys():
             raise TaskError(
-                f"{type(self.module).__name__}.on_save_checkpoint changes checkpoint['state_dict'], and forge saves "
-                "state_dict() as it is. Override state_dict instead, and set strict_loading = False."
+                f"{type(self.module).__name__}.on_save_checkpoint changes checkpoint['state_dict'], but forge saves "
+                "state_dict() itself. Override state_dict instead, and set strict_loading = False."
             )
         return {key: value for key, value in checkpoint.items() if key not in given}
 

@@ -1,4 +1,4 @@
-"""A LightningModule's evaluations: its steps and the hooks around them, and what it logs in them."""
+"""Evaluation of a LightningModule: its steps, the hooks around them, and logged values."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from forge.data.windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
-from forge_lightning import carried
-from forge_lightning.answers import Answers
-from forge_lightning.logged import Logged, computed, split
+from forge_lightning import compatibility
+from forge_lightning.log_calls import LogCall, computed, split
+from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
 
 WORDS = {"val": "validation", "test": "test", "predict": "predict"}
-"""What Lightning calls the stages, in the names of methods."""
+"""Lightning's names of the stages, as in its methods."""
 
 
-class Evaluates(Answers):
-    """What forge asks of a task in validation, test and predict."""
+class Evaluates(ModuleMethods):
+    """The task's methods for validation, test and predict."""
 
     @hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
         self.stage, self._loader = stage, -1
-        self._evaluated = Means(trainer.env.device, trainer.env)
-        self._judged = TaskMetrics(self, "")
+        self._eval_means = Means(trainer.env.device, trainer.env)
+        self._eval_metrics = TaskMetrics(self, "")
         try:
             result = yield
             if stage == "predict":
@@ -39,8 +39,8 @@ class Evaluates(Answers):
                 self._call("on_predict_end")
             return result
         finally:
-            self.stage, self._loader, self._evaluated, self._calls = None, 0, None, None
-            self._judged, self.fresh = None, {}
+            self.stage, self._loader, self._eval_means, self._calls = None, 0, None, None
+            self._eval_metrics, self.fresh = None, {}
 
     def _begin_loader(self) -> None:
         self._loader += 1
@@ -67,26 +67,27 @@ class Evaluates(Answers):
                 f"{type(self.module).__name__} defines no {WORDS[stage]}_step; leave the {stage} loader out."
             )
         assert self._step is not None
-        output, calls = self._listening(0 if self._step.is_padding else batch_size(batch) or 1, self._run, batch, stage)
+        weight = 0 if self._step.is_padding else batch_size(batch) or 1
+        output, calls = self._run_and_collect(weight, self._run, batch, stage)
         loss, extra = split(output)
         extra |= {"loss": loss} if isinstance(loss, Tensor) and loss.numel() == 1 else {}
         taken = {short(call.name, stage) for call in calls}
-        calls += [Logged(n, v, True, False, None, True) for n, v in extra.items() if short(n, stage) not in taken]
-        return self._count_evaluated(calls)
+        calls += [LogCall(n, v, True, False, None, True) for n, v in extra.items() if short(n, stage) not in taken]
+        return self._add_evaluated(calls)
 
     def _run(self, batch: Any, stage: str) -> Any:
         step, word = self._step, WORDS[stage]
         assert step is not None
         self._call(f"on_{word}_batch_start", batch, step.micro, self._loader)
-        output = carried.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
+        output = compatibility.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
         self._call(f"on_{word}_batch_end", output, batch, step.micro, self._loader)
         return output
 
-    def _count_evaluated(self, calls: list[Logged]) -> dict[str, Any]:
-        """Count what was logged in an evaluation. With several loaders, metrics that accumulate are returned: forge
-        computes them after each."""
+    def _add_evaluated(self, calls: list[LogCall]) -> dict[str, Any]:
+        """Add logged values to the evaluation's means. With several loaders, return accumulating metrics: forge
+        computes them after each loader."""
         assert self.stage is not None
-        assert self._evaluated is not None
+        assert self._eval_means is not None
         returned: dict[str, Any] = {}
         for call in calls:
             name = short(call.name, self.stage)
@@ -100,52 +101,52 @@ class Evaluates(Answers):
             if call.add_dataloader_idx and self._loader >= 0:
                 name = "/".join([*self._several()[self._loader : self._loader + 1], name])
             self._note(call, name)
-            self._evaluated.add(name, call.value, self._weigh(call))
+            self._eval_means.add(name, call.value, self._weigh(call))
         return returned
 
-    def _count_metric(self, call: Logged) -> None:
+    def _count_metric(self, call: LogCall) -> None:
         assert self.stage is not None
-        assert self._judged is not None
+        assert self._eval_metrics is not None
         name = short(call.name, self.stage)
         self._note(call, name)
-        self._judged.call(name, call.value)
+        self._eval_metrics.call(name, call.value)
 
-    def _count_between(self, call: Logged) -> None:
-        """`self.log` in a hook of an evaluation; at its end `callback_metrics` has the value at once."""
+    def _count_between(self, call: LogCall) -> None:
+        """Handle `self.log` in a hook of an evaluation; in an end hook `callback_metrics` gets the value at once."""
         assert self.trainer is not None
         if not is_metric(call.value):
-            self._count_evaluated([call])
+            self._add_evaluated([call])
             if self._loader < 0:
                 self.fresh[self.names[call.name]] = float(call.value)
             return
         self._count_metric(call)
         if self._loader < 0:
-            assert self._judged is not None
-            values = computed(self._judged, self.trainer.env)
+            assert self._eval_metrics is not None
+            values = computed(self._eval_metrics, self.trainer.env)
             self.fresh |= {f"{self.stage}/{name}": value for name, value in values.items()}
 
-    def _note(self, call: Logged, name: str) -> None:
-        of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # a hook at the end is of none
+    def _note(self, call: LogCall, name: str) -> None:
+        of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # end hooks belong to no loader
         index = f"/dataloader_idx_{self._loader}" if of_loader else ""
         self.names[call.name + index] = f"{self.stage}/{name}"
 
     def _several(self) -> list[str]:
-        """The names of several loaders; nothing for one."""
+        """Return the names of several loaders; empty for one."""
         assert self.trainer is not None
         assert self.stage is not None
         return [name for name in self.trainer.loaders[self.stage] if name is not None]
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
-        """The module's hooks find what the evaluation came to, and what they log is returned with it."""
+        """Call the module's end hooks, which can read the results; return the results with the values that they log."""
         self._weight, self._loader = 1, -1
-        values = self._read_evaluated()
+        values = self._results()
         self.fresh = {f"{stage}/{name}": value for name, value in values.items()}
         self._call(f"on_{WORDS[stage]}_epoch_end")
         self._call(f"on_{WORDS[stage]}_end")
-        return {**values, **self._read_evaluated()}
+        return {**values, **self._results()}
 
-    def _read_evaluated(self) -> dict[str, float]:
+    def _results(self) -> dict[str, float]:
         assert self.trainer is not None
-        assert self._evaluated is not None
-        assert self._judged is not None
-        return {**self._evaluated.read().result(), **computed(self._judged, self.trainer.env)}
+        assert self._eval_means is not None
+        assert self._eval_metrics is not None
+        return {**self._eval_means.read().result(), **computed(self._eval_metrics, self.trainer.env)}

@@ -1,21 +1,21 @@
-"""Names: a LightningModule says `val_loss`, forge `val/loss`."""
+"""Names of metrics: `val_loss` in a LightningModule is `val/loss` in forge."""
 
 from __future__ import annotations
 
 import re
 
 WORDS = {"train": "train|training", "val": "val|valid|validation", "test": "test"}
-"""How people begin the name of a metric, by stage."""
+"""Usual prefixes of metric names, by stage."""
 
 
 def short(name: str, stage: str) -> str:
-    """The name without the stage, which forge puts before it: `val_loss`, `val/loss` and `loss` are all `loss`."""
+    """Return the name without its stage prefix: `val_loss`, `val/loss` and `loss` all give `loss`."""
     match = re.fullmatch(rf"(?:{WORDS.get(stage, stage)})[_/.-](.+)", name)
     return match[1] if match else name
 
 
 def monitored(name: str) -> str | None:
-    """What forge calls the metric of a validation that Lightning calls so; None for one of training."""
+    """Return forge's name for Lightning's name of a validation metric; None for a training metric."""
     if short(name, "train") != name:
         return None
     plain, _, loader = name.partition("/dataloader_idx_")

@@ -1,4 +1,4 @@
-"""A LightningModule's training: its step and the hooks around it, in Lightning's order."""
+"""Training of a LightningModule: its step and the hooks around it, in Lightning's order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from forge.contract.step import Step
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
 from forge.optim.optimizers import Optimizers, drop_gradients
-from forge_lightning import carried, optimizing
-from forge_lightning.answers import Answers
-from forge_lightning.logged import Logged, in_training, is_the_loss, of_this_batch, split
+from forge_lightning import compatibility, optimizer_config
+from forge_lightning.log_calls import LogCall, in_training, is_the_loss, of_this_batch, split
+from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
 
 OTHER_LOSS = "train/train_loss"
-"""Where something goes that is logged as the loss and is another value than the one that was returned."""
+"""The name of a value that is logged as the loss but is not the returned one."""
 
 
-class Trains(Answers):
-    """What forge asks of a task in fit."""
+class Trains(ModuleMethods):
+    """The task's methods for fit."""
 
     def configure_optimizers(self) -> Any:
         where = f"{type(self.module).__name__}.configure_optimizers"
-        optimizer, configs = optimizing.read(self.module.configure_optimizers(), where)
+        optimizer, configs = optimizer_config.read(self.module.configure_optimizers(), where)
         self._schedules = [
-            optimizing.schedule_of(config, where, lambda: self._before, self._stepped) for config in configs
+            optimizer_config.schedule_of(config, where, lambda: self._before, self._own_step) for config in configs
         ]
         return optimizer
 
@@ -42,13 +42,13 @@ class Trains(Answers):
             optimizers.add_schedule(None, schedule)
         return optimizers
 
-    def _stepped(self, scheduler: Any) -> Any:
-        if not carried.defines(self.module, "lr_scheduler_step"):
+    def _own_step(self, scheduler: Any) -> Any:
+        if not compatibility.defines(self.module, "lr_scheduler_step"):
             return scheduler
-        return optimizing.OwnStep(scheduler, self.module.lr_scheduler_step)
+        return optimizer_config.OwnStep(scheduler, self.module.lr_scheduler_step)
 
     def _begin_batch(self, step: Step) -> None:
-        """Lightning's hooks before a batch of training; what is run again has had them."""
+        """Call Lightning's hooks before a training batch, except for a batch that is run again."""
         if step is not step.trainer.step or (step.index, step.micro) <= self._ran:
             return
         if not self._started:
@@ -64,17 +64,17 @@ class Trains(Answers):
         step = self.trainer.step
         assert step is not None
         index, first = self._done + step.micro, (step.index, step.micro) > self._ran
-        self._forget_nothing()
+        self._forget_skipped()
         if first:
             self._begin_step(step, batch, index)
-        output, calls = self._listening(step.items[step.micro], self.module.training_step, batch, index)
+        output, calls = self._run_and_collect(step.items[step.micro], self.module.training_step, batch, index)
         if output is None:
             self._open = (None, batch, index) if self._defines("on_train_batch_end") else None
-            return self._nothing(step)
+            return self._skipped_loss(step)
         self._all_none = False
         loss, extra = split(output)
         if not isinstance(loss, Tensor):
-            return output  # which forge refuses by name
+            return output  # forge raises an error about it
         if not first:
             return loss
         self._call("on_before_backward", loss)
@@ -95,8 +95,8 @@ class Trains(Answers):
                 "forge does not do. Set trainer.should_stop, or give the loader fewer batches."
             )
 
-    def _count(self, calls: list[Logged], loss: Tensor) -> None:
-        """Count what a training step logged."""
+    def _count(self, calls: list[LogCall], loss: Tensor) -> None:
+        """Add the values that a training step logged."""
         for call in calls:
             name = in_training(call.name)
             if name != "train/loss" or isinstance(call.value, nn.Module):
@@ -104,27 +104,27 @@ class Trains(Answers):
             elif isinstance(call.value, Tensor):
                 self._add_as_the_loss(call, is_the_loss(call.value, loss))
             else:
-                known = self.names.get(call.name) == OTHER_LOSS  # numbers that were once another's stay apart
+                known = self.names.get(call.name) == OTHER_LOSS  # a number that was once another value stays separate
                 self._add_as_the_loss(call, not known and is_the_loss(call.value, loss), by_number=True)
 
-    def _add_as_the_loss(self, call: Logged, is_loss: bool, by_number: bool = False) -> None:
-        """What is logged as the loss is the one that was returned, which forge logs already, or gets its own name."""
-        if by_number:  # which one it is may differ from rank to rank, but the names may not
-            self._name_alone("train/loss", call._replace(on_step=False))
-            self._name_alone(OTHER_LOSS, call)
+    def _add_as_the_loss(self, call: LogCall, is_loss: bool, by_number: bool = False) -> None:
+        """Add a value logged as the loss: the returned one, which forge logs already, or another under its own name."""
+        if by_number:  # the case may differ between ranks, but names must not
+            self._add_name_only("train/loss", call._replace(on_step=False))
+            self._add_name_only(OTHER_LOSS, call)
         if not is_loss:
             self._add_in_training(OTHER_LOSS, call)
             return
         self._name_step(call, "train/loss")
         self._add_in_training("train/loss", call._replace(on_step=False))
 
-    def _name_step(self, call: Logged, name: str) -> None:
+    def _name_step(self, call: LogCall, name: str) -> None:
         self.names[call.name] = name
         if call.on_epoch:
             self.names[f"{call.name}_step"] = name
 
-    def _name_alone(self, name: str, call: Logged) -> None:
-        """Count nothing under a name that other ranks may count something under."""
+    def _add_name_only(self, name: str, call: LogCall) -> None:
+        """Add a value of weight 0 under a name that other ranks may use."""
         assert self.trainer is not None
         if self.trainer.env.world == 1:
             return
@@ -133,7 +133,7 @@ class Trains(Answers):
         if call.on_epoch and self._epoch is not None:
             self._epoch.means.add(f"{name}_epoch", 0.0, 0)
 
-    def _add_in_training(self, name: str, call: Logged) -> None:
+    def _add_in_training(self, name: str, call: LogCall) -> None:
         assert self.trainer is not None
         weight, accumulates = self._weigh(call), is_metric(call.value)
         if call.on_step:
@@ -152,20 +152,20 @@ class Trains(Answers):
             else:
                 self._epoch.means.add(f"{name}_epoch", call.value, weight)
 
-    def _nothing(self, step: Step) -> Tensor:
-        """The module returned None: this batch is passed over. Its loss of 0 is in no mean and has no gradient."""
+    def _skipped_loss(self, step: Step) -> Tensor:
+        """Return a loss for a batch that the module skips by returning None: 0, without gradient, in no mean."""
         trainer = step.trainer
         if trainer.env.world > 1:
             raise TaskError(
-                f"{type(self.module).__name__}.training_step returned None to pass over a batch; on several ranks all "
-                "must train on every batch. Return a loss of weight 0 instead: (loss * 0)."
+                f"{type(self.module).__name__}.training_step returned None to skip a batch; on several ranks all must "
+                "train on every batch. Return a loss of weight 0 instead: (loss * 0)."
             )
         self._mark = trainer.means.mark()
         first = next(parameter for parameter in self.parameters() if parameter.requires_grad)
         return first.flatten()[:0].sum()
 
-    def _forget_nothing(self) -> None:
-        """Take the loss of a batch that was passed over out of the means again."""
+    def _forget_skipped(self) -> None:
+        """Remove the loss of a skipped batch from the means."""
         if self._mark is not None and self.trainer is not None:
             self.trainer.means.back_to(self._mark)
             self._mark = None
@@ -178,8 +178,8 @@ class Trains(Answers):
 
     @hookimpl
     def forge_finalize_grads(self, step: Step) -> None:
-        self._forget_nothing()
-        if self._all_none:  # as in Lightning: the optimizer steps over parameters without a gradient
+        self._forget_skipped()
+        if self._all_none:  # as in Lightning: the optimizer skips parameters without a gradient
             drop_gradients(step.optimizer)
 
     @hookimpl
@@ -203,12 +203,12 @@ class Trains(Answers):
 
     @hookimpl
     def forge_boundary(self, trainer: Run, step: Step) -> None:
-        """The end of an epoch, after the validation that belongs to it. The module's hook finds the epoch's values, and
-        what it logs is published with them."""
+        """End an epoch, after its validation: call the module's hook, which can read the epoch's values, and publish
+        them with the values that it logs."""
         if not step.ends_epoch or self._epoch is None:
             return
         if trainer.means.held is not None:
-            trainer.means.held.computed.update(trainer.means.held.updated())  # the module may reset its own
+            trainer.means.held.computed.update(trainer.means.held.updated())  # before the module resets its own
         self.fresh, self._weight, self.epoch_is_over = self._epoch.read(), 1, True
         self._call("on_train_epoch_end")
         values, self.fresh = {**self.fresh, **self._epoch.read()}, {}

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 images of 8 x 8 pixels that ship with forge, and a small network that reads them.
+"""Handwritten digits: 1,797 images of 8 x 8 pixels that ship with forge, and a small network that classifies them.
 
 `digits.npz` is the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI Machine
 Learning Repository, 1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0; as distributed with scikit-learn, pixels
@@ -56,14 +56,14 @@ class DigitsMLP(forge.TaskModule):
 
 
 def digits(batch_size: int = 64, val_share: float = 0.2, test_share: float = 0.1) -> Splits:
-    """The UCI digits in a fixed split into training, validation and test; pixels between 0 and 1."""
+    """Load the UCI digits, in a fixed split into training, validation and test; pixels between 0 and 1."""
     if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
         raise forge.DataError(f"digits: val_share={val_share} and test_share={test_share} leave a part without images.")
     with files("forge_recipes").joinpath("digits.npz").open("rb") as file:
         arrays = np.load(file)
         images = torch.from_numpy(arrays["images"]).float() / 16
         labels = torch.from_numpy(arrays["labels"]).long()
-    # the split belongs to the data set: it is the same whatever the run's seed
+    # the split belongs to the data set: it does not depend on the run's seed
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1998))
     images, labels = images[order], labels[order]
     val, test = round(val_share * len(labels)), round(test_share * len(labels))

@@ -1,4 +1,4 @@
-"""A small convolutional network on FashionMNIST, trained the modern way: augmentation, one cycle, averaged weights."""
+"""A small convolutional network on FashionMNIST with augmentation, a one-cycle schedule and averaged weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class FashionCNN(forge.TaskModule):
-    """Stages of 3 × 3 convolutions with max-pooling between them; `depths` are the residual ones of each stage.
+    """Stages of 3 × 3 convolutions with max-pooling between them; `depths` counts the residual ones of each stage.
 
-    Training images are flipped and shifted by up to `shift` pixels, drawn where they lie. AdamW goes through one cycle
-    of the learning rate: up to `lr` in the share `warmup` of the run, then down to nothing.
+    Training images are flipped and shifted by up to `shift` pixels, drawn on their device. AdamW runs one cycle of the
+    learning rate: up to `lr` in the share `warmup` of the run, then down to 0.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FashionCNN(forge.TaskModule):
     ):
         super().__init__()
         if len(widths) != len(depths):
-            raise TaskError(f"fashion_cnn: widths={widths} and depths={depths} must name as many stages.")
+            raise TaskError(f"fashion_cnn: widths={widths} and depths={depths} must have the same length.")
         self.lr, self.warmup, self.weight_decay = lr, warmup, weight_decay
         self.smoothing, self.shift, self.flip = smoothing, shift, flip
         layers: list[nn.Module] = []
@@ -80,8 +80,8 @@ class FashionCNN(forge.TaskModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=fused)
         updates = self.trainer.planned_updates
         if updates is None:
-            raise TaskError("fashion_cnn: one cycle needs to know how long the run is. Set max_epochs or max_updates.")
-        # the betas stay as they are: a CUDA graph holds them as constants
+            raise TaskError("fashion_cnn: one cycle needs the length of the run. Set max_epochs or max_updates.")
+        # betas stay fixed: a CUDA graph holds them as constants
         cycle = OneCycleLR(optimizer, self.lr, updates, pct_start=self.warmup, cycle_momentum=False)
         return optimizer, cycle
 
@@ -94,7 +94,7 @@ class Convolution(nn.Sequential):
 
 
 class Residual(nn.Module):
-    """A convolution, added to what it was given."""
+    """A convolution, added to its input."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -105,10 +105,10 @@ class Residual(nn.Module):
 
 
 def moved(images: Tensor, shift: int, flip: bool) -> Tensor:
-    """Each image shifted by up to `shift` pixels each way and, one in two, flipped; the border is as the background.
+    """Shift each image by up to `shift` pixels each way, and flip one in two; fill the border with the background.
 
-    One gather for the whole batch. Random numbers come from the images' device, so a CUDA graph can hold it, and a
-    resumed run draws the same.
+    This is one gather for the whole batch. Random numbers come from the images' device, so a CUDA graph can capture it,
+    and a resumed run draws the same.
     """
     count, _, height, width = images.shape
     device = images.device

@@ -1,4 +1,4 @@
-"""The classic first lab: a perceptron of two hidden layers learns to tell clothes apart."""
+"""The classic first lab: a perceptron with two hidden layers classifies clothes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class FashionMLP(forge.TaskModule):
-    """784-256-256-10 with ReLU and dropout, trained by Adam; `fused` has Adam do its update in one kernel."""
+    """784-256-256-10 with ReLU and dropout, trained with Adam; `fused` runs its update in one kernel."""
 
     def __init__(self, hidden: int = 256, dropout: float = 0.2, lr: float = 1e-3, fused: bool = False):
         super().__init__()
@@ -60,5 +60,5 @@ class FashionMLP(forge.TaskModule):
 
 
 def scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """The loss, and the share of labels that were found."""
+    """Return the loss and the accuracy."""
     return {"loss": F.cross_entropy(logits, labels), "accuracy": (logits.argmax(1) == labels).float().mean()}

@@ -1,7 +1,7 @@
 """FashionMNIST: 70,000 pictures of clothes, 28 × 28 pixels, in ten classes; 60,000 to train on and 10,000 to test.
 
-The four files of the data set are read as they are, packed or not, and nothing is written beside them. The images lie
-in memory as one tensor, so a batch is one gather.
+The four files of the data set are read compressed or not, and nothing is written next to them. The images are one
+tensor in memory, so a batch is one gather.
 
 By H. Xiao, K. Rasul and R. Vollgraf, Zalando Research, 2017, https://arxiv.org/abs/1708.07747, MIT licence.
 """
@@ -34,7 +34,7 @@ CLASSES = (
     "Ankle boot",
 )
 MEAN, STD = 0.2860, 0.3530
-"""Of the pixels of the 60,000 training images, between 0 and 1."""
+"""Mean and deviation of the pixels of the 60,000 training images, between 0 and 1."""
 EVALUATION_BATCH = 1000
 FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
@@ -42,16 +42,16 @@ FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in (
 def fashion_mnist(
     batch_size: int = 64, root: str | None = None, val_share: float = 0.0, device: str | None = None
 ) -> Splits:
-    """FashionMNIST, normalised. `root` is the folder that holds FashionMNIST/raw ($FORGE_DATA, or a download, if none).
+    """Load FashionMNIST, normalised. `root` is the folder with FashionMNIST/raw (default: $FORGE_DATA, or a download).
 
-    Without a `val_share` all 60,000 images are trained on and validation is the test set, as in the published lab: look
-    at it, but choose nothing by it. With one, that share of the training images, the same in every run, is held out for
-    validation, and the test set is left for `forge test`. `device` is where the images lie; those of a GPU's own memory
-    need no copy per batch.
+    Without a `val_share` all 60,000 images are for training and validation is the test set, as in the published lab: do
+    not select models by it. With one, that share of the training images, the same in every run, is held out for
+    validation, and the test set is for `forge test`. `device` holds the images; in a GPU's memory they need no copy per
+    batch.
     """
     if not 0 <= val_share < 1:
         raise DataError(
-            f"fashion_mnist: val_share is {val_share:g}; it is a share of the training images, from 0 to 1."
+            f"fashion_mnist: val_share is {val_share:g}; it must be a share of the training images, from 0 to 1."
         )
     folder = find_files(root)
     images, labels = read_part(folder, "train")
@@ -59,7 +59,7 @@ def fashion_mnist(
     held_out = round(val_share * len(labels))
     val = test
     if held_out:
-        # the split belongs to the data set: it is the same whatever the run's seed
+        # the split belongs to the data set: it does not depend on the run's seed
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(2017))
         rest, apart = order[held_out:], order[:held_out]
         val = TensorLoader(images[apart], labels[apart], batch_size=EVALUATION_BATCH, device=device)
@@ -69,7 +69,7 @@ def fashion_mnist(
 
 
 def read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """The normalised images (N, 1, 28, 28) and the labels of "train" or "t10k"."""
+    """Return the normalised images (N, 1, 28, 28) and the labels of "train" or "t10k"."""
     images = torch.from_numpy(read_idx(folder / f"{part}-images-idx3-ubyte")).unsqueeze(1)
     labels = torch.from_numpy(read_idx(folder / f"{part}-labels-idx1-ubyte"))
     if len(images) != len(labels):
@@ -79,7 +79,7 @@ def read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The uint8 array in an idx file, or in the same file packed by gzip."""
+    """Return the uint8 array of an idx file, compressed with gzip or not."""
     packed = path.with_name(f"{path.name}.gz")
     try:
         content = gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
@@ -88,12 +88,12 @@ def read_idx(path: Path) -> np.ndarray:
     start = 4 + 4 * content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
     shape = np.frombuffer(content[4:start], dtype=">u4").tolist() if 4 < start <= len(content) else []
     if not shape or len(content) - start != np.prod(shape, dtype=int):
-        raise DataError(f"{path} is no idx file of bytes, or not a whole one. Fetch it again.")
+        raise DataError(f"{path} is not a complete idx file of bytes. Download it again.")
     return np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(shape)
 
 
 def find_files(root: str | None) -> Path:
-    """The folder with the four files; fetched where they are not there yet."""
+    """Return the folder with the four files; download them if missing."""
     folder = data_root(root, "FashionMNIST") / "raw"
     if not _has_all(folder):
         _download(folder)
@@ -105,7 +105,7 @@ def _has_all(folder: Path) -> bool:
 
 
 def _download(folder: Path) -> None:
-    """Fetch the files into a folder of this process alone, and move them where others look when they are whole."""
+    """Download the files to a temporary folder, and move them to their place when complete."""
     root = folder.parent.parent
     try:
         from torchvision.datasets import FashionMNIST
@@ -117,11 +117,11 @@ def _download(folder: Path) -> None:
             for file in (Path(part) / "FashionMNIST" / "raw").iterdir():
                 file.replace(folder / file.name)
     except (ImportError, OSError, RuntimeError) as error:
-        if _has_all(folder):  # another process was luckier
+        if _has_all(folder):  # another process has downloaded them
             return
-        said = str(error).strip().partition("\n")[0].rstrip(" .:")
+        reason = str(error).strip().partition("\n")[0].rstrip(" .:")
         raise DataError(
             "fashion_mnist has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where FOLDER/FashionMNIST/raw has "
             "the four files of the data set (train-images-idx3-ubyte.gz, ...). "
-            f"There are none in {folder}, and they cannot be fetched: {said}."
+            f"They are not in {folder}, and cannot be downloaded: {reason}."
         ) from error

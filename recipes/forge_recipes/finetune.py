@@ -1,4 +1,4 @@
-"""Fine-tuning: a ResNet-18 of torchvision's with a new head, thawed from the top, its lower layers at smaller rates."""
+"""Fine-tuning: torchvision's ResNet-18 with a new head, thawed from the top, with smaller rates for lower layers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Batch = tuple[Tensor, Tensor]
 PARTS = ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4")
 """The backbone from the bottom to the top."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the colours of ImageNet, which the backbone has seen."""
+"""Mean and deviation of ImageNet's colours, on which the backbone was trained."""
 
 
 class Finetune(forge.TaskModule):
-    """A backbone that has seen other pictures, and a linear head for these; what to freeze is the plugin's to say.
+    """A pretrained backbone and a new linear head; the plugin `freeze` selects what to freeze.
 
-    `weights` are those of the backbone: true fetches torchvision's of ImageNet (random ones, with a word in the log,
-    where they cannot be fetched), false draws random ones, and a path is a file of a ResNet-18's. Each part below the
-    head learns at `decay` times the rate of the one above it.
+    `weights` are those of the backbone: true downloads torchvision's of ImageNet (random ones, with a warning, if that
+    fails), false draws random ones, and a path is a file of ResNet-18 weights. Each part below the head learns at
+    `decay` times the rate of the one above it.
     """
 
     mean: Tensor
@@ -53,7 +53,7 @@ class Finetune(forge.TaskModule):
         return self.head(self.backbone(self.as_photographs(images)))
 
     def as_photographs(self, images: Tensor) -> Tensor:
-        """Grey images (N, H, W) between 0 and 1 as the backbone knows them: larger, in three colours, normalised."""
+        """Convert grey images (N, H, W) between 0 and 1 for the backbone: larger, in three colours, normalised."""
         large = F.interpolate(images.unsqueeze(1), size=(self.size, self.size), mode="bilinear", align_corners=False)
         return ((large - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
 
@@ -69,7 +69,7 @@ class Finetune(forge.TaskModule):
         return self(batch[0]).argmax(1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # the frozen parts too: what has no gradient is passed over, and they are thawed later
+        # including frozen parts: the optimizer skips them without gradients, and they are thawed later
         groups: list[dict[str, Any]] = [{"name": "head", "params": list(self.head.parameters()), "lr": self.lr}]
         for below, part in enumerate(reversed(PARTS), start=1):
             parameters = list(self.backbone.get_submodule(part).parameters())
@@ -78,7 +78,7 @@ class Finetune(forge.TaskModule):
 
 
 def resnet18(weights: bool | str) -> nn.Module:
-    """torchvision's ResNet-18 without its last layer."""
+    """Return torchvision's ResNet-18 without its last layer."""
     from torchvision.models import ResNet18_Weights
     from torchvision.models import resnet18 as make
 
@@ -90,7 +90,7 @@ def resnet18(weights: bool | str) -> nn.Module:
             backbone.load_state_dict(ResNet18_Weights.DEFAULT.get_state_dict(progress=False, weights_only=True))
         except OSError as error:
             logger.warning(
-                "finetune: the weights of ResNet-18 cannot be fetched (%s): it begins with random ones.", error
+                "finetune: the weights of ResNet-18 cannot be downloaded (%s): it starts with random ones.", error
             )
     backbone.fc = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     return backbone

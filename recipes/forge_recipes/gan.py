@@ -1,7 +1,7 @@
-"""A GAN on the 8 × 8 digits: two optimizers that take turns on the same batch, and a figure that says how it goes.
+"""A GAN on the 8 × 8 digits: two optimizers that take turns on the same batch, and a metric of sample quality.
 
-A generator's loss says little about its drawing. So a validation compares as many generated digits as there are real
-ones, by the Fréchet distance between the two clouds of points: how far their means and covariances lie apart.
+A generator's loss says little about its samples. So a validation compares as many generated digits as real ones, by the
+Fréchet distance between the two sets: how far their means and covariances differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class DigitsGAN(forge.TaskModule):
-    """A generator and a critic, both perceptrons, with the non-saturating loss; one update trains each once."""
+    """A generator and a critic, both perceptrons, with the non-saturating loss; an update trains each once."""
 
     def __init__(self, noise: int = 32, hidden: int = 256, lr: float = 5e-4):
         super().__init__()
@@ -51,7 +51,7 @@ class DigitsGAN(forge.TaskModule):
         return self.generator(noise)
 
     def training_step(self, batch: Batch, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The loss of the one whose turn it is; meanwhile the other's parameters need no gradient."""
+        """Return the loss of the named network; the other's parameters require no gradient meanwhile."""
         real, _ = batch
         fake = self(torch.randn(len(real), self.noise, device=real.device))
         if name == "generator":
@@ -60,12 +60,12 @@ class DigitsGAN(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
         real, _ = batch
-        if not self.borrowed:  # another rank's batch: that one counts it
+        if not self.borrowed:  # a padding batch: another rank counts it
             self.seen.append(real)
         return {"believed_real": torch.sigmoid(self.critic(real)).mean()}
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
-        """The distance between what was seen and as many digits made of always the same noise; and some of them."""
+        """Return the distance between real digits and as many generated from fixed noise, and a picture of some."""
         assert self.trainer is not None
         shares = self.trainer.env.gather([part.cpu() for part in self.seen])
         real = torch.cat([part for share in shares for part in share])
@@ -82,9 +82,9 @@ class DigitsGAN(forge.TaskModule):
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> float:
-    """Between the Gaussians that fit two sets of samples: |μ₁ - μ₂|² + tr(C₁ + C₂ - 2 (C₁ C₂)^½), in pixels.
+    """Return the distance of the Gaussians fitted to two sets: |μ₁ - μ₂|² + tr(C₁ + C₂ - 2 (C₁ C₂)^½), in pixels.
 
-    It is what FID computes on the features of a large network; here the features are the 64 pixels.
+    FID computes it on the features of a large network; here the features are the 64 pixels.
     """
     first, second = first.flatten(1).double(), second.flatten(1).double()
     c1, c2 = torch.cov(first.T), torch.cov(second.T)

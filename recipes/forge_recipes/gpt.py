@@ -24,7 +24,7 @@ FASTEST_FIRST = [
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `kind` says whose kernel."""
+    """Causal self-attention; `kind` selects the implementation."""
 
     def __init__(self, width: int, heads: int, kind: str):
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to what came in."""
+    """Attention and MLP, each added to its input."""
 
     def __init__(self, width: int, heads: int, attention: str):
         super().__init__()
@@ -63,10 +63,10 @@ class GPT(forge.TaskModule):
 
     `attention` is `sdpa` (torch's choice), `cudnn` (torch's, with cuDNN's kernel first) or `forge` (forge.kernels).
     `loss` is `plain`, `fused` (forge.kernels.cross_entropy) or `chunked` (forge.kernels.linear_cross_entropy, which
-    never holds all logits). `residual` is what blocks add to: under autocast `float32` is what torch makes of it, and
-    `bf16` moves half the bytes. With `max_norm` gradients are clipped and applied in one go (forge.kernels.ClipAdamW):
-    leave the plugin clip out then. The vocabulary is filled up to a multiple of 128, which matrix units like; no text
-    holds the tokens that are added.
+    never stores all logits). `residual` is the dtype of the residual stream: under autocast torch's is `float32`, and
+    `bf16` moves half the bytes. With `max_norm` clipping is part of the optimizer (forge.kernels.ClipAdamW): leave the
+    plugin clip out then. The vocabulary is padded to a multiple of 128, which is faster on matrix units; no text
+    contains the added tokens.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class GPT(forge.TaskModule):
         self.norm = nn.LayerNorm(width)
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
-            if name.endswith(("attention.out.weight", "mlp.2.weight")):  # as many are added up as there are layers
+            if name.endswith(("attention.out.weight", "mlp.2.weight")):  # scaled by the number of residual additions
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The last hidden states."""
+        """Return the last hidden states."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = (self.tokens(tokens) + self.positions(places)).to(self.residual)
         for block in self.blocks:
@@ -119,7 +119,7 @@ class GPT(forge.TaskModule):
         return {"loss": F.cross_entropy(logits, targets.flatten())}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; what is a matrix decays, biases and norms do not."""
+        """AdamW with weight decay for matrices, but not for biases and norms."""
         matrices = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]

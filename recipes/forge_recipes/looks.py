@@ -1,6 +1,6 @@
-"""What one wants to see of a classifier after an evaluation: predictions, its worst mistakes, who is taken for whom.
+"""Pictures of a classifier's evaluation: predictions, its worst mistakes, and the confusion matrix.
 
-Everything is kept where it was computed, and read once, when the evaluation is over.
+Everything stays on the device until the evaluation ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forge.metrics import drawing
 
 
 class Looks:
-    """Collects in every batch of an evaluation with `add`, and draws at its end with `finish`."""
+    """Collects every batch of an evaluation in `add`, and draws at its end in `finish`."""
 
     def __init__(self, names: Sequence[str], mean: float = 0.0, std: float = 1.0, shown: int = 24, points: int = 200):
         self.names, self.mean, self.std = tuple(names), mean, std
@@ -27,9 +27,9 @@ class Looks:
         self._first: tuple[Tensor, ...] = ()
         self._worst: tuple[Tensor, ...] = ()
 
-    @torch.compiler.disable()  # a few small operations that change this object: nothing to gain from a graph
+    @torch.compiler.disable()  # small operations that change this object gain nothing from a graph
     def add(self, images: Tensor, labels: Tensor, logits: Tensor, hidden: Tensor) -> None:
-        """Count a batch in; `hidden` is what the last layer sees. Nothing is read from the device."""
+        """Add a batch; `hidden` is the input of the last layer. Nothing is read from the device."""
         classes = len(self.names)
         sure, said = logits.float().softmax(1).max(1)
         if self._counts is None:
@@ -43,7 +43,7 @@ class Looks:
         self._worst = tuple(t[worst] for t in found)
 
     def finish(self, env: Env) -> dict[str, Any]:
-        """Pictures and points of what was counted in, by name; then nothing is counted in any more."""
+        """Return pictures and an embedding by name, and reset."""
         classes = len(self.names)
         own = (
             torch.zeros(classes * classes, dtype=torch.long, device=env.device)
@@ -51,7 +51,7 @@ class Looks:
             else self._counts
         )
         counts = env.sum(own).reshape(classes, classes).cpu()
-        if self._counts is None:  # a rank that had nothing to see
+        if self._counts is None:  # a rank without batches
             return {}
         images, labels, said, hidden = (t.cpu() for t in self._first)
         sure, *mistakes = (t.cpu() for t in self._worst)
@@ -59,7 +59,7 @@ class Looks:
         self._counts, self._first, self._worst = None, (), ()
         names = [self.names[i] for i in labels.tolist()]
         seen: dict[str, Any] = {"embedding": forge.Embedding(hidden.float(), names, self._pixels(images))}
-        if find_spec("PIL") is None:  # it comes with torchvision; a run does not end for want of pictures
+        if find_spec("PIL") is None:  # it comes with torchvision; missing pictures must not end a run
             return seen
         shown = slice(self.shown)
         seen["predictions"] = self._grid(images[shown], labels[shown], said[shown])
@@ -74,5 +74,5 @@ class Looks:
         return drawing.grid(self._pixels(images), captions)
 
     def _pixels(self, images: Tensor) -> Tensor:
-        """The images as they were before they were normalised."""
+        """Undo the normalisation of images."""
         return (images.float() * self.std + self.mean).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""A small perceptron: a step so short that the host is what takes the time."""
+"""A small perceptron, whose step is limited by the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Several labels at once: which digits are in the picture? Two or three of them, put side by side.
+"""Multi-label classification: which digits are in a picture of two or three, side by side?
 
-F1 is no mean of batches: the F1 of the whole set follows from its counts of right, wrong and missed labels. So a
-validation adds up counts, over ranks too, and `evaluation_end` makes the figures of them.
+F1 is not a mean over batches: it follows from the counts of right, wrong and missed labels over the whole set. So a
+validation sums counts, also over ranks, and `evaluation_end` computes the metrics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Multilabel(forge.TaskModule):
-    """A small convolutional network with one yes or no per digit; `pos_weight` is how much more a missed one costs."""
+    """A small convolutional network with one binary output per digit; `pos_weight` is the cost of a missed digit."""
 
     pos_weight: Tensor
 
@@ -35,7 +35,7 @@ class Multilabel(forge.TaskModule):
             nn.MaxPool2d(2),
             nn.Conv2d(width, 2 * width, 3, padding=1),
             nn.ReLU(),
-            nn.AdaptiveMaxPool2d(1),  # is it anywhere? where does not matter
+            nn.AdaptiveMaxPool2d(1),  # whether it is anywhere; the position does not matter
             nn.Flatten(),
             nn.Linear(2 * width, 10),
         )
@@ -43,7 +43,7 @@ class Multilabel(forge.TaskModule):
         self.counts: list[Tensor] = []
 
     def forward(self, images: Tensor) -> Tensor:
-        """A logit per digit."""
+        """Return a logit per digit."""
         return self.net(images)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Multilabel(forge.TaskModule):
 
     def validation_step(self, batch: Batch) -> Tensor:
         logits = self(batch[0])
-        if not self.borrowed:  # another rank's batch: that one counts it
+        if not self.borrowed:  # a padding batch: another rank counts it
             self.counts.append(count(logits > 0, batch[1].bool()))
         return self.loss(logits, batch[1])
 
@@ -73,23 +73,22 @@ class Multilabel(forge.TaskModule):
 
 
 def count(said: Tensor, true: Tensor) -> Tensor:
-    """How many labels were right, wrong and missed; how many images have no mistake, and how many there are."""
+    """Count right, wrong and missed labels, images without a mistake, and all images."""
     exact = (said == true).all(1)
     parts = [said & true, said & ~true, ~said & true, exact, torch.ones_like(exact)]
     return torch.stack([part.sum() for part in parts])
 
 
 def figures(counts: Tensor) -> dict[str, float]:
-    """Micro F1 over all labels of all images, and the share of images with no mistake."""
+    """Return micro F1 over all labels of all images, and the share of images without a mistake."""
     right, wrong, missed, exact, images = counts.tolist()
     return {"f1": 2 * right / max(2 * right + wrong + missed, 1), "exact": exact / max(images, 1)}
 
 
 def digit_pairs(train: int = 4000, val: int = 1000, batch_size: int = 64) -> Splits:
-    """Pictures of 12 × 24 pixels with two or three of the UCI digits, and which of the ten are there (1 or 0 each).
+    """Make pictures of 12 × 24 pixels with two or three of the UCI digits, and ten labels, 1 for each digit shown.
 
-    They are put together at random, the same in every run. Validation pictures are made of digits that no training
-    picture shows.
+    They are composed at random, the same in every run. Validation pictures use digits that no training picture shows.
     """
     single = digits()
     assert isinstance(single.train, TensorLoader)
@@ -102,7 +101,7 @@ def digit_pairs(train: int = 4000, val: int = 1000, batch_size: int = 64) -> Spl
 
 
 def side_by_side(single: TensorLoader, samples: int, make: torch.Generator) -> Batch:
-    """Compose pictures of a loader's digits, each a bit up or down; in half of them a place is empty."""
+    """Compose pictures of a loader's digits, each shifted vertically; in half of them one of three places is empty."""
     images, labels = single.tensors
     pictures, present = torch.zeros(samples, 1, 12, 24), torch.zeros(samples, 10)
     for sample in range(samples):

@@ -1,7 +1,7 @@
-"""Regression: a noisy surface of waves, targets in their own units, and figures over the whole validation set.
+"""Regression: a noisy surface of waves, targets in their own units, and metrics over the whole validation set.
 
-A network learns best what has mean 0 and variance 1. So the task normalises targets for its loss, and answers in the
-units that they came in. RMSE and R² are no means of batches: they are computed once, from everything that was seen.
+A network learns best from targets of mean 0 and variance 1. So the task normalises targets for its loss, and predicts
+in their original units. RMSE and R² are not means over batches: they are computed once, from all predictions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Regression(forge.TaskModule):
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, points: Tensor) -> Tensor:
-        """Predictions in the targets' units."""
+        """Return predictions in the targets' units."""
         return self.mean + self.std * self.net(points).squeeze(1)
 
     def training_step(self, batch: Batch) -> Tensor:
@@ -38,12 +38,12 @@ class Regression(forge.TaskModule):
         return F.mse_loss((self(points) - self.mean) / self.std, (targets - self.mean) / self.std)
 
     def validation_step(self, batch: Batch) -> Tensor:
-        if not self.borrowed:  # another rank's batch: that one counts it
+        if not self.borrowed:  # a padding batch: another rank counts it
             self.seen.append((self(batch[0]), batch[1]))
         return self.training_step(batch)
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
-        """The figures of the whole set, and a picture of what was predicted for what was true."""
+        """Return the metrics of the whole set, and a picture of predictions against truths."""
         assert self.trainer is not None
         shares = self.trainer.env.gather([(guess.cpu(), truth.cpu()) for guess, truth in self.seen])
         self.seen = []
@@ -56,18 +56,18 @@ class Regression(forge.TaskModule):
 
 
 def figures(guesses: Tensor, truths: Tensor) -> dict[str, float]:
-    """Mean absolute error, root of the mean squared error, and the share of the variance that is explained."""
+    """Return mean absolute error, root of the mean squared error, and the explained share of the variance."""
     error, truths = (guesses - truths).double(), truths.double()
-    unexplained, all_there_is = error.square().sum(), (truths - truths.mean()).square().sum()
+    unexplained, total = error.square().sum(), (truths - truths.mean()).square().sum()
     return {
         "mae": float(error.abs().mean()),
         "rmse": float(error.square().mean().sqrt()),
-        "r2": float(1 - unexplained / all_there_is),
+        "r2": float(1 - unexplained / total),
     }
 
 
 def scatter(guesses: Tensor, truths: Tensor, bins: int = 96) -> forge.Image:
-    """How often what was predicted (upwards) for what was true (to the right); right answers lie on the diagonal."""
+    """Return a histogram of predictions (upwards) by truth (to the right); correct ones lie on the diagonal."""
     low, high = float(truths.min()), float(truths.max())
     both = torch.stack([guesses.clamp(low, high), truths], 1).double()
     counts = torch.histogramdd(both, bins=[bins, bins], range=[low, high, low, high]).hist
@@ -75,9 +75,9 @@ def scatter(guesses: Tensor, truths: Tensor, bins: int = 96) -> forge.Image:
 
 
 def waves(samples: int = 4000, noise: float = 2.0, batch_size: int = 64) -> Splits:
-    """Points of a plane and the height of a wavy surface there, around 100, with noise of this standard deviation.
+    """Generate points of a plane and the height of a wavy surface, around 100, with noise of this standard deviation.
 
-    They are generated, and the same in every run. No model can have an RMSE below `noise` on the validation set.
+    They are the same in every run. No model can have an RMSE below `noise` on the validation set.
     """
     make = torch.Generator().manual_seed(1998)
     points = 2 * torch.rand(samples, 2, generator=make) - 1

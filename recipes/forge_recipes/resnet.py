@@ -1,4 +1,4 @@
-"""ResNet-18 for small images, written out: no torchvision needed."""
+"""ResNet-18 for small images, without torchvision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions, and the way around them."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, inside: int, outside: int, stride: int):
         super().__init__()
@@ -29,7 +29,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(forge.TaskModule):
-    """ResNet-18 with a 3 × 3 stem and no pooling before the first block, as for CIFAR; channels lie last in memory."""
+    """ResNet-18 with a 3 × 3 stem and no pooling before the first block, as for CIFAR, in channels-last format."""
 
     def __init__(self, classes: int = 10, channels: int = 3, lr: float = 0.1, weight_decay: float = 5e-4):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where data lies: in a folder that the recipe names, in $FORGE_DATA, or in the user's cache."""
+"""Find data: in the recipe's folder, in $FORGE_DATA, or in the user's cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def data_root(root: str | None, folder: str) -> Path:
-    """The place of `folder`: in `root` (the recipe's `data.root`) where one is given, in $FORGE_DATA where it is there,
-    else in the cache, where downloads go."""
+    """Return the path of `folder`: in `root` (the recipe's `data.root`) if given, in $FORGE_DATA if it exists there,
+    else in the cache for downloads."""
     if root is not None:
         return Path(root).expanduser() / folder
     given = os.environ.get("FORGE_DATA")

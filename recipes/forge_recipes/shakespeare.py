@@ -1,7 +1,7 @@
-"""Tiny Shakespeare, character by character: a small GPT as in nanoGPT's `train_shakespeare_char`, which writes a text.
+"""Tiny Shakespeare, character by character: a small GPT as in nanoGPT's `train_shakespeare_char`, which generates text.
 
-The text is 1,115,394 characters of plays, put together by Andrej Karpathy for char-rnn (public domain); the first nine
-tenths are trained on. The model and its setting are nanoGPT's (https://github.com/karpathy/nanoGPT, MIT licence).
+The text is 1,115,394 characters of plays, collected by Andrej Karpathy for char-rnn (public domain); the first nine
+tenths are for training. Model and settings are nanoGPT's (https://github.com/karpathy/nanoGPT, MIT licence).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ Batch = tuple[Tensor, Tensor]
 
 SOURCE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 ALPHABET = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-"""The characters of the text, sorted; a token is a place in here."""
+"""The characters of the text, sorted; a token is an index into it."""
 
 
 def encode(text: str) -> list[int]:
-    """Tokens of a text."""
+    """Return the tokens of a text."""
     unknown = sorted(set(text) - set(ALPHABET))
     if unknown:
         raise forge.DataError(
-            f"shakespeare: {unknown[0]!r} is no character of tiny Shakespeare; these are: {ALPHABET!r}."
+            f"shakespeare: {unknown[0]!r} does not occur in tiny Shakespeare; its characters are {ALPHABET!r}."
         )
     places = {character: place for place, character in enumerate(ALPHABET)}
     return [places[character] for character in text]
 
 
 def decode(tokens: list[int]) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return "".join(ALPHABET[token] for token in tokens)
 
 
-class Attention(nn.Module):
+class CharAttention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, width: int, heads: int, dropout: float):
@@ -62,13 +62,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class Block(nn.Module):
-    """Attention and MLP, each added to what came in."""
+class CharBlock(nn.Module):
+    """Attention and MLP, each added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attention, self.dropout = Attention(width, heads, dropout), nn.Dropout(dropout)
+        self.attention, self.dropout = CharAttention(width, heads, dropout), nn.Dropout(dropout)
         up, down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
         self.mlp = nn.Sequential(up, nn.GELU(), down)
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class CharGPT(forge.TaskModule):
-    """A GPT over characters, nanoGPT's without biases; at the end of a run it writes `sample` characters."""
+    """A GPT over characters, as nanoGPT's without biases; at the end of a run it generates `sample` characters."""
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class CharGPT(forge.TaskModule):
         self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
         self.tokens, self.positions = nn.Embedding(len(ALPHABET), width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(CharBlock(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:  # what is added to the residual stream is small, by how often that happens
+            if parameter.ndim >= 2:  # scaled by the number of residual additions
                 is_added = name.endswith(("attention.out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_added else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next character at each place; the head is the embedding."""
+        """Return logits of the next character at each position; the head is tied to the embedding."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         return F.linear(self.norm(self.blocks(self.dropout(x))), self.tokens.weight)
 
@@ -116,7 +116,7 @@ class CharGPT(forge.TaskModule):
     validation_step = training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; matrices and embeddings decay, norms do not."""
+        """AdamW with weight decay for matrices and embeddings, but not for norms."""
         decaying = [p for p in self.parameters() if p.ndim >= 2]
         others = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": decaying, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -124,7 +124,7 @@ class CharGPT(forge.TaskModule):
 
     @torch.inference_mode()
     def write(self, prompt: str = "\n", length: int = 500, temperature: float = 0.8, seed: int = 1337) -> str:
-        """`prompt`, continued by `length` characters; with random numbers of its own, so that no run is disturbed."""
+        """Return `prompt` continued by `length` characters, with a generator of its own, not the run's."""
         device = self.positions.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([encode(prompt)], device=device)
@@ -136,9 +136,9 @@ class CharGPT(forge.TaskModule):
 
     @forge.hookimpl(wrapper=True)
     def forge_export(self, trainer: forge.Trainer) -> Generator[None, Any, Any]:
-        """At the end of a fit, with the weights that it was for: write a text, for the terminal and TensorBoard."""
+        """At the end of a fit, with its final weights: generate a text for the terminal and TensorBoard."""
         if self.sample:
-            modes = [(module, module.training) for module in self.modules()]  # a part may be frozen by its mode
+            modes = [(module, module.training) for module in self.modules()]  # a part may be in evaluation mode
             try:
                 text = self.eval().write(length=self.sample)
             finally:
@@ -157,12 +157,12 @@ def shakespeare(
     order: Literal["random", "shuffled"] = "random",
     samples: int | None = None,
 ) -> Splits:
-    """Tiny Shakespeare as characters: windows of the first 90 % to train on, and the rest, in order, to validate.
+    """Load tiny Shakespeare as characters: windows of the first 90 % for training, and the rest, in order, to validate.
 
-    The text is `tinyshakespeare/input.txt` in `root`, or in the folder that FORGE_DATA names; else it is downloaded to
-    the user's cache. With `order` random, windows begin anywhere, as in nanoGPT, and an epoch is `samples` of them (as
-    many as fit into the text, unless said); shuffled, an epoch is the whole text once, cut into windows. A validation
-    is always the same: all windows of the last 10 %, one after the other (nanoGPT takes some at random).
+    The text is `tinyshakespeare/input.txt` in `root`, or in the folder FORGE_DATA; else it is downloaded to the user's
+    cache. With `order` random, windows start anywhere, as in nanoGPT, and an epoch is `samples` of them (default: as
+    many as fit into the text); shuffled, an epoch is the whole text once, cut into windows. Validation is always the
+    same: all windows of the last 10 % in order (nanoGPT draws some at random).
     """
     text = find_text(root).read_text(encoding="utf-8")
     tokens = np.array(encode(text), np.uint16)
@@ -174,25 +174,25 @@ def shakespeare(
 
 
 def find_text(root: str | None) -> Path:
-    """Where the text is; fetched where it is not there yet."""
+    """Return the path of the text; download it if missing."""
     path = data_root(root, "tinyshakespeare") / "input.txt"
     if path.is_file():
         return path
-    part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # of this process alone: others may fetch it too
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # unique, since other processes may download it too
     try:
         with urllib.request.urlopen(SOURCE, timeout=30) as answer:
             text = answer.read()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_bytes(text)
-            part.replace(path)  # whole or not there
+            part.replace(path)  # atomic
         finally:
             part.unlink(missing_ok=True)
     except (OSError, HTTPException) as error:
-        if path.is_file():  # another process was luckier
+        if path.is_file():  # another process has downloaded it
             return path
         raise forge.DataError(
-            f"shakespeare: {path} is not there, and {SOURCE} cannot be fetched ({error}). Put the text there, or set "
-            "FORGE_DATA (or data.root) to a folder that holds tinyshakespeare/input.txt."
+            f"shakespeare: {path} does not exist, and {SOURCE} cannot be downloaded ({error}). Save the text there, or "
+            "set FORGE_DATA (or data.root) to a folder with tinyshakespeare/input.txt."
         ) from error
     return path

@@ -1,4 +1,4 @@
-"""Data made of random numbers: for measuring speed, and for trying a recipe where its data is not."""
+"""Random data, to measure speed or try a recipe without its data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def images(
     samples: int = 12800,
     flat: bool = False,
 ) -> Splits:
-    """Random images and labels, the same in every run; `flat` gives vectors."""
+    """Make random images and labels, the same in every run; `flat` gives vectors."""
     make = torch.Generator().manual_seed(1998)
     shape = (samples, channels * size * size) if flat else (samples, channels, size, size)
     pixels, labels = torch.randn(shape, generator=make), torch.randint(classes, (samples,), generator=make)
@@ -38,15 +38,15 @@ def tokens(
     vocabulary: int = 50257,
     samples: int = 64_000,
 ) -> Splits:
-    """Windows of tokens: of a file of uint16 tokens, or random ones where no file is given."""
+    """Make windows of tokens, of a file of uint16 tokens if given, else random ones."""
     if path is not None:
         for file in filter(None, (path, val_path)):
             if not Path(file).exists():
-                raise DataError(f"tokens: there is no file {file}. It holds raw little-endian uint16 tokens.")
+                raise DataError(f"tokens: the file {file} does not exist. It holds raw little-endian uint16 tokens.")
         train = TokenStream(path, window=window, batch_size=batch_size, mode="random", drop_last=True)
         val = TokenStream(val_path, window=window, batch_size=batch_size, mode="sequential") if val_path else None
         return Splits(train=train, val=val)
-    # a few of them are common and most are rare, as in a language
+    # few are common and most are rare, as in a language
     ranks = np.random.default_rng(1998).zipf(1.2, size=4_000_000) % vocabulary
     stream = ranks.astype(np.uint16 if vocabulary <= 2**16 else np.uint32)
     return Splits(

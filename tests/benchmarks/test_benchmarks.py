@@ -94,7 +94,7 @@ def test_gpu_names_every_row_and_refuses_a_machine_without_a_gpu(capsys: pytest.
     assert {row for rows in gpu.OF_CASE.values() for row in rows} == gpu.ROWS.keys()
     if not torch.cuda.is_available():
         assert gpu.main(["--cases", "mlp"]) == 2
-        assert "There is no CUDA device here" in capsys.readouterr().err
+        assert "No CUDA device is available" in capsys.readouterr().err
 
 
 def test_gpus_mfu_counts_what_gpt2_computes() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fashion
-from benchmarks.fashion import Life
+from benchmarks.fashion import Timed
 
 
 def test_the_plain_script_trains_the_labs_network_and_ends_with_its_time_and_accuracy(
@@ -52,10 +52,10 @@ def test_ratios_compare_runs_of_the_same_round_and_the_same_adam(
     }
     order: list[str] = []
 
-    def run(name: str, epochs: int, seed: int, *_: object) -> Life:
+    def run(name: str, epochs: int, seed: int, *_: object) -> Timed:
         order.append(name)
         took = seconds[name][seed]
-        return Life(took, took + 4, took, 0.88 + seed / 100)
+        return Timed(took, took + 4, took, 0.88 + seed / 100)
 
     monkeypatch.setattr(fashion, "run", run)
     rows = {row.contender: row for row in fashion.measure(list(seconds), 10, 3, 1, tmp_path)}

@@ -86,7 +86,7 @@ def test_the_bench_refuses_to_measure_without_a_gpu(
     monkeypatch.setattr(bench, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = said(capsys, "bench", "toy", code=2)
-    assert "measures on a CUDA device, and there is none here" in text
+    assert "needs a CUDA device, and none is available" in text
     assert "--interpret" in text
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_breaks_its_promise_is_told_and_ends_in_failure(
 # Its parts
 
 
-def rows_of(kernel: Kernel, *against: str) -> list[bench.Row]:
+def rows_of(kernel: Kernel, *against: str) -> list[bench.BenchRow]:
     return list(bench.Bench(torch.device("cpu"), against, quick=True).rows(kernel))
 
 

@@ -110,7 +110,7 @@ def test_it_can_be_differentiated_twice():
 def test_angles_that_are_trained_run_as_plain_torch():
     q, k, cos, sin = arguments()
     cos.requires_grad_()
-    assert ROPE.supports(q, k, cos, sin) == "it has no gradients of cos and sin"
+    assert ROPE.supports(q, k, cos, sin) == "it does not compute gradients of cos and sin"
     result, right = (
         torch.autograd.grad(function(q, k, cos, sin)[0].sin().sum(), cos)[0] for function in (rope, ROPE.reference)
     )

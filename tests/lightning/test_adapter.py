@@ -16,7 +16,7 @@ import forge
 from forge.cli import main
 from forge.errors import TaskError
 from forge_lightning.names import monitored, short
-from forge_lightning.optimizing import read
+from forge_lightning.optimizer_config import read
 from forge_plugins import JSONL, SAM, Checkpoint
 from tests.support.ranks import Pair, launch
 from tests.support.tasks import make_batches
@@ -159,7 +159,10 @@ def test_optimizers_and_schedules_come_in_all_of_lightnings_forms() -> None:
         (lambda o: {"lr_scheduler": 1}, "without an optimizer"),
         (lambda o: {"optimizer": o, "lr_scheduler": {"scheduler": StepLR(o, 1), "every": 2}}, "'every'"),
         (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o)}, "no 'monitor'"),
-        (lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "train_loss"}, "of training"),
+        (
+            lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "train_loss"},
+            "a training metric",
+        ),
     ],
 )
 def test_other_forms_are_refused_by_name(make: Any, said: str) -> None:
@@ -406,10 +409,10 @@ def _gather_on(rank: int, store: Any, folder: str) -> None:
     adapter = forge.LightningAdapter(Module())
     adapter.trainer = forge.Trainer(plugins=[], max_epochs=1, device="cpu")
     adapter.trainer.env = Pair("cpu")
-    both = adapter._answer_all_gather({"a": torch.full((2,), float(rank)), "b": rank, "name": "same"})
+    both = adapter._module_all_gather({"a": torch.full((2,), float(rank)), "b": rank, "name": "same"})
     assert both["name"] == "same"
     with pytest.raises(TaskError) as refused:
-        adapter._answer_all_gather([torch.zeros(2), torch.zeros(3 - rank, 4)])
+        adapter._module_all_gather([torch.zeros(2), torch.zeros(3 - rank, 4)])
     told = {"a": both["a"].tolist(), "b": both["b"].tolist(), "refused": str(refused.value)}
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
 

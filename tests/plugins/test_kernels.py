@@ -17,7 +17,7 @@ from forge import registry
 from forge.errors import KernelError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_kernels import patch as swapping
-from forge_kernels.call_pattern import Call
+from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.timing import Timing
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_plugins.kernels import Kernels
@@ -170,7 +170,7 @@ def test_a_module_with_other_parameters_is_refused(install: Any) -> None:
     install("toy_strange")
     task = TinyTask()
     first = net(task)[0]
-    with pytest.raises(KernelError, match=r"'toy_strange' would put a Stranger in the place of net.0, but with other"):
+    with pytest.raises(KernelError, match=r"'toy_strange' would replace net.0 by a Stranger with other"):
         fit_tiny([Kernels("toy_strange")], task=task)
     assert net(task)[0] is first
 
@@ -455,7 +455,7 @@ def test_a_kernel_whose_source_changed_is_measured_again(
 ) -> None:
     install("toy")
     fit_tiny([Kernels()], max_updates=1)
-    monkeypatch.setattr("forge_kernels.registry.version", lambda kernel: "another")
+    monkeypatch.setattr("forge_kernels.discovery.version", lambda kernel: "another")
     fit_tiny([Kernels()], max_updates=1)
     assert clock.measured == 2
 
@@ -526,7 +526,7 @@ def test_a_kernel_of_what_is_not_there_is_refused_where_it_is_named_and_passed_o
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture
 ) -> None:
     install("toy_lost", "toy")
-    with pytest.raises(KernelError, match=r"replaces torch.nn.functional.relu_of_tomorrow, which is not there"):
+    with pytest.raises(KernelError, match=r"replaces torch.nn.functional.relu_of_tomorrow, which cannot be found"):
         fit_tiny([Kernels("toy_lost")])
     fit_tiny([Kernels()], max_updates=1)
     assert "relu_of_tomorrow" in caplog.text
@@ -601,7 +601,7 @@ def test_torch_compile_looks_into_a_stand_in_that_was_there_before_its_first_use
     trace_rules.get_torch_obj_rule_map.cache_clear()
     torch._dynamo.reset()
     try:
-        swapping.settle_names(soon=True)
+        swapping.build_dynamo_table(soon=True)
         with swapping.StandIns({RELU: swapping.always(RELU, relu.call)}):  # pyright: ignore
             torch.compile(lambda x: F.relu(x), backend=keep, fullgraph=True)(torch.randn(3))
     finally:
@@ -612,10 +612,10 @@ def test_torch_compile_looks_into_a_stand_in_that_was_there_before_its_first_use
 def test_a_call_is_the_same_after_it_was_written_down() -> None:
     x = torch.randn(4, 6, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        call = Call.of(
+        call = RecordedCall.of(
             RELU, (x, (6,), None, torch.randint(3, 9, (4,))), {"dtype": torch.float16, "eps": 1e-5, "b": [1]}
         )
-    again = Call.from_data(json.loads(json.dumps(call.as_data())))
+    again = RecordedCall.from_data(json.loads(json.dumps(call.as_data())))
     assert again == call
     assert again.autocast == torch.bfloat16
 
@@ -625,7 +625,7 @@ def test_a_call_is_made_anew_with_the_same_shapes_and_strides(view: str) -> None
     x = torch.randn(4, 6)
     tensor = {"t": x.t(), "[:, ::2]": x[:, ::2], "expand": x[:1].expand(5, 6), "[2]": x[2]}[view]
     numbers = torch.randint(3, 9, (100,))
-    (made, whole), _ = Call.of(RELU, (tensor.requires_grad_(), numbers), {}).make(torch.device("cpu"))
+    (made, whole), _ = RecordedCall.of(RELU, (tensor.requires_grad_(), numbers), {}).make(torch.device("cpu"))
     assert (made.shape, made.stride(), made.requires_grad) == (tensor.shape, tensor.stride(), True)
     assert whole.min() >= numbers.min()
     assert whole.max() <= numbers.max()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge import registry
 from forge_kernels import bench
-from forge_kernels.registry import load
+from forge_kernels.discovery import load
 from forge_plugins import AMP, Compile
 from forge_plugins.kernels import Kernels
 from tests.support.toy_kernels import entries

@@ -54,7 +54,7 @@ def test_without_a_network_it_begins_with_random_weights_and_says_so_once(
     with caplog.at_level(logging.WARNING, logger="forge"):
         torch.manual_seed(1)
         unfetched = Finetune()
-    assert len([r for r in caplog.records if "cannot be fetched (no route to host)" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "cannot be downloaded (no route to host)" in r.getMessage()]) == 1
     torch.manual_seed(1)
     for mine, its in zip(unfetched.parameters(), Finetune(weights=False).parameters(), strict=True):
         assert torch.equal(mine, its)

@@ -150,5 +150,5 @@ def test_tokens_come_from_a_file_where_one_is_given(tmp_path: Any) -> None:
     assert splits.train is not None
     inputs, targets = next(iter(splits.train))
     assert torch.equal(inputs + 1, targets)
-    with pytest.raises(forge.DataError, match=r"there is no file nowhere\.bin"):
+    with pytest.raises(forge.DataError, match=r"the file nowhere\.bin"):
         tokens("nowhere.bin")

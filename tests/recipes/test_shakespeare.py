@@ -111,7 +111,7 @@ def test_tokens_are_places_in_the_sorted_characters() -> None:
     assert sorted(set(ALPHABET)) == list(ALPHABET)
     assert len(ALPHABET) == 65
     assert decode(encode(TEXT)) == TEXT
-    with pytest.raises(forge.DataError, match="'é' is no character of tiny Shakespeare"):
+    with pytest.raises(forge.DataError, match="'é' does not occur in tiny Shakespeare"):
         encode("café")
 
 

@@ -1,4 +1,4 @@
-"""attention: softmax(q·kᵀ)·v without ever holding the scores."""
+"""attention: softmax(q·kᵀ)·v without storing the scores."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from forge_kernels.contract import (
 )
 
 ops = triton_module("attention")
-_torch = F.scaled_dot_product_attention  # kept here, because the plugin `kernels` may put attention in its place
+_torch = F.scaled_dot_product_attention  # the plugin `kernels` may replace it
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · q·kᵀ)·v for q of (batch, heads, S, size) and k, v of (batch, key heads, T, size).
+    """Return softmax(scale · q·kᵀ)·v for q of (batch, heads, S, size) and k, v of (batch, key heads, T, size).
 
     `heads` is a multiple of `key heads`, and each key head serves that many heads in a row (grouped-query attention).
     `scale` is 1/√size unless given. With `causal` query i sees keys 0 to i, also where S and T differ: the mask starts
     in the upper left corner, as in torch's `is_causal=True`. Without keys (T = 0) the result is 0.
 
-    Heads may lie inside the sequence, as in `x.view(batch, S, heads, size).transpose(1, 2)`: nothing is copied, and the
-    result lies as q does, so `.transpose(1, 2).reshape(batch, S, -1)` is free. Under autocast all three are cast to its
-    dtype, as torch does.
+    Any strides work, such as those of `x.view(batch, S, heads, size).transpose(1, 2)`, without a copy. The result has
+    q's memory layout, so `.transpose(1, 2).reshape(batch, S, -1)` is free. Under autocast all three are cast to its
+    dtype, as in torch.
     """
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     _check(q, k, v)
@@ -58,9 +58,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, s
 
 def supports(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> str | None:
     if scale is not None and not 0 < scale < math.inf:
-        return "its scale is above 0"
+        return "it needs a finite scale above 0"
     if not 16 <= q.shape[3] <= 256:
-        return "its heads have a size of 16 to 256"
+        return "it needs heads of size 16 to 256"
     return unusable(q, k, v)
 
 
@@ -108,7 +108,7 @@ def stand_in(
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
-    """Whether torch would accept these, and see in them what attention sees."""
+    """Whether torch would accept these arguments and compute the same."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         return False
     heads = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 if grouped else q.shape[1] == k.shape[1]

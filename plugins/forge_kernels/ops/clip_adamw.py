@@ -14,7 +14,7 @@ from torch.library import custom_op
 
 from forge.errors import KernelError
 from forge_kernels.contract import PLAIN, Case, Cost, Kernel, dtype_name, falls_back, plain, triton_module, unusable
-from forge_kernels.ops.clip_adamw_tables import Lists, alike, new_plan, order_in_memory, plan_for
+from forge_kernels.ops.clip_adamw_tables import Lists, matching_order, new_plan, order_in_memory, plan_for
 
 ops = triton_module("clip_adamw")
 
@@ -38,8 +38,8 @@ def clip_adamw(
     """Clip gradients by their global norm as `torch.nn.utils.clip_grad_norm_` does, update parameters and moments in
     place as `torch.optim.AdamW(fused=True)` does, and return the norm before clipping.
 
-    `step` counts the updates made so far, in float32: one tensor for all, or one for each; it is counted on here.
-    Gradients are not changed. Where `found_inf` is 1 nothing is, as in torch's fused optimizers. `lr`, `step` and
+    `step` counts the updates so far, in float32: one tensor for all parameters or one for each; it is incremented here.
+    Gradients are not changed. If `found_inf` is 1 nothing is changed, as in torch's fused optimizers. `lr`, `step` and
     `found_inf` stay on the device, so that a CUDA graph can capture the call. max_norm=None clips nothing.
     """
     _check_numbers(lr, betas, eps, weight_decay, max_norm)
@@ -78,9 +78,9 @@ def _clip_adamw(
         _check(params, grads, exp_avgs, exp_avg_sqs, steps)
         if falls_back("clip_adamw", supports(*lists, **options)):
             return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
-        lists = alike(lists)  # held until the launches are made
+        lists = matching_order(lists)  # kept alive until the launches are queued
         plan = plan_for(lists) or new_plan(lists)
-    elif falls_back("clip_adamw", unread(params[0].device, rate, found_inf)):
+    elif falls_back("clip_adamw", unreadable(params[0].device, rate, found_inf)):
         return clip_adamw_reference(params, grads, exp_avgs, exp_avg_sqs, steps, **options)
     norm = ops.run(plan, [(rate, beta1, beta2, eps, weight_decay)], max_norm, found_inf)
     increment_version([*params, *exp_avgs, *exp_avg_sqs, *steps])  # autograd does not see what a kernel writes
@@ -109,7 +109,7 @@ def clip_adamw_op(
 
 @clip_adamw_op.register_fake
 def _(params: list[Tensor], grads: list[Tensor], *others: Any) -> Tensor:
-    return grads[0].new_empty((), dtype=_wide(grads)) if grads else _nothing()
+    return grads[0].new_empty((), dtype=_wide(grads)) if grads else _zero_norm()
 
 
 def clip_adamw_reference(
@@ -151,9 +151,9 @@ def clip_adamw_reference(
 
 
 def total_norm(tensors: Tensors) -> Tensor:
-    """The norm of all entries, in float32 or wider."""
+    """Return the norm of all entries, in float32 or wider."""
     if not tensors:
-        return _nothing()
+        return _zero_norm()
     wide = _wide(tensors)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t, dtype=wide) for t in tensors]))
 
@@ -170,14 +170,15 @@ def supports(
     **options: Any,
 ) -> str | None:
     if not params:
-        return "there is nothing to update"
+        return "no parameters were given"
     steps = [step] if isinstance(step, Tensor) else step
     tensors = [*params, *grads, *exp_avgs, *exp_avg_sqs]
     if not plain():
-        return "functorch or forward-mode differentiation is at work"
+        return "it supports neither torch.func nor forward-mode differentiation"
     odd = [t for t in (*tensors, *steps) if type(t) not in PLAIN or t.layout is not torch.strided]
     if odd:
-        return f"it has no {type(odd[0]).__name__}" if type(odd[0]) is not Tensor else "it has no sparse tensors"
+        name = "sparse tensors" if type(odd[0]) is Tensor else type(odd[0]).__name__
+        return f"it does not support {name}"
     if reason := unusable(*tensors):
         return reason
     device = params[0].device
@@ -186,16 +187,16 @@ def supports(
     if any(t.dtype != torch.float32 for t in steps):
         return "a step counter is not float32"
     if any(m.dtype != v.dtype for m, v in zip(exp_avgs, exp_avg_sqs, strict=True)):
-        return "the two moments have two dtypes"
+        return "the two moments differ in dtype"
     for param, *moments in zip(params, exp_avgs, exp_avg_sqs, strict=True):
         if not _dense(param) or any(order_in_memory(m) != order_in_memory(param) for m in moments):
-            return "a parameter has gaps in memory, or lies there in another order than its moments"
-    return unread(device, lr, found_inf)
+            return "a parameter has gaps in memory, or another memory order than its moments"
+    return unreadable(device, lr, found_inf)
 
 
 def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **options: Any) -> Cost:
-    # gradients twice, since the norm of all must be known before the first is used and no cache holds them meanwhile;
-    # parameters and both moments read and written
+    # gradients are read twice, since the global norm comes before the first update and no cache holds them meanwhile;
+    # parameters and both moments are read and written
     sizes = [
         p.numel() * (2 * g.itemsize + 2 * p.itemsize + 4 * m.itemsize)
         for p, g, m in zip(params, grads, exp_avgs, strict=True)
@@ -203,8 +204,8 @@ def cost(params: Tensors, grads: Tensors, exp_avgs: Tensors, *others: Any, **opt
     return Cost(flops=18 * sum(p.numel() for p in params), bytes=sum(sizes))
 
 
-def unread(device: torch.device, lr: float | Tensor, *flags: Tensor | None) -> str | None:
-    """Why the kernel could not read the learning rate and the flags."""
+def unreadable(device: torch.device, lr: float | Tensor, *flags: Tensor | None) -> str | None:
+    """Return why the kernel cannot read the learning rate or the flags, or None."""
     if isinstance(lr, Tensor) and lr.device.type != "cpu" and (lr.device != device or lr.dtype != torch.float32):
         return "the learning rate is a tensor on another device, or not float32"
     if any(flag is not None and flag.device != device for flag in flags):
@@ -251,13 +252,13 @@ def _check_numbers(
 ) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise KernelError(f"forge.kernels.clip_adamw: betas are {betas}; each must be at least 0 and below 1.")
-    rate = 0.0 if isinstance(lr, Tensor) else lr  # a tensor is not read by the host
+    rate = 0.0 if isinstance(lr, Tensor) else lr  # reading a tensor would synchronize
     for name, value in (("lr", rate), ("eps", eps), ("weight_decay", weight_decay), ("max_norm", max_norm)):
-        if value is not None and not value >= 0:  # NaN is not either
+        if value is not None and not value >= 0:  # also refuses NaN
             raise KernelError(f"forge.kernels.clip_adamw: {name} is {value}; it must be 0 or more.")
 
 
-def _nothing() -> Tensor:
+def _zero_norm() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -270,12 +271,12 @@ def _log(beta: float) -> float:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps: then, and only then, torch gives a new tensor the same strides."""
+    """Whether a tensor has no gaps or overlaps: only then does torch give a new tensor the same strides."""
     return not tensor.numel() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _make(layers: int, width: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The tensors of a GPT with tied embeddings."""
+    """Make the tensors of a GPT with tied embeddings."""
     block = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
     block += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     shapes = [(vocabulary, width), (1024, width), *block * layers, (width,), (width,)]

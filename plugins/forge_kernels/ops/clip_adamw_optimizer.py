@@ -1,4 +1,4 @@
-"""ClipAdamW: AdamW that clips gradients by their global norm, all of it on the device."""
+"""ClipAdamW: AdamW with gradient clipping by global norm, entirely on the device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.optim.optimizer import ParamsT
 
 from forge.errors import KernelError
 from forge_kernels.contract import falls_back, plain, unusable
-from forge_kernels.ops.clip_adamw import ops, supports, unread
-from forge_kernels.ops.clip_adamw_tables import Lists, Plan, alike, capturing
+from forge_kernels.ops.clip_adamw import ops, supports, unreadable
+from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, capturing, matching_order
 
 
 class ClipAdamW(AdamW):
     """`torch.nn.utils.clip_grad_norm_` over all parameter groups, then `torch.optim.AdamW(fused=True)`.
 
-    On CUDA that is three launches for any number of tensors and groups. It can be captured into a CUDA graph, and
-    gradients stay as they are. Elsewhere torch's own functions run, and clip gradients in place. State, schedules and
-    loss scaling are AdamW's. `total_norm` is the norm of the last step's gradients before clipping, on their device;
-    max_norm=None clips nothing, and measures it all the same.
+    On CUDA a step is three launches for any number of tensors and groups, can be captured into a CUDA graph, and leaves
+    gradients unchanged. Elsewhere torch's own functions run, and clip gradients in place. State, schedules and loss
+    scaling are AdamW's. `total_norm` is the norm of the last step's gradients before clipping, on their device;
+    max_norm=None computes the norm and clips nothing.
 
     ::
 
@@ -46,14 +46,14 @@ class ClipAdamW(AdamW):
             raise KernelError(f"ClipAdamW: max_norm is {max_norm}; it must be 0 or more, or None to clip nothing.")
         self.max_norm = max_norm
         self.total_norm: Tensor | None = None
-        self._plan: Plan | None = None
+        self._plan: ClipPlan | None = None
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, capturable=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also what another AdamW has saved: from here on this one steps it."""
+        """Load the state, also of a plain AdamW, with this optimizer's flags and step counters on the device."""
         super().__setstate__(state)
         self.total_norm = self._plan = None
         self._step_supports_amp_scaling = True
@@ -64,7 +64,7 @@ class ClipAdamW(AdamW):
                     self.state[param]["step"] = self.state[param]["step"].to(param.device, torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does; the same parameter twice in a group is an error, since programs would update it at once."""
+        """Add a group; raise KernelError for a repeated parameter, which programs would update concurrently."""
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         if len(set(params)) < len(params):
@@ -72,7 +72,7 @@ class ClipAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip and update; returns what the closure returned."""
+        """Clip and update; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -89,7 +89,7 @@ class ClipAdamW(AdamW):
         return loss
 
     def _lists(self) -> tuple[Lists, list[int]]:
-        """Parameters that have a gradient, gradients, moments and counters, and the group of each parameter."""
+        """Return all parameters that have a gradient, with gradients, moments and counters, and the group of each."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
         groups: list[int] = []
@@ -112,43 +112,43 @@ class ClipAdamW(AdamW):
         moments = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         return Lists(params, grads, *moments), groups
 
-    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[Plan | None, Lists]:
-        """Where everything is, if the kernel can work on it: the plan of the last step, as long as it fits. With it
-        the tensors that it is of, to be held until the launches are made: a gradient may be a copy."""
+    def _plan_for(self, lists: Lists, groups: list[int], *flags: Tensor | None) -> tuple[ClipPlan | None, Lists]:
+        """Return the plan for these tensors, the last step's if it still fits, or None if the kernel cannot run. Return
+        its tensors too, to keep alive until the launches are queued: a gradient may be a copy."""
         refused, last = self._refuses(lists, *flags), self._plan
         if refused is None and last is not None and last.fits(lists, groups):
             return last, lists
         self._plan = None
         refused = refused or supports(*lists, lr=0.0)
         if not falls_back("ClipAdamW", refused):
-            lists = alike(lists)
-            self._plan = last if last is not None and last.fits(lists, groups) else Plan(lists, groups)
+            lists = matching_order(lists)
+            self._plan = last if last is not None and last.fits(lists, groups) else ClipPlan(lists, groups)
         return self._plan, lists
 
     def _refuses(self, lists: Lists, *flags: Tensor | None) -> str | None:
-        """What can change from step to step, and what is cheap to see."""
+        """Return why the kernel cannot run, or None: only cheap checks of what may change from step to step."""
         if not lists.params:
             return "no parameter has a gradient"
         if not plain():
-            return "functorch or forward-mode differentiation is at work"
+            return "it supports neither torch.func nor forward-mode differentiation"
         first = lists.params[0]
         if type(first) is Parameter and (reason := unusable(first)):
             return reason
         for group in self.param_groups:
             if group["amsgrad"] or group["maximize"]:
-                return "it has no amsgrad and no maximize"
-            if reason := unread(first.device, group["lr"], *flags):
+                return "it supports neither amsgrad nor maximize"
+            if reason := unreadable(first.device, group["lr"], *flags):
                 return reason
         return None
 
     def _step_as_torch(self, grads: Sequence[Tensor], found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         if grad_scale is not None:
             for grad in grads:
-                grad.div_(grad_scale.to(grad.device))  # the norm is that of the true gradients
+                grad.div_(grad_scale.to(grad.device))  # the norm is that of the unscaled gradients
         norm = get_total_norm(grads)
         if self.max_norm is not None:
             clip_grads_with_norm_([p for group in self.param_groups for p in group["params"]], self.max_norm, norm)
-        self.total_norm = getattr(norm, "full_tensor", lambda: norm)()  # of all ranks, where they hold a part each
+        self.total_norm = getattr(norm, "full_tensor", lambda: norm)()  # over all ranks, if gradients are sharded
         for group in self.param_groups:
             lists: Any = ([], [], [], [], [], [])
             self._init_group(group, *lists)

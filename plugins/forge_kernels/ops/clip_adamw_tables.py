@@ -1,24 +1,23 @@
-"""Tables on the device from which clip_adamw's kernels learn where tensors are, who works on what, and with which
-numbers. Nothing here waits for the device.
+"""Device tables for clip_adamw's kernels: addresses of tensors, assignment of chunks to programs, and settings.
+Nothing here waits for the device.
 
 A table is in one of two states:
 
-- **set**: its values are known to the host alone, and memory on the device has yet to get them;
-- **written**: they were copied to the device, in the order of its work. Whatever is given to the device from then on
-  may read them there, a graph that is captured later included. That memory is never written again.
+- **set**: only the host has the values; they are not on the device yet;
+- **written**: they were copied to the device, in stream order. All later work may read them there, including graphs
+  captured later. That memory is never written again.
 
-    | what happens         | set                                                     | written               |
+    | event                | set                                                     | written               |
     |----------------------|---------------------------------------------------------|-----------------------|
-    | an eager step        | copies into new memory; written from now on             | reads them            |
-    | a step in a capture  | records a copy into new memory of its own; **stays set**| reads them            |
-    | other values are set | stays set                                               | set; memory let go of |
+    | an eager step        | copies into new memory; becomes written                 | reads it              |
+    | a step in a capture  | records a copy into new memory of its own; **stays set**| reads it              |
+    | other values are set | stays set                                               | set; memory released  |
 
-A capture only records the copy: that memory holds the values once its own graph has been replayed, which may come after
-the next eager step, after another graph, or never, if the capture fails. So nobody but the graph knows of it, and the
-next step copies again. Memory that a graph reads, written or recorded, is kept for good, as a graph cannot say how long
-it lives. So a graph goes on with the addresses and numbers of its capture, whatever eager steps and other graphs use
-between its replays. What may change from replay to replay is a tensor: a learning rate on the device is in the
-table by its address.
+A capture only records the copy: its memory holds the values once its own graph has been replayed, which may be after
+the next eager step, after another graph, or never, if the capture fails. So only that graph uses it, and the next step
+copies again. Memory that a graph reads, written or recorded, is kept forever, since the lifetime of a graph is unknown.
+So a graph keeps the addresses and numbers of its capture, whatever eager steps and other graphs use between its
+replays. Only tensors may change from replay to replay: a learning rate on the device is in the table by its address.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ import torch
 from torch import Tensor
 
 CHUNK = 8192
-"Entries of one tensor that one program works on."
+"Entries of one tensor per program."
 COLUMNS = 8
 GRAD = 1
 
 _captured: list[Any] = []
-"""What graphs read."""
+"""Memory that captured graphs read, kept forever."""
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is done now on this device, which must be the current one."""
+    """Whether a CUDA graph is being captured on this device, which must be the current one."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def copied(values: Tensor, device: torch.device) -> Tensor:
-    """These on the device, in the order of its work."""
+    """Copy values to the device, in stream order."""
     return values.to(device, non_blocking=True)
 
 
 class Lists(NamedTuple):
-    """The tensors of an update: the same number of each."""
+    """The tensors of an update, one of each per parameter."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -61,8 +60,8 @@ class Lists(NamedTuple):
     steps: Sequence[Tensor]
 
 
-class Table:
-    """Numbers that kernels read."""
+class DeviceTable:
+    """Numbers on the device that kernels read; see the states above."""
 
     def __init__(self, values: Tensor, device: torch.device):
         self._device = device
@@ -70,24 +69,24 @@ class Table:
         self.set(values)
 
     def set(self, values: Tensor) -> None:
-        """Put these in the place of the old ones; they go to the device when they are next read there."""
+        """Replace the values; they are copied to the device at the next read."""
         self.values = values
         self._pinned: Tensor | None = None
         self._written: Tensor | None = None
 
-    def there(self, recorded: bool) -> Tensor:
-        """The values on the device, for work that is given to it now, or recorded by a capture."""
-        there = self._written
-        if there is None:
-            there = copied(self._here(recorded), self._device)
+    def on_device(self, recorded: bool) -> Tensor:
+        """Return the values on the device, for work that is queued now, or recorded by a capture."""
+        device_values = self._written
+        if device_values is None:
+            device_values = copied(self._on_host(recorded), self._device)
         if recorded:
-            _captured.append((self._pinned, there))
+            _captured.append((self._pinned, device_values))
         else:
-            self._written = there
-        return there
+            self._written = device_values
+        return device_values
 
-    def _here(self, recorded: bool) -> Tensor:
-        """The values in memory that the device copies from; for a capture some is in reserve: it should pin nothing."""
+    def _on_host(self, recorded: bool) -> Tensor:
+        """Return the values in pinned memory; a capture, which must not pin memory, uses the reserve."""
         if self._device.type == "cpu":
             return self.values
         if not recorded and self._reserve is None:
@@ -100,28 +99,28 @@ class Table:
         return self._pinned
 
 
-class Settings:
-    """The numbers of every parameter group on the device; a learning rate that is there already is read there."""
+class ClipSettings:
+    """The settings of every parameter group on the device; a learning rate on the device is read by address."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._rows: list[tuple[float, ...]] = []
-        self._table: Table | None = None
+        self._table: DeviceTable | None = None
 
-    def there(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
-        """One (lr, beta1, beta2, eps, weight_decay) per group. Copied only if one of them is not as before."""
+    def on_device(self, rows: Sequence[tuple[Any, ...]], recorded: bool) -> Tensor:
+        """Return a row (lr, beta1, beta2, eps, weight_decay) per group, copied only if a value changed."""
         plain = [self._plain(*row) for row in rows]
         if self._table is None or plain != self._rows:
             packed = b"".join(struct.pack("5d3q", *row, 0, 0) for row in plain)
             values = torch.frombuffer(bytearray(packed), dtype=torch.int64)
             if self._table is None or len(plain) != len(self._rows):
-                self._table = Table(values, self._device)
+                self._table = DeviceTable(values, self._device)
             else:
                 self._table.set(values)
             self._rows = plain
         if recorded:
             _captured.append([lr for lr, *_ in rows])
-        return self._table.there(recorded)
+        return self._table.on_device(recorded)
 
     def _plain(self, lr: float | Tensor, *others: float) -> tuple[float, ...]:
         if isinstance(lr, Tensor) and lr.device == self._device and lr.dtype == torch.float32:
@@ -130,7 +129,7 @@ class Settings:
 
 
 class Kind(NamedTuple):
-    """What one launch can serve together: dtypes, and whether all addresses are divisible by 16."""
+    """Properties that all tensors of one launch share: dtypes, and whether addresses are divisible by 16."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -138,10 +137,10 @@ class Kind(NamedTuple):
     aligned: bool
 
 
-class Plan:
-    """Where the tensors of an update are, and which program works on which part of which tensor.
+class ClipPlan:
+    """The addresses of an update's tensors, and the assignment of their chunks to programs.
 
-    Gradients lie in memory in the order of their parameters (see `alike`).
+    Gradients have the memory order of their parameters (see `matching_order`).
     """
 
     def __init__(self, lists: Lists, groups: Sequence[int]):
@@ -153,31 +152,31 @@ class Plan:
         self._kept_at = list(map(Tensor.data_ptr, kept))
         self._grads_at = list(map(Tensor.data_ptr, grads))
         self._grad_refs = list(map(weakref.ref, grads))
-        self._grads_are = list(map(_like, grads))
+        self._grads_are = list(map(_layout_of, grads))
         self._grads_aligned = [at % 16 == 0 for at in self._grads_at]
-        columns = _whole([[t.data_ptr() for t in each] for each in lists])
+        columns = _int64([[t.data_ptr() for t in each] for each in lists])
         aligned = (columns[:4] % 16 == 0).all(0).tolist()
         kinds = [
             Kind(p.dtype, g.dtype, m.dtype, a) for p, g, m, a in zip(params, grads, exp_avgs, aligned, strict=True)
         ]
-        self._order = _whole(sorted(range(len(kinds)), key=lambda i: str(kinds[i])))
-        sizes = _whole([p.numel() for p in params])
+        self._order = _int64(sorted(range(len(kinds)), key=lambda i: str(kinds[i])))
+        sizes = _int64([p.numel() for p in params])
         first_of_step = {at: i for i, at in reversed(list(enumerate(columns[4].tolist())))}
         counts = torch.zeros_like(sizes)
         counts[list(first_of_step.values())] = 1
-        rows = torch.stack([*columns, sizes, _whole(self._groups), counts], 1)[self._order]
+        rows = torch.stack([*columns, sizes, _int64(self._groups), counts], 1)[self._order]
 
         self.device, self.tensor_count = device, len(kinds)
-        self.settings = Settings(device)
-        self.tensors = Table(rows, device)
+        self.settings = ClipSettings(device)
+        self.tensors = DeviceTable(rows, device)
         self.chunks, self.launches = self._divide(sizes, kinds)
         self.chunk_count = len(self.chunks.values)
         self.partials = torch.empty(self.chunk_count, dtype=torch.float32, device=device)
         self.rates = torch.empty(len(kinds), COLUMNS, dtype=torch.float32, device=device)
         self.clip = torch.empty(2, dtype=torch.float32, device=device)
 
-    def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[Table, list[tuple[Kind, int, int]]]:
-        """For each chunk its row and its number in that tensor; for each launch its kind, first chunk and length."""
+    def _divide(self, sizes: Tensor, kinds: list[Kind]) -> tuple[DeviceTable, list[tuple[Kind, int, int]]]:
+        """Return each chunk's row and number in its tensor, and each launch's kind, first chunk and length."""
         number = (sizes[self._order] + CHUNK - 1) // CHUNK
         ends = number.cumsum(0)
         rows = torch.repeat_interleave(torch.arange(len(kinds), device="cpu"), number)
@@ -190,15 +189,15 @@ class Plan:
             if end > begin:
                 launches.append((kinds[i], begin, end - begin))
             begin = end
-        return Table(torch.stack([rows, places], 1).to(torch.int32), self.device), launches
+        return DeviceTable(torch.stack([rows, places], 1).to(torch.int32), self.device), launches
 
     @staticmethod
     def _kept(lists: Lists) -> list[Tensor]:
-        """Those that are the same from update to update."""
+        """Return the tensors that stay the same from update to update."""
         return [*lists.params, *lists.exp_avgs, *lists.exp_avg_sqs, *lists.steps]
 
     def fits(self, lists: Lists, groups: Sequence[int]) -> bool:
-        """Whether these are the tensors of this plan, where they were; gradients may have moved, and are followed."""
+        """Whether this plan is for these tensors at their addresses; the plan is updated if only gradients moved."""
         kept = self._kept(lists)
         if (
             len(kept) != len(self._refs)
@@ -219,36 +218,40 @@ class Plan:
         grads_at = list(map(Tensor.data_ptr, grads))
         if known and grads_at == self._grads_at:
             return True
-        if list(map(_like, grads)) != self._grads_are or [at % 16 == 0 for at in grads_at] != self._grads_aligned:
+        if list(map(_layout_of, grads)) != self._grads_are or [at % 16 == 0 for at in grads_at] != self._grads_aligned:
             return False
         self._grad_refs = list(map(weakref.ref, grads))
         if grads_at != self._grads_at:
             self._grads_at = grads_at
             rows = self.tensors.values.clone()
-            rows[:, GRAD] = _whole(grads_at)[self._order]
+            rows[:, GRAD] = _int64(grads_at)[self._order]
             self.tensors.set(rows)
         return True
 
     def tables(self, settings: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-        """On the device, for the launches that follow: tensors, chunks, groups with these settings."""
+        """Return the device tables for the next launches: tensors, chunks, and groups with these settings."""
         recorded = capturing(self.device)
         if recorded:
             _captured.append((self.partials, self.rates, self.clip))
-        return self.tensors.there(recorded), self.chunks.there(recorded), self.settings.there(settings, recorded)
+        return (
+            self.tensors.on_device(recorded),
+            self.chunks.on_device(recorded),
+            self.settings.on_device(settings, recorded),
+        )
 
 
 def order_in_memory(tensor: Tensor) -> list[tuple[int, int]]:
-    """What decides which entry follows which in memory; nothing does where there are none."""
+    """Return sizes and strides that determine the order of entries in memory; empty for an empty tensor."""
     if not tensor.numel():
         return []
     return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-def alike(lists: Lists) -> Lists:
-    """The same, with copies of gradients that lie in another order in memory than their parameters.
+def matching_order(lists: Lists) -> Lists:
+    """Replace gradients whose memory order differs from their parameters' by copies.
 
-    A copy is of this step alone. It may be let go of once the step is launched, in a capture too: torch gives its
-    memory to nobody whose work does not come later.
+    A copy belongs to one step. It may be released once the step is launched, also in a capture: torch reuses its memory
+    only for work that is queued later.
     """
     pairs = zip(lists.params, lists.grads, strict=True)
     grads = [
@@ -260,20 +263,20 @@ def alike(lists: Lists) -> Lists:
     return lists._replace(grads=grads)
 
 
-def _like(grad: Tensor) -> tuple[Any, ...]:
+def _layout_of(grad: Tensor) -> tuple[Any, ...]:
     return type(grad), grad.dtype, grad.device, grad.shape, grad.stride()
 
 
-def _whole(numbers: Sequence[Any]) -> Tensor:
-    """In host memory, whatever torch's defaults are."""
+def _int64(numbers: Sequence[Any]) -> Tensor:
+    """Make an int64 tensor in host memory, regardless of torch's default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-_recent: list[Plan] = []
+_recent: list[ClipPlan] = []
 
 
-def plan_for(lists: Lists) -> Plan | None:
-    """The plan that was made for these tensors, if it is one of the last few."""
+def plan_for(lists: Lists) -> ClipPlan | None:
+    """Return a recent plan that fits these tensors, if any."""
     groups = [0] * len(lists.params)
     for plan in _recent:
         if plan.fits(lists, groups):
@@ -281,8 +284,8 @@ def plan_for(lists: Lists) -> Plan | None:
     return None
 
 
-def new_plan(lists: Lists) -> Plan:
-    """A plan for one parameter group, remembered among the last few."""
-    plan = Plan(lists, [0] * len(lists.params))
+def new_plan(lists: Lists) -> ClipPlan:
+    """Make a plan for one parameter group, and keep it among the recent ones."""
+    plan = ClipPlan(lists, [0] * len(lists.params))
     _recent[:] = [plan, *_recent[:7]]
     return plan

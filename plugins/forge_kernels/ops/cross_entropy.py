@@ -1,4 +1,4 @@
-"""cross_entropy: the loss of classes by their logits, and its gradient in the same reading."""
+"""cross_entropy: the loss of logits, and its gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def cross_entropy(
     reduction: str = "mean",
     in_place: bool = False,
 ) -> Tensor:
-    """The cross-entropy of logits (..., classes) and integer targets (...), in float32.
+    """Return the cross-entropy of logits (..., classes) and integer targets (...), in float32.
 
     `z_loss` adds z_loss · logsumexp(logits)² per target, which keeps logits small. `mean` divides by the number of
     targets that are not `ignore_index`, counted on the device; with none it is NaN, as in torch. A target that is
     neither a class nor `ignore_index` makes its loss and the gradient of its row NaN (torch stops the device instead).
 
-    Where a gradient is needed it is computed with the loss, reading the logits once. `in_place=True` **writes it over
-    the logits**: they are lost, and the peak of memory is half. Use it where nothing else reads the logits. Within
-    torch.compile, with `reduction="none"`, and for float16, whose gradient must meet the loss scale first, the gradient
-    comes in backward and `in_place` has no effect. It can be differentiated once: twice is an error. It is fastest
-    where rows start on 16 bytes: pad the classes to a multiple of 8.
+    If a gradient is needed it is computed with the loss, reading the logits once. `in_place=True` **overwrites the
+    logits with it**, which halves peak memory; use it only if nothing else reads the logits. Within torch.compile, with
+    `reduction="none"`, and for float16, whose gradient must be scaled first, the gradient is computed in backward and
+    `in_place` has no effect. A second derivative is an error. Rows that start at multiples of 16 bytes are fastest: pad
+    the classes to a multiple of 8.
     """
     _check(logits, target, label_smoothing, z_loss, reduction)
     reason = supports(logits, target)
@@ -89,7 +89,7 @@ def reference(
 
 def supports(logits: Tensor, target: Tensor, **options: object) -> str | None:
     if logits.shape[-1] > MOST_CLASSES:
-        return f"it has at most {MOST_CLASSES:,} classes"
+        return f"it supports at most {MOST_CLASSES:,} classes"
     return unusable(logits)
 
 
@@ -110,7 +110,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float, z_loss: float
 def check_loss(
     name: str, what: str, rows: Tensor, target: Tensor, label_smoothing: float, z_loss: float, reduction: str
 ) -> None:
-    """What every cross-entropy asks: targets that fit the rows of `what`, and options that make sense."""
+    """Raise KernelError unless targets match the rows of `what` and the options are valid."""
     if target.dtype not in (torch.int64, torch.int32):
         raise KernelError(f"{name} needs targets of int64 or int32: class numbers; it got {target.dtype}.")
     if target.shape != rows.shape[:-1] or target.device != rows.device:
@@ -155,7 +155,7 @@ def _stand_in(
     ):
         return original(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     loss = cross_entropy(input, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction)
-    # autocast runs the original in float32, whatever the logits
+    # under autocast the original returns float32 for any logits
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
@@ -166,7 +166,7 @@ def _make(rows: int, classes: int, device: torch.device, dtype: torch.dtype) -> 
 
 CROSS_ENTROPY = Kernel(
     name="cross_entropy",
-    summary="loss and gradient of logits in one reading; ignore index, label smoothing, z-loss",
+    summary="loss and gradient of logits in one pass; ignore index, label smoothing, z-loss",
     function=cross_entropy,
     reference=reference,
     supports=supports,

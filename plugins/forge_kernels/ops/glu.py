@@ -15,7 +15,7 @@ ops = triton_module("glu")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) · up, for tensors of the same shape and dtype."""
+    """Return SiLU(gate) · up, for tensors of the same shape and dtype."""
     _check("swiglu", gate, up)
     if falls_back("swiglu", supports(gate, up)):
         return swiglu_reference(gate, up)
@@ -23,7 +23,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """GELU(gate) · up with the tanh form of GELU, for tensors of the same shape and dtype."""
+    """Return GELU(gate) · up with the tanh form of GELU, for tensors of the same shape and dtype."""
     _check("geglu", gate, up)
     if falls_back("geglu", supports(gate, up)):
         return geglu_reference(gate, up)

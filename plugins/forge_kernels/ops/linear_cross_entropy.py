@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the head of a language model and its loss, without ever holding all logits."""
+"""linear_cross_entropy: the head of a language model and its loss, without storing all logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_kernels.ops.cross_entropy import reference as loss_of_logits
 ops = triton_module("linear_cross_entropy")
 
 LOGITS = 2**29
-"""Bytes of logits that exist at a time, unless told: half a GiB keeps the matrix products at full speed."""
+"""Default bytes of logits per chunk: half a GiB keeps the matrix products at full speed."""
 
 
 def linear_cross_entropy(
@@ -31,17 +31,17 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """cross_entropy(hidden @ weight.T + bias, target) in float32, holding the logits of `chunk` tokens at a time.
+    """Return cross_entropy(hidden @ weight.T + bias, target) in float32, with the logits of `chunk` tokens at a time.
 
     `hidden` is (..., width), `weight` (classes, width), `target` (...). Gradients are computed with the loss, chunk by
-    chunk, so that the peak of memory depends on `chunk` × classes and not on the number of tokens. Unless told, a chunk
-    has half a GiB of logits; smaller ones save memory, and below 1024 tokens cost speed.
+    chunk, so that peak memory depends on `chunk` × classes and not on the number of tokens. By default a chunk has half
+    a GiB of logits; smaller ones save memory, and below 1024 tokens cost speed.
 
-    A float32 weight may meet bfloat16 activations, as under autocast: it is cast once, and its gradient adds up in
-    float32. The gradient of a bfloat16 weight adds up in bfloat16, rounded once per chunk: over n chunks it is off by
-    up to about √n roundings. Under autocast the activations are cast first, as by `F.linear`. float16, whose gradient
-    must meet the loss scale first, and `reduction="none"` run as plain torch. It can be differentiated once: twice is
-    an error.
+    Activations may be bfloat16 with a float32 weight, as under autocast: the weight is cast once, and its gradient
+    accumulates in float32. The gradient of a bfloat16 weight accumulates in bfloat16, rounded once per chunk: over n
+    chunks it is off by up to about √n roundings. Under autocast the activations are cast first, as by `F.linear`.
+    float16, whose gradient must be scaled first, and `reduction="none"` run as plain torch. A second derivative is an
+    error.
     """
     _check(hidden, weight, target, bias, label_smoothing, z_loss, reduction, chunk)
     device = hidden.device.type
@@ -75,7 +75,7 @@ def linear_cross_entropy(
 
 
 def _chunk(bytes_per_token: int) -> int:
-    """The largest power of two of tokens whose logits fit; whole tiles, and the same for every batch."""
+    """Return the largest power of two of tokens whose logits fit: whole tiles, and the same for every batch."""
     return max(256, 1 << (LOGITS // bytes_per_token).bit_length() - 1)
 
 
@@ -113,7 +113,7 @@ def supports(
     if reduction == "none":
         return "reduction='none' needs the gradient of every loss before the weight's"
     if weight.shape[0] > MOST_CLASSES:
-        return f"it has at most {MOST_CLASSES:,} classes"
+        return f"it supports at most {MOST_CLASSES:,} classes"
     if weight.dtype not in (hidden.dtype, torch.float32):
         return "it needs hidden and weight of one dtype, or a float32 weight"
     return unusable(hidden, weight, bias, dtypes=(torch.bfloat16, torch.float32))

@@ -1,4 +1,4 @@
-"""matmul: a matrix product, with bias and activation in the same pass."""
+"""matmul: a matrix product with bias and activation in one pass."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ACTIVATIONS = {
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """activation(a @ b + bias), for a of (..., K), b of (K, N) and a bias of (N,).
+    """Return activation(a @ b + bias), for a of (..., K), b of (K, N) and a bias of (N,).
 
-    b may have any strides, as `weight.t()` has. The activation is gelu (the tanh form), gelu_erf, relu, silu or None.
-    Products are summed in float32; float32 itself is multiplied in full precision unless torch is set to TF32. Under
-    autocast all arguments are cast as torch.matmul would. The backward runs torch's own matrix products, and one pass
-    for the gradients of activation and bias.
+    b may have any strides, such as those of `weight.t()`. The activation is gelu (the tanh form), gelu_erf, relu, silu
+    or None. Products are summed in float32; float32 itself is multiplied in full precision unless torch is set to TF32.
+    Under autocast all arguments are cast as torch.matmul would. The backward runs torch's own matrix products, and one
+    pass for the gradients of activation and bias.
     """
     check_activation("matmul", activation)
     _check(a, b, bias)
@@ -52,14 +52,14 @@ def supports(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str |
 def cost(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Cost:
     rows, columns = a.numel() // max(1, a.shape[-1]), b.shape[1]
     flops = 2 * rows * b.numel()
-    # forward: both factors in, the product out; backward: its gradient and both factors in, their gradients out
+    # forward reads both factors and writes the product; backward reads its gradient and both factors and writes theirs
     size = (2 * rows * columns + 3 * a.numel() + 3 * b.numel()) * a.itemsize
     if activation is not None:
-        size += 2 * rows * columns * a.itemsize  # what it was computed from, out and in
+        size += 2 * rows * columns * a.itemsize  # its input, written and read
     return Cost(flops=3 * flops, bytes=size)
 
 
-# -- for this and mlp --------------------------------------------------------------------------------------------------
+# -- shared with mlp ---------------------------------------------------------------------------------------------------
 
 
 def check_activation(name: str, activation: str | None) -> None:
@@ -69,7 +69,7 @@ def check_activation(name: str, activation: str | None) -> None:
 
 
 def check_dtypes(name: str, **tensors: Tensor | None) -> None:
-    """All of the same floating-point dtype and on the same device."""
+    """Raise KernelError unless all tensors have one floating-point dtype and device."""
     check_floating(name, **tensors)
     given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     first = next(iter(given.values()))
@@ -82,7 +82,7 @@ def check_dtypes(name: str, **tensors: Tensor | None) -> None:
 
 
 def autocast_is_on(x: Tensor) -> bool:
-    """Whether autocast is on for its device; torch refuses the question for meta tensors, which have none."""
+    """Whether autocast is on for the tensor's device; False for meta tensors, for which torch raises an error."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 

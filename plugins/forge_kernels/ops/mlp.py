@@ -33,7 +33,7 @@ products = triton_module("matmul")
 def mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
 ) -> Tensor:
-    """activation(x @ w1ᵀ + b1) @ w2ᵀ + b2, with weights as nn.Linear has them.
+    """Return activation(x @ w1ᵀ + b1) @ w2ᵀ + b2, with weights in nn.Linear's layout.
 
     x is of (..., D), w1 of (H, D), w2 of (D', H); biases may be None. The activation is gelu (the tanh form), gelu_erf,
     relu, silu or None. Under autocast all arguments are cast as nn.Linear would, and gradients come in the dtype of the
@@ -65,7 +65,7 @@ def mlp_reference(
 def supports(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str | None = "gelu"
 ) -> str | None:
-    # float32 has no use of the matrix units, so there is little to gain beside torch's own products
+    # float32 does not use the matrix units, so little is gained over torch's own products
     dtypes = HALF_TO_FULL if autocast_is_on(x) else (torch.bfloat16, torch.float16)
     return unusable(x, w1, b1, w2, b2, dtypes=dtypes)
 
@@ -76,7 +76,7 @@ def cost(
     rows = x.numel() // max(1, x.shape[-1])
     ends, hidden = rows * (x.shape[-1] + w2.shape[0]), rows * w1.shape[0]
     weights = w1.numel() + w2.numel()
-    # in and out once, forward and backward; of the hidden tensor only what the backward needs, before the activation
+    # inputs and outputs once, forward and backward; of the hidden tensor only the input of the activation
     size = (2 * ends + x.numel() + 2 * hidden + 3 * weights) * x.itemsize
     return Cost(flops=6 * rows * weights, bytes=size)
 
@@ -85,9 +85,9 @@ LAYERS = (nn.Linear, nn.GELU, nn.Linear)
 
 
 class FusedMLP(nn.Sequential):
-    """Linear, GELU, Linear, run by `mlp`. Its parameters have the names that they have in nn.Sequential.
+    """Linear, GELU, Linear, run by `mlp`, with nn.Sequential's parameter names.
 
-    Where somebody has since put other layers there, or waits for calls of the layers, it runs as nn.Sequential does.
+    It runs as nn.Sequential if layers were replaced or have hooks.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class FusedMLP(nn.Sequential):
 
 
 def swap(module: nn.Module) -> nn.Module | None:
-    """A FusedMLP of the same layers, for a Sequential of Linear, GELU and Linear; None for any other, and where hooks
-    wait for calls of it or of its layers."""
+    """Return a FusedMLP of the same layers for a Sequential of Linear, GELU and Linear; None for other modules, and for
+    hooks on it or its layers."""
     if type(module) is not nn.Sequential or _hooked(module) or not _is_mlp(tuple(module._modules.values())):
         return None
     fused = FusedMLP(OrderedDict(module.named_children()))
@@ -112,7 +112,7 @@ def swap(module: nn.Module) -> nn.Module | None:
 
 
 def _is_mlp(layers: tuple[Any, ...]) -> bool:
-    """Whether these are the very layers that `mlp` computes, and nobody waits for their calls: they would be lost."""
+    """Whether these are the layers that `mlp` computes, without hooks, which would be lost."""
     if len(layers) != 3 or modules._has_any_global_hook():
         return False
     for layer, kind in zip(layers, LAYERS, strict=True):

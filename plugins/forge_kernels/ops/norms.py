@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm, with the addition that comes before them."""
+"""rms_norm and layer_norm, with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forge_kernels.contract import (
 ops = triton_module("norms")
 
 WIDEST = 65536
-"""The widest row that the kernels take."""
+"""The widest supported row."""
 
 
 def rms_norm(
@@ -40,9 +40,9 @@ def rms_norm(
 
     With `residual` it normalises h = x + residual and returns both: (rms_norm(h), h).
 
-    All is computed in float32. The result has x's dtype whatever the dtype of the weight, under autocast too: what is
-    bfloat16 stays bfloat16, where `torch.nn.functional` may give float32. `dtype` asks for another. h has the wider
-    dtype of x and residual, as in plain torch.
+    The computation is in float32. The result has x's dtype for any dtype of the weight, also under autocast: bfloat16
+    stays bfloat16, where `torch.nn.functional` may return float32. `dtype` requests another. h has the wider dtype of x
+    and residual, as in plain torch.
     """
     _check("rms_norm", x, residual, weight, None, dtype)
     if falls_back("rms_norm", supports_rms(x, weight, eps, residual, dtype)):
@@ -125,9 +125,9 @@ def _supports(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype | None
 ) -> str | None:
     if dtype is not None and dtype not in HALF_TO_FULL:
-        return "it gives bfloat16, float16 or float32"
+        return "it returns bfloat16, float16 or float32"
     if x.shape[-1] > WIDEST:
-        return f"its rows have at most {WIDEST} entries"
+        return f"it supports rows of at most {WIDEST} entries"
     return unusable(x, residual, weight, bias)
 
 
@@ -177,7 +177,7 @@ def _check(
 ) -> None:
     check_floating(name, x=x, residual=residual, weight=weight, bias=bias)
     if dtype is not None and not dtype.is_floating_point:
-        raise KernelError(f"forge.kernels.{name} gives floating-point numbers, not {dtype}.")
+        raise KernelError(f"forge.kernels.{name} returns floating-point numbers, not {dtype}.")
     if x.dim() == 0:
         raise KernelError(f"forge.kernels.{name} normalises the last dimension; x has none.")
     if residual is not None and (residual.shape != x.shape or residual.device != x.device):
@@ -193,15 +193,15 @@ def _check(
             )
 
 
-# -- in place of torch's own ------------------------------------------------------------------------------------------
+# -- replacing torch's functions---------------------------------------------------------------------------------------
 
 
 _WIDENED = {
     name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
     for name in ("layer_norm", "rms_norm")
 }
-"""Whether autocast has torch's own run in float32 on CUDA, as it has rms_norm in later versions only. On a CPU it has
-neither."""
+"""Whether autocast runs torch's own function in float32 on CUDA; rms_norm in later versions only. On a CPU it runs
+neither in float32."""
 
 
 def stand_in_for_layer_norm(
@@ -212,7 +212,7 @@ def stand_in_for_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch's `layer_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32."""
+    """Replace torch's `layer_norm`, with torch's dtypes: float32 under CUDA's autocast, unlike forge's."""
     if _fits(input, normalized_shape, weight, bias) and supports_layer(input, weight, bias) is None:
         return layer_norm(input, weight, bias, eps, dtype=_dtype("layer_norm", input))
     return original(input, normalized_shape, weight, bias, eps)
@@ -221,8 +221,8 @@ def stand_in_for_layer_norm(
 def stand_in_for_rms_norm(
     original: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch's `rms_norm`, in its dtypes: unlike forge's, under CUDA's autocast it gives float32 in versions of torch
-    whose own does. Without eps it is float32's, in which all is computed, whatever the dtype of the input."""
+    """Replace torch's `rms_norm`, with torch's dtypes: unlike forge's, float32 under CUDA's autocast if this version of
+    torch does so. The default eps is float32's, the dtype of the computation, for any dtype of the input."""
     if _fits(input, normalized_shape, weight) and supports_rms(input, weight) is None:
         eps = torch.finfo(torch.float32).eps if eps is None else eps
         return rms_norm(input, weight, eps, dtype=_dtype("rms_norm", input))
@@ -230,12 +230,12 @@ def stand_in_for_rms_norm(
 
 
 def _dtype(name: str, x: Tensor) -> torch.dtype:
-    """The dtype of the result of torch's own."""
+    """Return the dtype of the result of torch's own function."""
     return torch.float32 if _WIDENED[name] and x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype
 
 
 def _fits(x: Tensor, normalized_shape: Any, *vectors: Tensor | None) -> bool:
-    """Whether it is one dimension of plain tensors; what makes no sense is left to torch to complain about."""
+    """Whether one dimension of plain tensors is normalised; torch reports invalid arguments."""
     if not isinstance(x, Tensor) or not plain(x, *vectors):
         return False
     if len(normalized_shape) != 1 or x.dim() == 0 or x.shape[-1] != normalized_shape[0]:

@@ -14,13 +14,13 @@ ops = triton_module("rope")
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """q and k turned by the angles of their places: new tensors, in the memory layout of q and k.
+    """Return q and k rotated by the angles of their positions: new tensors, in the memory layout of q and k.
 
-    q is (batch, heads, length, entries), k the same with heads of its own; any strides will do, so views such as
+    q is (batch, heads, length, entries), k the same with heads of its own; any strides work, so views such as
     `projected.view(batch, length, heads, entries).transpose(1, 2)` are not copied. cos and sin are (length, entries),
-    as Llama has them, or (length, entries / 2), one angle for each pair; a batch dimension of 1 or `batch` may come
-    before. A pair is an entry of the first half of a head and its like in the second half; `interleaved` pairs
-    neighbours (GPT-J). All is computed in float32.
+    as in Llama, or (length, entries / 2), one angle for each pair; a batch dimension of 1 or `batch` may come first. A
+    pair is an entry of the first half of a head and the corresponding one of the second half; `interleaved` pairs
+    neighbours (GPT-J). The computation is in float32.
     """
     _check(q, k, cos, sin)
     if falls_back("rope", supports(q, k, cos, sin, interleaved)):
@@ -45,7 +45,7 @@ def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def _quarter(x: Tensor, interleaved: bool) -> Tensor:
-    """Every pair (a, b) as (-b, a)."""
+    """Replace every pair (a, b) by (-b, a)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     a, b = x.chunk(2, -1)
@@ -54,9 +54,9 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
 
 def supports(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> str | None:
     if cos.requires_grad or sin.requires_grad:
-        return "it has no gradients of cos and sin"
+        return "it does not compute gradients of cos and sin"
     if q.dtype != k.dtype:
-        return "q and k have one dtype"
+        return "q and k differ in dtype"
     return unusable(q, k, cos, sin)
 
 

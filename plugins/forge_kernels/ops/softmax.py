@@ -26,13 +26,13 @@ ops = triton_module("softmax")
 
 
 def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """exp(x) / sum(exp(x)) over a dimension; the kernel runs where it is the last.
+    """Return exp(x) / sum(exp(x)) over a dimension; the kernel supports the last one.
 
-    All is computed in float32. The result has x's dtype, or the `dtype` asked for.
+    The computation is in float32. The result has x's dtype, or `dtype` if given.
     """
     check_floating("softmax", x=x)
     if dtype is not None and not dtype.is_floating_point:
-        raise KernelError(f"forge.kernels.softmax gives floating-point numbers, not {dtype}.")
+        raise KernelError(f"forge.kernels.softmax returns floating-point numbers, not {dtype}.")
     if not -x.dim() <= dim < x.dim():
         raise KernelError(f"forge.kernels.softmax has no dimension {dim} in x of shape {tuple(x.shape)}.")
     if falls_back("softmax", supports(x, dim, dtype)):
@@ -46,9 +46,9 @@ def softmax_reference(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None
 
 def supports(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> str | None:
     if dim not in (-1, x.dim() - 1):
-        return "it goes over the last dimension"
+        return "it supports the last dimension only"
     if dtype is not None and dtype not in HALF_TO_FULL:
-        return "it gives bfloat16, float16 or float32"
+        return "it returns bfloat16, float16 or float32"
     return unusable(x)
 
 
@@ -69,7 +69,7 @@ def stand_in(
         and supports(input, dim, dtype) is None
     ):
         if dtype is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
-            dtype = torch.float32  # as autocast has it there
+            dtype = torch.float32  # as under autocast
         return softmax(input, dim, dtype)
     return original(input, dim, _stacklevel, dtype)
 

@@ -1,2 +1,2 @@
-"""The operators themselves, in Triton: one file for each module of :mod:`forge.kernels`. Imported only where Triton is
+"""Operators written in Triton, one file or more for each module of :mod:`forge_kernels.ops`. Imported only if Triton is
 installed."""

@@ -1,4 +1,4 @@
-"""Activations and their derivatives, for the kernels that end or begin with one."""
+"""Activations and their derivatives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """The activation of x and its derivative, in float32."""
+    """Return the activation of x and its derivative, in float32."""
     if KIND == "gelu":  # x · sigmoid(2 · 0.79788 (x + 0.044715 x³)), with log2(e) in the constants
         square = x * x
         exponent = x * (-2.3022081983379436 - 0.10294324084050272 * square)
-        root = tl.rsqrt(1 + tl.exp2(exponent))  # its square costs less than a division
+        root = tl.rsqrt(1 + tl.exp2(exponent))  # squaring it is cheaper than a division
         share = root * root
         value = x * share
         slope = share + value * (1 - share) * (1.5957691216057308 + 0.2140644488178007 * square)
@@ -20,7 +20,7 @@ def activate(x, KIND: tl.constexpr):
         share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * share
         slope = share + x * 0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x)
-    elif KIND == "relu":  # a NaN stays one
+    elif KIND == "relu":  # NaN stays NaN
         value = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x <= 0, 0.0, 1.0)
     elif KIND == "silu":

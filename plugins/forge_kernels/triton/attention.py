@@ -1,4 +1,4 @@
-"""Attention as operators: what is launched, with which tiles, and how it is differentiated."""
+"""Attention operators: launches, tile sizes, and the backward."""
 
 # pyright: reportCallIssue=false
 # (launch options such as num_warps are not parameters of the kernel)
@@ -17,8 +17,8 @@ from forge_kernels.triton.attention_tiles import descriptor, movable, section
 
 LOG2_E = 1.4426950408889634
 
-# (rows of queries, rows of keys, warps, stages) by kernel and head size. Each kernel reads what the one before wrote
-# per query, in whole tiles: rows of queries of KEYS divide those of QUERIES, and those divide FORWARD's.
+# (rows of queries, rows of keys, warps, stages) by kernel and head size. Each kernel reads values per query that the
+# previous one wrote in whole tiles: the query rows of KEYS divide those of QUERIES, and those divide FORWARD's.
 FORWARD = {64: (64, 128, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)}
 QUERIES = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)}
 KEYS = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)}
@@ -33,7 +33,7 @@ def _tiles(table: dict[int, tuple[int, int, int, int]], x: Tensor) -> tuple[int,
 
 
 def _like(q: Tensor) -> Tensor:
-    """A new tensor in the order of q's dimensions: heads inside the sequence, or outside."""
+    """Make a tensor with the memory order of q's dimensions: heads inside the sequence, or outside."""
     b, h, s, d = q.shape
     if q.stride(1) < q.stride(2):
         return torch.empty((b, s, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -41,7 +41,7 @@ def _like(q: Tensor) -> Tensor:
 
 
 def _statistics(q: Tensor) -> Tensor:
-    """Room for a number per query, in whole tiles."""
+    """Make a tensor of one number per query, in whole tiles."""
     b, h, s, _ = q.shape
     m = _tiles(FORWARD, q)[0]
     return torch.empty((b, h, (s + m - 1) // m * m), dtype=torch.float32, device=q.device)

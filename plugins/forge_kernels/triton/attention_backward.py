@@ -1,11 +1,11 @@
 """Attention, backward: one kernel for the queries' gradient, then one for the keys' and values'.
 
-Both compute the probabilities anew from the saved logsumexp. Neither adds with atomics, so results are the same bits in
-every run; the second sums over the heads that share keys, so no expanded gradient ever exists.
+Both recompute the probabilities from the saved logsumexp. Neither uses atomics, so results are bit for bit the same in
+every run; the second sums over the heads that share keys, so no expanded gradient is stored.
 """
 
 # pyright: reportArgumentType=false
-# (inside a kernel, what Python would call an int or a bool is a constexpr)
+# (inside a kernel an int or bool is a constexpr)
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def queries(
     q, k, v, out, do, dq, lse, delta, scale, factor, blocks, heads, group, section, T, padded,
     CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of queries; and delta, the sums over out · do, which the other kernel needs as well."""
+    """Compute dq of one block of queries, and delta, the sums over out · do, which the other kernel reads."""
     block, batch, head, at = place(blocks, heads, section, CAUSAL)
     row = block * M
-    limits = tl.full([M], 0, tl.int32) + T  # the columns that each row sees are those below
+    limits = tl.full([M], 0, tl.int32) + T  # each row sees the columns below its limit
     end = T
     free = T // N * N  # up to here every row sees every column
     if CAUSAL:
@@ -54,7 +54,7 @@ def keys_and_values(
     q, k, v, do, dk, dv, lse, delta, scale, factor, blocks, heads, group, section, S, padded,
     CAUSAL: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, over all queries of all heads that share it. `heads` counts those of the keys."""
+    """Compute dk and dv of one block of keys, over all queries of all heads that share it. `heads` counts key heads."""
     block, batch, head, at = place(blocks, heads, section, False)
     column = block * N
     keys = tile(k, batch, head, column, N, D)
@@ -76,7 +76,7 @@ def keys_and_values(
             d_out = tile(do, batch, head * group + member, row, M, D)
             dp = tl.dot(values, d_out.T, input_precision="tf32x3")
             d_values = tl.dot(p.to(d_out.dtype), d_out, d_values, input_precision="tf32x3")
-            # loaded only here: three programs share a processor as long as each thread keeps to 168 registers
+            # loaded late: three programs share a multiprocessor only with at most 168 registers per thread
             sums = tl.load(delta + statistics + row + tl.arange(0, M))
             ds = p * (dp - sums[None, :])
             d_keys = tl.dot(ds.to(rows.dtype), rows, d_keys, input_precision="tf32x3")

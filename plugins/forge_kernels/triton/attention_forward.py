@@ -15,7 +15,7 @@ def forward(
 ):  # fmt: skip
     block, batch, head, at = place(blocks, heads, section, CAUSAL)
     row = block * M
-    limits = tl.full([M], 0, tl.int32) + T  # the columns that each row sees are those below
+    limits = tl.full([M], 0, tl.int32) + T  # each row sees the columns below its limit
     end = T
     free = T // N * N  # up to here every row sees every column
     if CAUSAL:

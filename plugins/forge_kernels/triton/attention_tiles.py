@@ -1,7 +1,7 @@
-"""What the kernels of attention share: which program computes which tile, and how tiles move.
+"""Shared parts of the attention kernels: assignment of tiles to programs, and tensor descriptors.
 
-They move by tensor descriptors (TMA), which read zeros and write nothing beyond the edges. That is why lengths and head
-sizes that are not multiples of a tile need no masks but the one on the scores.
+Tensor descriptors (TMA) read zeros and write nothing beyond the edges. So lengths and head sizes that are not multiples
+of a tile need no masks except the one on the scores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def place(blocks, heads, section, LONGEST_LAST: tl.constexpr):
-    """Block, batch and head of this program, and the number of the head over the whole batch.
+    """Return block, batch and head of this program, and the index of the head over the whole batch.
 
     Programs that run at the same time share a section of a few heads, whose keys and values stay in the L2 cache;
     within a section the blocks with the most work start first.
@@ -33,19 +33,19 @@ def place(blocks, heads, section, LONGEST_LAST: tl.constexpr):
 
 @triton.jit
 def tile(descriptor, batch, head, row, ROWS: tl.constexpr, D: tl.constexpr):
-    """The rows from `row` on of one head, as a matrix."""
+    """Load the rows of one head from `row` on, as a matrix."""
     return descriptor.load([batch, head, row, 0]).reshape(ROWS, D)
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x, (batch, heads, length, size), in tiles of so many rows of one head; `width` is size to the next power of 2."""
+    """Describe x (batch, heads, length, size) in tiles of rows of one head; `width` is size padded to a power of 2."""
     (b, h, length, d), (sb, sh, step, _) = x.shape, x.stride()
-    strides = [sb if b > 1 else 16, sh if h > 1 else 16, step if length > 1 else 16, 1]  # the only one has any stride
+    strides = [sb if b > 1 else 16, sh if h > 1 else 16, step if length > 1 else 16, 1]  # any stride for size 1
     return TensorDescriptor(x, [b, h, length, d], strides, [1, 1, rows, width])
 
 
 def movable(x: Tensor) -> Tensor:
-    """x where a descriptor can stand for it, else a copy."""
+    """Return x if a descriptor can describe it, else a copy."""
     unit = 16 // x.itemsize
     for n, step in zip(x.shape[:3], x.stride()[:3], strict=True):
         if n > 1 and (step <= 0 or step % unit):
@@ -55,5 +55,5 @@ def movable(x: Tensor) -> Tensor:
 
 
 def section(heads: int) -> int:
-    """How many heads run at the same time: a divisor of all there are."""
+    """Return how many heads run at the same time: a divisor of all heads."""
     return gcd(heads, 8)

@@ -1,4 +1,4 @@
-"""Exponential and logarithm by the device's own instructions, which have the base 2."""
+"""Exponential and logarithm in base 2, the device's own instructions."""
 
 from __future__ import annotations
 

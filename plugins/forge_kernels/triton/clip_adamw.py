@@ -1,9 +1,9 @@
-"""Clip + AdamW over any number of tensors in three launches: squares of the gradients; their norm, and what this update
-multiplies by; the update itself.
+"""Clip + AdamW over any number of tensors in three launches: squares of the gradients; their norm and the factors of
+this update; the update.
 
-A table on the device has one row of addresses per tensor, and a list of chunks says which program works on which part
-of which tensor (see :mod:`forge_kernels.ops.clip_adamw_tables`). All sums have a fixed order, so that the same
-gradients give the same bits.
+A device table has one row of addresses per tensor, and a list of chunks assigns parts of tensors to programs
+(see :mod:`forge_kernels.ops.clip_adamw_tables`). All sums have a fixed order, so that the same gradients give the same
+bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forge_kernels.contract import device_of
-from forge_kernels.ops.clip_adamw_tables import CHUNK, Plan
+from forge_kernels.ops.clip_adamw_tables import CHUNK, ClipPlan
 
 # the columns of a tensor's row
 PARAM = tl.constexpr(0)
@@ -35,7 +35,7 @@ BETA2 = tl.constexpr(2)
 EPS = tl.constexpr(3)
 DECAY = tl.constexpr(4)
 LR_AT = tl.constexpr(5)
-COLUMNS = tl.constexpr(8)  # of either, and of a tensor's rates, which only _settle and _advance know
+COLUMNS = tl.constexpr(8)  # of either, and of a tensor's rates, which only _settle and _advance use
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -54,7 +54,7 @@ def _address(tensors, row, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: t
 
 @triton.jit
 def _part(tensors, chunks, chunk, CHUNK: tl.constexpr):
-    """The row of a chunk's tensor, where in the tensor it begins, and how many entries there are from there on."""
+    """Return the row of a chunk's tensor, the chunk's offset in it, and the number of entries from there on."""
     row = tl.load(chunks + 2 * chunk)
     begin = tl.load(chunks + 2 * chunk + 1).to(tl.int64) * CHUNK
     length = tl.minimum(tl.load(tensors + row * COLUMNS + SIZE) - begin, CHUNK).to(tl.int32)
@@ -67,7 +67,7 @@ def _squares(tensors, chunks, partials, first, DTYPE: tl.constexpr, ALIGNED: tl.
     row, begin, length = _part(tensors, chunks, chunk, CHUNK)
     grad = _address(tensors, row, GRAD, DTYPE, ALIGNED) + begin
     at = tl.arange(0, CHUNK)
-    if length == CHUNK:  # without a mask loads are as wide as they can be
+    if length == CHUNK:  # loads without a mask are as wide as possible
         g = tl.load(grad + at).to(tl.float32)
     else:
         g = tl.load(grad + at, mask=at < length, other=0).to(tl.float32)
@@ -91,10 +91,10 @@ def _settle(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The norm, what gradients are multiplied by, and each tensor's numbers for this update."""
+    """Compute the norm, the factor of gradients, and each tensor's numbers for this update."""
     sums = tl.zeros([BLOCK], tl.float64)
     offset = 0
-    while offset < chunk_count:  # no range: the interpreter has an array for its end
+    while offset < chunk_count:  # no range: in the interpreter its end would be an array
         at = offset + tl.arange(0, BLOCK)
         sums += tl.load(partials + at, mask=at < chunk_count, other=0).to(tl.float64)
         offset += BLOCK
@@ -104,7 +104,7 @@ def _settle(
     total = tl.sqrt(tl.sum(sums)).to(tl.float32) * scale
     tl.store(norm, total)
     coefficient = max_norm / (total + 1e-6)
-    # where, not minimum: NaN stays NaN; without a norm to keep to nothing is clipped
+    # where, not minimum, keeps NaN; without max_norm nothing is clipped
     coefficient = tl.where((coefficient > 1) | (max_norm < 0), 1.0, coefficient)
     tl.store(clip, coefficient * scale)
     skip = 0.0
@@ -140,7 +140,7 @@ def _settle(
         tl.store(rate + 7, eps.to(tl.float32), mask=inside)
         offset += ROWS
 
-    tl.debug_barrier()  # rows may share a counter: all have read it before one of them counts on
+    tl.debug_barrier()  # rows may share a counter: all must read it before one increments it
     offset = 0
     while offset < tensor_count:
         at = offset + tl.arange(0, ROWS)
@@ -153,7 +153,7 @@ def _settle(
 
 @triton.jit
 def _advance(param, grad, exp_avg, exp_avg_sq, at, inside, coefficient, sizes, betas, eps):
-    """AdamW of one block, in float32."""
+    """Compute AdamW for one block, in float32."""
     step_size, correction, keep = sizes
     beta1, rest1, beta2, rest2 = betas
     g = tl.load(grad + at, mask=inside).to(tl.float32) * coefficient
@@ -182,7 +182,7 @@ def _update(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # backwards: what the norm has read last is still in the cache
+    # in reverse: the last reads of the norm are still in the cache
     part = tl.num_programs(0) - 1 - tl.program_id(0)
     row, begin, length = _part(tensors, chunks, first + part // (CHUNK // BLOCK), CHUNK)
     offset = part % (CHUNK // BLOCK) * BLOCK
@@ -191,27 +191,27 @@ def _update(
         grad = _address(tensors, row, GRAD, GRAD_TYPE, ALIGNED) + begin
         exp_avg = _address(tensors, row, EXP_AVG, STATE_TYPE, ALIGNED) + begin
         exp_avg_sq = _address(tensors, row, EXP_AVG_SQ, STATE_TYPE, ALIGNED) + begin
-        # asked for before the entries are, so that nothing waits for them later
+        # loaded before the entries, so that nothing waits for them later
         rate = rates + row * COLUMNS
         sizes = (tl.load(rate), tl.load(rate + 1), tl.load(rate + 2))
         betas = (tl.load(rate + 3), tl.load(rate + 4), tl.load(rate + 5), tl.load(rate + 6))
         eps = tl.load(rate + 7)
         coefficient = tl.load(clip)
         at = offset + tl.arange(0, BLOCK)
-        if offset + BLOCK <= length:  # without a mask loads and stores are as wide as they can be
+        if offset + BLOCK <= length:  # loads and stores without a mask are as wide as possible
             _advance(param, grad, exp_avg, exp_avg_sq, at, None, coefficient, sizes, betas, eps)
         else:
             _advance(param, grad, exp_avg, exp_avg_sq, at, at < length, coefficient, sizes, betas, eps)
 
 
 def run(
-    plan: Plan,
+    plan: ClipPlan,
     settings: Sequence[tuple[Any, ...]],
     max_norm: float | None,
     found_inf: Tensor | None = None,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """One update of the tensors of a plan, with (lr, beta1, beta2, eps, weight_decay) per group; the norm of their
+    """Update the tensors of a plan once, with (lr, beta1, beta2, eps, weight_decay) per group; return the norm of their
     gradients."""
     norm = torch.empty((), dtype=torch.float32, device=plan.device)
     with device_of(norm):

@@ -1,4 +1,4 @@
-"""Cross-entropy as operators: losses alone, losses with their gradient in one reading, and the gradient later."""
+"""Cross-entropy operators: losses alone, losses with their gradient in one pass, and the gradient in backward."""
 
 # pyright: reportCallIssue=false
 # (launch options such as num_warps are not parameters of the kernel)
@@ -18,7 +18,7 @@ from forge_kernels.triton.scale import times
 
 
 def row_major(logits: Tensor) -> Tensor:
-    """The same rows with neighbouring columns side by side: itself where it is so already."""
+    """Return the rows with contiguous columns, without a copy if possible."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
@@ -26,7 +26,7 @@ def row_major(logits: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and what its gradient needs: maximum and sum of every row, and the scale."""
+    """Return the loss, and the maximum and sum of every row and the scale, for its gradient."""
     logits, target = row_major(logits), target.contiguous()
     with device_of(logits):
         scale = count_targets(target, ignore, reduction == "mean")
@@ -65,7 +65,7 @@ def cross_entropy_backward(
     with device_of(logits):
         backward[(rows * blocks,)](
             grad,
-            grad.dim(),  # one gradient for every row, or one for all
+            grad.dim(),  # one gradient per row, or one for all
             logits,
             target,
             tops,
@@ -120,7 +120,7 @@ cross_entropy.register_autograd(_differentiate, setup_context=_keep)
 def cross_entropy_with_gradient(
     logits: Tensor, gradient: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float, mean: bool
 ) -> Tensor:
-    """The loss; its gradient goes to `gradient`, which may be `logits`. Both have neighbouring columns side by side."""
+    """Return the loss; write its gradient to `gradient`, which may be `logits`. Both have contiguous columns."""
     target = target.contiguous()
     with device_of(logits):
         scale = count_targets(target, ignore, mean)
@@ -135,12 +135,12 @@ def _(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The gradient of the logits is there after forward; backward multiplies it by the gradient of the loss."""
+    """Computes the gradient of the logits in forward; backward multiplies it by the gradient of the loss."""
 
     @staticmethod
     def forward(ctx, logits, target, ignore, smoothing, z_loss, mean, in_place):
         values = row_major(logits)
-        apart = values.stride(0) >= values.shape[1]  # rows that share memory cannot take a gradient
+        apart = values.stride(0) >= values.shape[1]  # a gradient cannot be written to overlapping rows
         gradient = values if apart and (in_place or values is not logits) else torch.empty_like(values.contiguous())
         loss = cross_entropy_with_gradient(values, gradient, target, ignore, smoothing, z_loss, mean)
         ctx.save_for_backward(gradient.detach())

@@ -1,4 +1,4 @@
-"""The gradient of logits after the fact, from what the losses' kernel kept of each row."""
+"""The gradient of logits in backward, from the maximum and sum of each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def backward(
     grad, grad_stride, logits, target, tops, totals, scale, gradient, columns, stride, ignore, smoothing, z_loss,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BLOCK logits of one row."""
+    """Compute the gradient of BLOCK logits of one row."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(target + row)

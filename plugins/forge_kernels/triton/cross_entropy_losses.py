@@ -1,6 +1,6 @@
-"""The losses of rows of logits, with their gradient or without: how the kernel is launched."""
+"""Launches of the kernel for losses of rows of logits, with or without their gradient."""
 
-# Triton's language is not Python's to a type checker.
+# A type checker cannot read Triton's language.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from forge_kernels.triton.cross_entropy_plan import plan
 from forge_kernels.triton.cross_entropy_rows import split_rows
 
 PATIENCE = 0 if INTERPRETED else 1024
-"""How often a program looks for the words of the others, each time for about a microsecond, before it leaves its part
-for later. In Triton's interpreter programs run one after another: waiting is in vain there."""
+"""How often a program polls for the words of the others, about a microsecond each, before it marks its part as late. In
+Triton's interpreter programs run one after another, so waiting is useless."""
 
 NVIDIA = torch.version.hip is None
 FEW_REGISTERS = {"maxnreg": 64} if NVIDIA else {}
@@ -26,7 +26,7 @@ WARP = 32 if NVIDIA else 64
 def losses_with_gradient(
     logits: Tensor, gradient: Tensor, target: Tensor, scale: Tensor, ignore: int, smoothing: float, z_loss: float
 ) -> Tensor:
-    """The losses of the rows; their gradient times scale goes to `gradient`, which may be `logits`."""
+    """Return the losses of the rows; write their gradient times scale to `gradient`, which may be `logits`."""
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     _launch(logits, gradient, target, losses, None, None, scale, ignore, smoothing, z_loss)
     return losses
@@ -35,7 +35,7 @@ def losses_with_gradient(
 def losses_only(
     logits: Tensor, target: Tensor, ignore: int, smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of the rows, with the maximum and Σ exp(x - maximum) of each that counts."""
+    """Return the losses of the rows, with maximum and Σ exp(x - maximum) of each row that is not ignored."""
     losses, tops, totals = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3))
     _launch(logits, None, target, losses, tops, totals, None, ignore, smoothing, z_loss)
     return losses, tops, totals
@@ -46,10 +46,10 @@ def _launch(logits, gradient, target, losses, tops, totals, scale, ignore, smoot
     if rows == 0:
         return
     parts, pieces, block, warps = plan(columns, logits.element_size())
-    # the number of parts that are late, then the words
+    # the number of late parts, then the words
     words = torch.zeros(1 + (2 if smoothing else 1) * rows * parts, dtype=torch.int64, device=logits.device)
     late = torch.empty(rows * parts if parts > 1 else 0, dtype=torch.int32, device=logits.device)
-    unused = logits  # a pointer that is never followed
+    unused = logits  # a pointer that is never read
     args = (
         logits,
         unused if gradient is None else gradient,

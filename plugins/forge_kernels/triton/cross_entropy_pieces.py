@@ -1,6 +1,6 @@
-"""What a program does with the columns of a row that it holds in registers, in pieces of BLOCK columns."""
+"""Operations on the columns of a row that a program holds in registers, in pieces of BLOCK columns."""
 
-# Triton's language is not Python's to a type checker.
+# A type checker cannot read Triton's language.
 # pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def _higher(a, b, PACKED: tl.constexpr):
 
 @triton.jit
 def _again(x, total, PACKED: tl.constexpr):
-    """x, so that the compiler cannot see that it is: it would keep it as float32 meanwhile, in twice the registers."""
+    """Return x in a way that the compiler cannot see through: it would keep x as float32, in twice the registers."""
     if PACKED:
-        zero = tl.zeros(x.shape, tl.int16) + (total < 0).to(tl.int16)  # a sum of exponentials is never below 0
+        zero = tl.zeros(x.shape, tl.int16) + (total < 0).to(tl.int16)  # a sum of exponentials is never negative
         x = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, zero], x.dtype, is_pure=True, pack=2)
     return x
 
 
 @triton.jit
 def sum_exponentials(xs, PACKED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum, what is subtracted before the exponential, and Σ exp(x - that)."""
+    """Return the maximum, the base subtracted before the exponential, and Σ exp(x - base)."""
     high = xs[0]
     for i in tl.static_range(1, PIECES):
         high = _higher(high, xs[i], PACKED)
     top = tl.max(high.to(tl.float32), 0)
-    base = tl.where(top == float("-inf"), 0.0, top)  # all -inf: the sum is 0, not NaN, beside other parts
+    base = tl.where(top == float("-inf"), 0.0, top)  # if all are -inf the sum is 0, not NaN: other parts may be finite
     sums = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(PIECES):
         sums += exp(xs[i].to(tl.float32) - base)
@@ -59,7 +59,7 @@ def sum_exponentials(xs, PACKED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.c
 def sum_below(
     xs, base, total, column, columns, PACKED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Σ (base - x), which label smoothing needs."""
+    """Return Σ (base - x), for label smoothing."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(PIECES):
         x = _again(xs[i], total, PACKED).to(tl.float32)
@@ -72,7 +72,7 @@ def store_gradient(
     gradient, xs, top, total, slope, even, column, columns,
     SMOOTH: tl.constexpr, PACKED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """slope · exp(x - top) - even: the gradient of all but the label."""
+    """Write slope · exp(x - top) - even: the gradient of all classes but the label."""
     for i in tl.static_range(PIECES):
         at = column + i * BLOCK
         d = exp(_again(xs[i], total, PACKED).to(tl.float32) - top) * slope

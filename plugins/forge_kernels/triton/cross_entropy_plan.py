@@ -1,4 +1,4 @@
-"""How a row of logits is shared out among programs."""
+"""The split of a row of logits among programs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import triton
 
 
-class Plan(NamedTuple):
-    """How a row is shared out: `parts` programs, each holding `pieces` blocks of `block` columns."""
+class RowSplit(NamedTuple):
+    """A split of a row among `parts` programs, each holding `pieces` blocks of `block` columns."""
 
     parts: int
     pieces: int
@@ -16,10 +16,10 @@ class Plan(NamedTuple):
     warps: int
 
 
-def plan(columns: int, itemsize: int) -> Plan:
-    # 9 loads of 16 bytes are what a thread can hold in 64 registers: 1024 threads then keep 147 KB on a multiprocessor
+def plan(columns: int, itemsize: int) -> RowSplit:
+    # a thread can hold 9 loads of 16 bytes in 64 registers: 1024 threads then keep 147 KB on a multiprocessor
     lane = 16 // itemsize
     block = min(triton.next_power_of_2(columns), 128 * lane)
     pieces = triton.cdiv(columns, block)
     parts = triton.cdiv(pieces, 9)
-    return Plan(parts, triton.cdiv(pieces, parts), block, warps=max(1, block // (32 * lane)))
+    return RowSplit(parts, triton.cdiv(pieces, parts), block, warps=max(1, block // (32 * lane)))

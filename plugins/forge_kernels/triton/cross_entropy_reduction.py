@@ -1,4 +1,4 @@
-"""One loss of the losses of many rows: their mean over the targets that count, or their sum."""
+"""Reduce the losses of rows: mean over targets that are not ignored, or sum."""
 
 # pyright: reportCallIssue=false
 # (launch options such as num_warps are not parameters of the kernel)
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @triton.jit
 def _count(target, scale, rows, ignore, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """scale = 1 / (targets that count), or 1."""
+    """Store scale = 1 / (number of targets that are not ignored), or 1."""
     if MEAN:
         counts = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, rows, BLOCK):
@@ -26,7 +26,7 @@ def _count(target, scale, rows, ignore, MEAN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _total(losses, scale, out, rows, BLOCK: tl.constexpr):
-    """out = scale · the sum of losses, always in the same order."""
+    """Store out = scale · sum of losses, in a fixed order."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -35,7 +35,7 @@ def _total(losses, scale, out, rows, BLOCK: tl.constexpr):
 
 
 def count_targets(target: Tensor, ignore: int, mean: bool) -> Tensor:
-    """One float on the device: 1 over the number of targets that count, or 1."""
+    """Return one float on the device: 1 over the number of targets that are not ignored, or 1."""
     scale = torch.empty(1, dtype=torch.float32, device=target.device)
     _count[(1,)](target, scale, target.numel(), ignore, mean, BLOCK=4096, num_warps=8)
     return scale

@@ -1,16 +1,16 @@
-"""The losses of rows of logits, and their gradient in the same reading: the kernel.
+"""The kernel for losses of rows of logits and their gradient in one pass.
 
 The gradient needs the sum over the whole row before its first entry can be written, and a row of a large vocabulary
 fits neither the registers nor the shared memory of a program that leaves room for others. So a row is **split over
 several programs**: each holds its columns in registers, publishes their maximum and sum in one 64-bit word, waits for
-the words of the others, and writes its share. Every logit is read once and every gradient is written once.
+the words of the others, and writes its part. Every logit is read once and every gradient is written once.
 
-CUDA does not promise that the programs of a row run at the same time: the device may be small, or shared. So a program
-does not wait for ever: it notes its part as late and ends. A second launch writes the parts that are late, from the
-same words and so to the same bit; as a rule there are none, and it takes a few microseconds.
+CUDA does not guarantee that the programs of a row run at the same time: the device may be small, or shared. So a
+program stops waiting after a while, marks its part as late and ends. A second launch writes the late parts from the
+same words, with the same bits; usually none are late, and it takes a few microseconds.
 """
 
-# Triton's language is not Python's to a type checker.
+# A type checker cannot read Triton's language.
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forge_kernels.triton.cross_entropy_words import join_below, join_exponentia
 
 @triton.jit
 def _row_loss(top, total, below, x, columns, smoothing, z_loss, SMOOTH: tl.constexpr):
-    """The loss of a row from its maximum, Σ exp(x - top), Σ (top - x) and the logit of its target."""
+    """Return the loss of a row from its maximum, Σ exp(x - top), Σ (top - x) and the logit of its target."""
     log_total = log(total)
     loss = log_total + (top - x)
     if SMOOTH:
@@ -46,9 +46,9 @@ def _part(
     LATE: tl.constexpr, GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, PACKED: tl.constexpr, PATIENCE: tl.constexpr,
     PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row: its loss, and either its gradient times scale, or what `backward` needs.
+    """Compute one part of one row: its loss, and either its gradient times scale, or maximum and sum for `backward`.
 
-    `gradient` may be `logits`: a part writes what it alone has read, and nothing before it has all words of its row.
+    `gradient` may be `logits`: a part writes only columns that it alone reads, after it has all words of its row.
     """
     logits, gradient, target, losses, tops, totals, words, late, scale = tensors
     rows, columns, stride, gradient_stride, ignore, smoothing, z_loss = numbers
@@ -72,7 +72,7 @@ def _part(
 
         below = 0.0
         if LATE:
-            tl.debug_barrier()  # every thread has read the label's logit before any writes over it
+            tl.debug_barrier()  # every thread must read the label's logit before any thread overwrites it
         else:
             top, base, total = sum_exponentials(xs, PACKED, PIECES, BLOCK)
             if SMOOTH:
@@ -102,7 +102,7 @@ def _part(
                 even = times * smoothing / columns
                 store_gradient(gradient, xs, top, total, slope, even, column, columns, SMOOTH, PACKED, PIECES, BLOCK)
                 if mine:
-                    tl.debug_barrier()  # the label's entry was written above without its -1, perhaps by another thread
+                    tl.debug_barrier()  # another thread may have written the label's entry above, without its -1
                     d_label = exp(x_label - top) * slope - even - times * (1 - smoothing)
                     tl.store(gradient + label, d_label.to(gradient.dtype.element_ty))
             elif part == 0:
@@ -123,7 +123,7 @@ def split_rows(
     LATE: tl.constexpr, GRADIENT: tl.constexpr, SMOOTH: tl.constexpr, PACKED: tl.constexpr, PATIENCE: tl.constexpr,
     PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every part of every row by a program of its own; or those that are late, whose words are all there by then."""
+    """Run every part of every row in a program of its own; or only the late parts, whose words are complete by then."""
     if LATE:
         for i in range(tl.program_id(0), tl.load(words).to(tl.int32), tl.num_programs(0)):
             _part(

@@ -1,6 +1,6 @@
-"""How the programs of a row tell each other what they have summed: two floats in one 64-bit word for each."""
+"""Exchange of partial sums among the programs of a row: two floats in one 64-bit word per program."""
 
-# Triton's language is not Python's to a type checker.
+# A type checker cannot read Triton's language.
 # pyright: reportOperatorIssue=false
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _unpack(word):
 
 @triton.jit
 def _await(words, inside, PATIENCE: tl.constexpr):
-    """The words once none is 0, or after so many looks; and whether none is. No part publishes a 0: its sum is at least
-    1, or its maximum is not finite.
+    """Return the words once none is 0, or after PATIENCE polls, and whether none is 0. No part publishes a 0: its sum
+    is at least 1, or its maximum is not finite.
 
-    There must be as many entries as threads. Then each word is seen by one thread, and all learn of it by a reduction
-    over the program: were it loaded by several warps, some could see it and others not, and they would part ways.
+    The number of entries must equal the number of threads. Then one thread reads each word, and a reduction distributes
+    it over the program: if several warps loaded it, some could see it and others not, and they would diverge.
     """
     got = tl.load(words, mask=inside, other=1, volatile=True)
     there = tl.min((got != 0).to(tl.int32), 0)
@@ -43,7 +43,7 @@ def _await(words, inside, PATIENCE: tl.constexpr):
 
 @triton.jit
 def join_exponentials(words, inside, PATIENCE: tl.constexpr):
-    """The maximum of the row, its Σ exp(x - maximum), the maximum of every part, and whether all words are there."""
+    """Return the row's maximum, its Σ exp(x - maximum), the maximum of every part, and whether all words are there."""
     got, there = _await(words, inside, PATIENCE)
     tops, totals = _unpack(got)
     tops = tl.where(inside, tops, float("-inf"))
@@ -56,8 +56,8 @@ def join_exponentials(words, inside, PATIENCE: tl.constexpr):
 def join_below(
     words, inside, there, k, top, tops, columns, PATIENCE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Σ (top - x) of the row, of which part k has PIECES · BLOCK columns or what is left; and whether these words are
-    all `there` too."""
+    """Return Σ (top - x) of the row, of which part k has PIECES · BLOCK columns or the rest, and whether these words
+    are all `there` too."""
     got, also = _await(words, inside, PATIENCE)
     there &= also
     _, below = _unpack(got)

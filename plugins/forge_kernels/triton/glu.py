@@ -13,7 +13,7 @@ from forge_kernels.triton.activations import activate
 from forge_kernels.triton.rows import as_rows
 
 FORWARD, BACKWARD = (2048, 4), (1024, 4)
-"""Entries of a program, and its warps."""
+"""Entries and warps of a program."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _backward(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what was written last is still in the cache
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # in reverse: the last writes are still in the cache
     row = (program // blocks).to(tl.int64)
     column = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -55,7 +55,7 @@ def _backward(
 
 
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
-    """As rows that need not follow each other (halves of a wider tensor do not); as one long row where all do."""
+    """View as rows with gaps between them (halves of a wider tensor), or as one long row without gaps."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(1, -1) for tensor in tensors]
     return [as_rows(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy over chunks of tokens: the logits of a chunk become their gradient in place."""
+"""A linear head and its cross-entropy over chunks of tokens; the gradient of a chunk overwrites its logits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def linear_cross_entropy(
     chunk: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, and the gradients of hidden, weight and bias: empty where they are not wanted."""
+    """Return the loss, and the gradients of hidden, weight and bias, empty if not wanted."""
     hidden, target = hidden.contiguous(), target.contiguous()
-    matrix = weight.to(hidden.dtype)  # a float32 weight under autocast: once, not for every chunk
+    matrix = weight.to(hidden.dtype)  # cast a float32 weight under autocast once, not per chunk
     offset = None if bias is None else bias.to(hidden.dtype)
     grads = _gradients(hidden, weight, bias, wanted)
     losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
@@ -55,7 +55,7 @@ def _logits(hidden: Tensor, matrix: Tensor, offset: Tensor | None, buffer: Tenso
 def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # the chunks of hidden are written once each, and the first chunk writes all of weight's
+    # each chunk of hidden is written once, and the first chunk writes all of weight's gradient
     grad_hidden = hidden.new_empty(hidden.shape if wanted[0] else 0)
     grad_weight = (weight.new_empty if hidden.shape[0] else weight.new_zeros)(weight.shape if wanted[1] else 0)
     grad_bias = hidden.new_zeros(
@@ -82,7 +82,7 @@ def _accumulate(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
-    """total = beta · total + left @ right, added in float32 and rounded once, whatever their dtypes."""
+    """Compute total = beta · total + left @ right in place, added in float32 and rounded once, for any dtypes."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=beta)
     elif total.is_cuda:

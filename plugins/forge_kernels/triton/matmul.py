@@ -14,12 +14,12 @@ from forge_kernels.triton.activations import activate
 from forge_kernels.triton.product import product
 
 CHUNK = 128
-"""So many rows one program sums up."""
+"""Rows that one program sums."""
 
 
 @triton.jit
 def _slopes(grad, pre, out, sums, M, N, KIND: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    chunk = tl.program_id(0).to(tl.int64)  # rows are on axis 0, since the others end at 65,535
+    chunk = tl.program_id(0).to(tl.int64)  # rows are on axis 0: other axes are limited to 65,535
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, CHUNK, BM):
@@ -34,13 +34,13 @@ def _slopes(grad, pre, out, sums, M, N, KIND: tl.constexpr, CHUNK: tl.constexpr,
 
 
 def matrix(x: Tensor) -> Tensor:
-    """x with all but its last dimension as one."""
+    """View x as a matrix, with all but its last dimension flattened."""
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 @custom_op("forge::matmul", mutates_args=())
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None, kind: str, keep: bool) -> tuple[Tensor, Tensor]:
-    """activation(a @ b + bias), and with `keep` what the activation was computed from, for the backward."""
+    """Return activation(a @ b + bias), and with `keep` the activation's input, for the backward."""
     out, pre, _ = product(matrix(a), b, bias, kind, "keep" if keep else "value")
     shape = (*a.shape[:-1], b.shape[1])
     return out.view(shape), a.new_empty(0) if pre is None else pre.view(shape)
@@ -54,7 +54,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, kind: str, keep: bool) -> tuple
 
 @custom_op("forge::activation_grad", mutates_args=())
 def activation_grad(grad: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """grad · activation'(pre), and its sums over all but the last dimension, in float32."""
+    """Return grad · activation'(pre), and its sums over all but the last dimension, in float32."""
     M, N = matrix(grad).shape
     grad, pre = grad.contiguous(), pre.contiguous()
     out = torch.empty_like(grad)
@@ -73,7 +73,7 @@ def _(grad: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def _keep(ctx, inputs, output) -> None:
     a, b, bias, ctx.kind, _ = inputs
-    ctx.set_materialize_grads(False)  # for what was kept there is none
+    ctx.set_materialize_grads(False)  # the kept output has no gradient
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(a, b, output[1])
 
@@ -95,7 +95,7 @@ def _differentiate(ctx, grad, _):
 
 
 def _weight_grad(a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of b in a @ b, in the order that b has in memory."""
+    """Return the gradient of b in a @ b, in b's memory order."""
     a, grad = matrix(a), matrix(grad)
     return (grad.t() @ a).t() if b.stride(0) == 1 else a.t() @ grad
 

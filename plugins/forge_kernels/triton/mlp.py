@@ -1,11 +1,11 @@
-"""Two linear layers with an activation between them, with no pass over the hidden tensor beside the matrix products.
+"""Two linear layers with an activation between them, with no pass over the hidden tensor except the matrix products.
 
-The first product writes both what the activation is computed from and its value. In the backward, the product that
-gives the gradient of that value ends in the activation's gradient and the sums for the bias.
+The first product writes both the activation's input and its value. In the backward, the product that computes the
+gradient of that value also applies the activation's gradient and sums for the bias.
 
-It is two steps, so that what the second has kept is free again when the backward of the first begins. The first hands
-over `pre` and `hidden` = activation(pre); gradients flow through `pre` alone, and once: for the second, `hidden` does
-not depend on anything. The second gives the gradient of the first's bias too, since it has the sums.
+It is two autograd steps, so that tensors saved by the second are freed before the backward of the first. The first
+returns `pre` and `hidden` = activation(pre); gradients flow through `pre` only, and once: the second treats `hidden` as
+a constant. The second also returns the gradient of the first's bias, since it has the sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge_kernels.triton.product import product
 
 @custom_op("forge::mlp_first", mutates_args=())
 def first(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """x @ w1ᵀ + b1 as a matrix, and its activation."""
+    """Return x @ w1ᵀ + b1 as a matrix, and its activation."""
     hidden, pre, _ = product(matrix(x), w1.t(), b1, kind, "keep")
     assert pre is not None
     return pre, hidden
@@ -35,7 +35,7 @@ def _(x: Tensor, w1: Tensor, b1: Tensor | None, kind: str) -> tuple[Tensor, Tens
 
 @custom_op("forge::mlp_hidden_grad", mutates_args=())
 def hidden_grad(grad: Tensor, w2: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """grad @ w2 · activation'(pre), and its column sums in float32."""
+    """Return grad @ w2 · activation'(pre), and its column sums in float32."""
     out, _, sums = product(grad, w2, None, kind, "slope", pre)
     assert sums is not None
     return out, sums
@@ -49,7 +49,7 @@ def _(grad: Tensor, w2: Tensor, pre: Tensor, kind: str) -> tuple[Tensor, Tensor]
 def _keep_first(ctx, inputs, output) -> None:
     x, w1, _, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # for `hidden` there is none
+    ctx.set_materialize_grads(False)  # `hidden` has no gradient
     ctx.save_for_backward(x, w1)
 
 
@@ -64,7 +64,7 @@ def _differentiate_first(ctx, grad, _):
 
 
 class Second(torch.autograd.Function):
-    """hidden @ w2ᵀ + b2. Its forward is torch's own, so it need not be an operator, which would cost the host more."""
+    """hidden @ w2ᵀ + b2. Its forward is torch's own, so it is no custom operator, which would cost the host more."""
 
     @staticmethod
     def forward(ctx, pre, hidden, b1, w2, b2, kind):

@@ -1,6 +1,6 @@
-"""The kernels behind `forge::norm`: RMSNorm where there is no `mean`, else LayerNorm.
+"""The kernels of `forge::norm`: RMSNorm if `mean` is None, else LayerNorm.
 
-What is None is not there: no residual, no weight, a gradient that nobody wants.
+None stands for a missing residual or weight, or an unwanted gradient.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def forward_wide(
             tl.store(h + row * width + column, rounded, mask=inside)
             value = rounded.to(tl.float32)
         if mean is not None:
-            # the mean and the squares around it of what came before and of this chunk, put together
+            # combine mean and squared deviations of the previous chunks and of this one
             count = tl.minimum(width - start, CHUNK)
             m = tl.sum(value, 0) / count
             value = tl.where(inside, value - m, 0.0)
@@ -88,7 +88,7 @@ def forward_wide(
     if mean is not None:
         tl.store(mean + row, middle)
     tl.store(rstd + row, r)
-    tl.debug_barrier()  # h is read again below, by other threads than wrote it
+    tl.debug_barrier()  # other threads than the writers read h below
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         inside = column < width
@@ -134,7 +134,7 @@ def backward(
     bias_sum = tl.zeros([BLOCK], tl.float32)
     turns = tl.cdiv(rows, ROWS)
     for turn in tl.range(program, turns, tl.num_programs(0), num_stages=STAGES):
-        # from the last row to the first: what was written last is still in the cache
+        # from the last row to the first: the last writes are still in the cache
         row = ((turns - 1 - turn) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         exists = row < rows
         inside = exists[:, None] & within[None, :]
@@ -151,7 +151,7 @@ def backward(
         if weight is not None:
             grad *= w
         if mean is not None:
-            # two sums in one reduction: it is the wait for each other that costs
+            # two sums in one reduction, since its synchronization is the cost
             along, shift = tl.split(tl.sum(tl.join(grad * normal, grad), 1) / width)
             result = (grad - shift[:, None] - normal * along[:, None]) * r
         else:
@@ -245,7 +245,7 @@ def sums_wide(
 
 @triton.jit
 def add_up(partials, dweight, dbias, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums over programs: program (i, 0) those of the first kind in `partials`, program (i, 1) of the second."""
+    """Sum over programs: program (i, 0) the first kind in `partials`, program (i, 1) the second."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     within = column < width
     kind = tl.program_id(1)

@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm over rows, with the addition before them: forward and backward, one pass each.
+"""RMSNorm and LayerNorm over rows, with the residual addition before them: forward and backward, one pass each.
 
 The backward pass runs on a fixed number of programs; each goes through many rows and keeps its own sums for the
 gradients of weight and bias, which a second, small kernel adds up in a fixed order. Rows too wide for the registers of
-a program take a second way, which reads them twice.
+a program are read twice, by other kernels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from forge_kernels.triton.rows import as_rows, row_grid, stages_that_fit
 WIDEST_FORWARD, WIDEST_BACKWARD = 16384, 8192
 CHUNK = 4096
 ADD_UP = 128, 16, 8
-"""Rows, columns and warps of a program that adds up what the programs before it summed."""
+"""Rows, columns and warps of a program that adds up partial sums."""
 
 
 def forward_plan(block: int, centred: bool) -> tuple[int, int, int, int]:
-    """Rows at a time, warps, programs per multiprocessor (0: one turn each), stages; by the width rounded up."""
+    """Return rows at a time, warps, programs per multiprocessor (0: one turn each) and stages for a padded width."""
     if block <= 1024:
         return min(128, 4096 // block), 2, 0, 1
     if centred:
@@ -32,7 +32,7 @@ def forward_plan(block: int, centred: bool) -> tuple[int, int, int, int]:
 
 
 def backward_plan(block: int) -> tuple[int, int, int, int]:
-    """The same for the backward pass."""
+    """Return the same for the backward pass."""
     if block <= 1024:
         return min(128, 4096 // block), 4, 2, 4
     return {2048: (1, 4, 4, 3), 4096: (2, 8, 1, 3), 8192: (1, 8, 1, 3)}[block]
@@ -45,7 +45,7 @@ def _stream_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 def _forward_outputs(
     x: Tensor, residual: Tensor | None, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, x + residual, mean, 1 / deviation; empty where there is none."""
+    """Allocate y, x + residual, mean and 1 / deviation; empty if not needed."""
     shape, device, rows = x.shape, x.device, x.shape[:-1].numel()
     return (
         torch.empty(shape, dtype=dtype, device=device),
@@ -65,7 +65,7 @@ def norm(
     centred: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """LayerNorm where `centred`, else RMSNorm."""
+    """Launch LayerNorm if `centred`, else RMSNorm."""
     outputs = _forward_outputs(x, residual, centred, dtype)
     if not x.numel():
         return outputs
@@ -112,7 +112,7 @@ def _(
 def _backward_outputs(
     h: Tensor, x_dtype: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of h, of x where its dtype is another, of weight and bias where asked for; else empty."""
+    """Return the gradients of h, of x if its dtype differs, and of weight and bias if wanted; else empty."""
     width = h.shape[-1]
     return (
         torch.empty(h.shape, dtype=h.dtype, device=h.device),
@@ -134,7 +134,7 @@ def norm_backward(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With a dtype of None the gradient of weight, or of bias, is not wanted."""
+    """A dtype of None means that the gradient of weight, or of bias, is not wanted."""
     outputs = _backward_outputs(h, x_dtype, weight_dtype, bias_dtype)
     dx, dbranch, dweight, dbias = outputs
     if not h.numel():

@@ -1,8 +1,8 @@
-"""Matrix product in tiles, with what follows it done while a tile is still in registers.
+"""Matrix product in tiles, with an epilogue while a tile is in registers.
 
-The tiles are read and written through tensor descriptors: on Hopper the copy engine (TMA) moves them, elsewhere Triton
-turns them into plain loads and stores. As many programs run as the device has room for, each taking one tile after the
-other, so that loading the next tile goes on while one is finished.
+Tiles are read and written through tensor descriptors: on Hopper the copy engine (TMA) moves them, elsewhere Triton
+turns them into plain loads and stores. The programs are persistent: as many as fit on the device, each computing one
+tile after another, so that loading the next tile overlaps with the end of the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forge_kernels.triton.rows import processors
 
 @triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile, GROUP rows at a time, so that neighbours in time share what is in the L2 cache."""
+    """Return row and column of a tile, GROUP rows at a time, so that concurrent tiles share data in the L2 cache."""
     band = tile // (GROUP * tiles_n)
     height = min(tiles_m - band * GROUP, GROUP)
     inside = tile % (GROUP * tiles_n)
@@ -34,7 +34,7 @@ def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 def _finish(
     total, out, pre, bias, sums, row, column, tile_m, N, KIND: tl.constexpr, MODE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """What follows the product: see `product`."""
+    """Compute the epilogue: see `product`."""
     columns = column + tl.arange(0, WIDTH)
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
@@ -74,7 +74,7 @@ def _product(
             else:
                 right = b.load([k, column])
             total = tl.dot(left, right, total, input_precision=PRECISION)
-        if HALVES:  # half a tile at a time leaves shared memory for one more stage of the loop, or one more program
+        if HALVES:  # half a tile at a time frees shared memory for one more stage of the loop, or one more program
             half: tl.constexpr = BN // 2
             first, second = tl.split(tl.permute(tl.reshape(total, (BM, 2, half)), (0, 2, 1)))
             _finish(first, out, pre, bias, sums, row, column, tile_m, N, KIND, MODE, half)
@@ -85,7 +85,7 @@ def _product(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a tile, and how it is worked on."""
+    """Sizes and launch options of a tile."""
 
     rows: int
     columns: int
@@ -104,8 +104,8 @@ class Tiling:
     "The most that a thread may take, so that so many programs have room."
 
 
-# Measured on an H200, see benchmarks/LOG.md. One large tile per multiprocessor is fastest for the product itself; of
-# two smaller ones the second is multiplied while the first is finished, which pays where there is more to finish.
+# Measured on an H200, see benchmarks/LOG.md. One large tile per multiprocessor is fastest for the product itself; with
+# two smaller ones the second is multiplied during the first one's epilogue, which pays for long epilogues.
 _PLAIN = Tiling(128, 256, 64, True, 8, 4, 1)
 _KEEP = Tiling(128, 128, 64, True, 4, 3, 2)
 _SLOPE = Tiling(128, 128, 64, True, 8, 3, 2, ahead=False, registers=128)
@@ -117,7 +117,7 @@ _TF32 = Tiling(128, 128, 16, True, 8, 3, 1)
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Whether its multiprocessors are Hopper's, as the interpreter plays."""
+    """Whether the device is Hopper; the interpreter counts as one."""
     return device.type != "cuda" or torch.cuda.get_device_properties(device).major == 9
 
 
@@ -134,9 +134,9 @@ def _tiling(M: int, N: int, dtype: torch.dtype, mode: str, precision: str, devic
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, kind: str, mode: str = "value", pre: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """a @ b for matrices, and what follows.
+    """Return a @ b of matrices, with an epilogue.
 
-    Mode value: (activation(a @ b + bias), None, None). Mode keep: the same and a @ b + bias in the middle. Mode slope,
+    Mode value: (activation(a @ b + bias), None, None). Mode keep: the same with a @ b + bias as the second. Mode slope,
     given `pre`: (a @ b · activation'(pre), None, its column sums in float32).
     """
     (M, K), N, device = a.shape, b.shape[1], a.device
@@ -169,13 +169,13 @@ def product(
 
 
 def _parts(whole: int, size: int) -> int:
-    """How many parts of this size cover it."""
+    """Return how many parts of this size cover a length."""
     return -(-whole // size)
 
 
 def _readable(x: Tensor, turn: bool = True) -> tuple[Tensor, bool]:
-    """x or, with `turn`, its transpose, whichever has contiguous rows that begin at 16-byte borders, or a copy that
-    has; and whether it is the transpose."""
+    """Return x or, with `turn`, its transpose, whichever has contiguous rows aligned to 16 bytes, else a copy; and
+    whether it is the transpose."""
     unit = 16 // x.itemsize
     rows, columns = x.shape
     down, right = x.stride()
@@ -196,8 +196,8 @@ def _room(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """As its constructor makes it, without the checks, which take longer than all else here: `_readable` and `_room`
-    give what they ask for."""
+    """Make a descriptor without its constructor's checks, which would take most of the time here: `_readable` and
+    `_room` guarantee them."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, x.shape, x.stride(), [rows, columns]
     made.padding = "zero"

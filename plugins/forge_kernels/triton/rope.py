@@ -1,6 +1,6 @@
-"""Rotary embedding of q and k in one launch, in whatever strides they come.
+"""Rotary embedding of q and k in one launch, for any strides.
 
-A program turns some of the heads at one place, those of all the batch where the angles are the same for all of it.
+A program rotates some of the heads at one position, over the whole batch if all of it shares the angles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forge_kernels.contract import device_of
 
 
 def plan(pairs: int) -> tuple[int, int]:
-    """Heads of a program and its warps, by the number of pairs in a head rounded up."""
+    """Return heads and warps of a program for a padded number of pairs in a head."""
     return max(1, 2048 // pairs), 4
 
 
@@ -75,7 +75,7 @@ def _rope(
     pair = tl.arange(0, PAIRS)[None, :]
     real = pair < pairs
     angle = group.to(tl.int64) * angle_group + place * angle_place
-    # FULL: the angles of both members of a pair are given, though they are the same as a rule
+    # FULL: angles are given for both members of a pair, though usually equal
     step: tl.constexpr = 2 if FULL and INTERLEAVED else 1
     c = tl.load(cos + angle + pair * step, mask=real, other=0).to(tl.float32)
     s = tl.load(sin + angle + pair * step, mask=real, other=0).to(tl.float32)
@@ -105,7 +105,7 @@ def _rope(
 
 @custom_op("forge::rope", mutates_args=())
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    """With `inverse` it turns the other way, more exactly by the transposed matrix: the backward pass."""
+    """Rotate q and k; `inverse` multiplies by the transposed matrix, for the backward pass."""
     q, k = _rows_of_ones(q), _rows_of_ones(k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batch, q_heads, length, entries = q.shape
@@ -153,7 +153,7 @@ def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse
 
 
 def _rows_of_ones(x: Tensor) -> Tensor:
-    """x with the entries of a head next to each other."""
+    """Return x with contiguous entries of a head."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

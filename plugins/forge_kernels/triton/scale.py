@@ -1,6 +1,6 @@
-"""A gradient times the gradient of the loss, which is 1 as a rule: in place then, without touching memory."""
+"""Multiply a gradient by the gradient of the loss, in place, without reading memory if it is 1, as usual."""
 
-# Triton's language is not Python's to a type checker.
+# A type checker cannot read Triton's language.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge_kernels.contract import device_of
 
 @triton.jit
 def _scale(values, factor, count, BLOCK: tl.constexpr):
-    """values *= factor; nothing is read where the factor is 1."""
+    """Compute values *= factor; read nothing if the factor is 1."""
     times = tl.load(factor)
     if times != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -28,7 +28,7 @@ def _scale(values, factor, count, BLOCK: tl.constexpr):
 
 @custom_op("forge::scale_", mutates_args=("values",))
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, one float on the device; where it is 1, memory is not touched."""
+    """Compute values *= factor, one float on the device; leave memory untouched if it is 1."""
     if values.is_contiguous():
         programs = min(triton.cdiv(values.numel(), 8192), 1024)
         if programs:
@@ -39,7 +39,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
 
 
 def times(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, for a backward: in place where the graph is used once, so that a factor of 1 costs nothing."""
+    """Return gradient · factor, for a backward: in place if the graph is used once, so that a factor of 1 is free."""
     traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():
         return gradient * factor

@@ -16,20 +16,20 @@ CHUNK, WARPS_WIDE = 8192, 16
 
 
 def forward_plan(block: int) -> tuple[int, int, int, int]:
-    """Rows at a time, warps, programs per multiprocessor (0: one turn each), stages; by the width rounded up."""
+    """Return rows at a time, warps, programs per multiprocessor (0: one turn each) and stages for a padded width."""
     if block > 16384:
         return 1, 32, 1, 4
     return max(1, 2048 // block), max(4, block // 1024), 0, 1
 
 
 def backward_plan(block: int) -> tuple[int, int, int, int]:
-    """The same for the backward pass."""
+    """Return the same for the backward pass."""
     return max(1, 2048 // block), max(4, min(16, block // 1024)), 0, 1
 
 
 @triton.jit
 def _exp(x):
-    """tl.exp with what is below the smallest normal number as 0: a third of the instructions."""
+    """Return tl.exp with subnormal results as 0: a third of the instructions."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -54,7 +54,7 @@ def _forward_wide(x, y, width, x_stride, CHUNK: tl.constexpr):
         column = start + tl.arange(0, CHUNK)
         value = tl.load(x + row * x_stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
         above = tl.maximum(top, tl.max(value, 0))
-        base = tl.where(above == float("-inf"), 0.0, above)  # so that -inf - -inf is not NaN before a finite entry
+        base = tl.where(above == float("-inf"), 0.0, above)  # -inf - -inf before a finite entry must not be NaN
         sums = sums * _exp(top - base) + _exp(value - base)
         top = above
     scale = 1 / tl.sum(sums, 0)
@@ -72,7 +72,7 @@ def _backward(
     column = tl.arange(0, BLOCK)[None, :]
     turns = tl.cdiv(rows, ROWS)
     for turn in tl.range(tl.program_id(0), turns, tl.num_programs(0), num_stages=STAGES):
-        # from the last row to the first: what was written last is still in the cache
+        # from the last row to the first: the last writes are still in the cache
         row = ((turns - 1 - turn) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)
         share = tl.load(y + row * y_stride + column, mask=inside, other=0).to(tl.float32)
@@ -101,7 +101,7 @@ def _backward_wide(dy, y, dx, width, dy_stride, y_stride, CHUNK: tl.constexpr):
 
 @custom_op("forge::softmax", mutates_args=())
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the last dimension."""
+    """Compute softmax over the last dimension."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not x.numel():
         return y

@@ -14,12 +14,12 @@ import forge
 from forge.contract.task import Build
 from forge.errors import ForgeError, RecipeError, StackError, did_you_mean
 from forge.snapshot.sandbox import without_side_effects
-from forge_kernels import patch, registry
+from forge_kernels import discovery, patch
 from forge_kernels.caching import Cache, default_folder, key_of
-from forge_kernels.call_pattern import Call, pattern_of
+from forge_kernels.call_pattern import RecordedCall, pattern_of
 from forge_kernels.contract import INTERPRETED, Functional
 from forge_kernels.patch import StandIns, SwappedModules
-from forge_kernels.selection import Candidate, Choice, choose
+from forge_kernels.selection import Candidate, KernelChoice, choose
 from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins.kernels.looking import Seen, look
@@ -76,7 +76,7 @@ class Kernels(forge.Plugin):
 
     def __init__(self, *first: str | list[str], **values: Any):
         super().__init__(*first, **values)
-        config, known = self.config, registry.names()
+        config, known = self.config, discovery.names()
         named = [] if config.use in (AUTO, ALL) else as_list(config.use)
         if config.use == []:
             raise RecipeError("kernels.use is an empty list. Name some kernels, or write auto or all.")
@@ -99,7 +99,7 @@ class Kernels(forge.Plugin):
         self._modules = SwappedModules()
         self._looked: list[str | None] = []
         "The optimizers whose first batch was looked at."
-        self._choices: list[Choice] = []
+        self._choices: list[KernelChoice] = []
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Kernels(forge.Plugin):
             logger.info("kernels: nothing is swapped: they run on CUDA, and this run is on %s.", device.type)
             return
         self._candidates = candidates
-        patch.settle_names(soon=_compiles(trainer))
+        patch.build_dynamo_table(soon=_compiles(trainer))
         if self.config.use == AUTO:
             self._measures = trainer.verb == "fit"
             if not self._measures:
@@ -148,7 +148,7 @@ class Kernels(forge.Plugin):
     def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
         if self.config.use != AUTO or not state["looked"]:
             return
-        choices, before = [Choice.from_data(data) for data in state["choices"]], self._choices
+        choices, before = [KernelChoice.from_data(data) for data in state["choices"]], self._choices
         self._looked, self._choices = list(state["looked"]), choices
         if self._measures and choices != before:  # at a rewind they are what they were
             self._refuse_missing()
@@ -156,7 +156,7 @@ class Kernels(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        self._modules.put_back()
+        self._modules.restore()
         self._begin()
 
     # -- which kernels ------------------------------------------------------------------------------------------------
@@ -164,11 +164,11 @@ class Kernels(forge.Plugin):
     def _load(self) -> list[Candidate]:
         """The kernels to use, or to choose from, with what they replace. A broken package breaks those who name it."""
         left_out, found = as_list(self.config.leave_out), []
-        for name in self._named or registry.names():
+        for name in self._named or discovery.names():
             if name in left_out:
                 continue
             try:
-                kernel = registry.load(name)
+                kernel = discovery.load(name)
                 for replaces in kernel.replaces:
                     patch.refuse_unknown(replaces.target, name)
             except ForgeError as error:
@@ -200,7 +200,7 @@ class Kernels(forge.Plugin):
                 functions[target] = patch.always(target, candidate.replaces.call)
             else:
                 paths = patch.modules_of(build.task, target)
-                done = self._modules.put(build.task, paths, candidate.replaces.swap, name)
+                done = self._modules.replace(build.task, paths, candidate.replaces.swap, name)
                 if done:
                     logger.info("kernels: %s takes the place of %s.", name, listed(done, MANY))
         self._stand_ins = StandIns(functions)
@@ -217,18 +217,18 @@ class Kernels(forge.Plugin):
         seen = look(step, self._candidates, _compiles(trainer))
         # shares of a batch may differ by a sample, so the first rank measures what any of them calls
         everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
-        others = (Call.from_data(data) for there in everywhere for data in there)
+        others = (RecordedCall.from_data(data) for there in everywhere for data in there)
         calls = {**{call.kind: call for call in others}, **seen.calls}
         with trainer.env.no_timeout():
             made = trainer.env.from_first(lambda: self._measure(trainer, list(calls.values()), seen))
-        choices = [Choice.from_data(data) for data in made["choices"]]
+        choices = [KernelChoice.from_data(data) for data in made["choices"]]
         known = {choice.call.kind for choice in self._choices}
         self._choices += [choice for choice in choices if choice.call.kind not in known]
         self._apply(trainer)
         if trainer.env.is_main:
             self._tell(trainer, choices, seen, made["measured"])
 
-    def _measure(self, trainer: forge.Run, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
+    def _measure(self, trainer: forge.Run, calls: Sequence[RecordedCall], seen: Seen) -> dict[str, Any]:
         """On the first rank: what is known already from disk, the rest by measuring."""
         device, compiled = trainer.env.device, _compiles(trainer)
         cache = Cache(self._folder())
@@ -263,7 +263,7 @@ class Kernels(forge.Plugin):
         """Have the chosen kernels run from now on."""
         chosen: dict[str, list[patch.Chosen]] = {}
         decided: set[str] = set()
-        self._modules.put_back()
+        self._modules.restore()
         for choice in self._choices:
             paths = [path for path in choice.paths if path not in decided]
             decided |= set(paths)  # what is called in several ways is decided by the first
@@ -274,11 +274,11 @@ class Kernels(forge.Plugin):
                     entry = pattern_of(choice.call), candidate.replaces.call
                     chosen.setdefault(candidate.target, []).append(entry)
                 else:
-                    self._modules.put(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
-        patch.settle_names()
+                    self._modules.replace(trainer.task, paths, candidate.replaces.swap, candidate.kernel.name)
+        patch.build_dynamo_table()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
-    def _tell(self, trainer: forge.Run, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
+    def _tell(self, trainer: forge.Run, choices: Sequence[KernelChoice], seen: Seen, measured: int) -> None:
         if not choices:
             logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
             return

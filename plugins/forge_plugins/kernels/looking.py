@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge.diagnose.checks import LossWatch
 from forge.snapshot.sandbox import uncompiled, without_side_effects
-from forge_kernels.call_pattern import Call, Like, Unknown
+from forge_kernels.call_pattern import RecordedCall, TensorSpec, Unrecordable
 from forge_kernels.contract import Functional, Module
 from forge_kernels.patch import StandIns, modules_of, recording, swapped
 from forge_kernels.selection import Candidate
@@ -26,12 +26,12 @@ class Seen:
     """The calls of one forward: how often each kind came, and which modules make it."""
 
     def __init__(self) -> None:
-        self.calls: dict[Call, Call] = {}
+        self.calls: dict[RecordedCall, RecordedCall] = {}
         "By kind, the first of each."
-        self.counts: dict[Call, int] = {}
-        self.modules: dict[Call, list[str]] = {}
+        self.counts: dict[RecordedCall, int] = {}
+        self.modules: dict[RecordedCall, list[str]] = {}
 
-    def note(self, call: Call, path: str | None = None) -> None:
+    def note(self, call: RecordedCall, path: str | None = None) -> None:
         kind = call.kind
         self.calls.setdefault(kind, call)
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -85,9 +85,9 @@ def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: Seen) -> I
 
 def _note(seen: Seen, target: str, path: str, module: nn.Module, args: Any, options: Any) -> None:
     try:
-        parameters = [str(Like.of(parameter)) for parameter in module.parameters()]
-        seen.note(Call.of(target, args, options, f"{module!r} {', '.join(parameters)}"), path)
-    except Unknown:
+        parameters = [str(TensorSpec.of(parameter)) for parameter in module.parameters()]
+        seen.note(RecordedCall.of(target, args, options, f"{module!r} {', '.join(parameters)}"), path)
+    except Unrecordable:
         return
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from forge_kernels.call_pattern import Call
-from forge_kernels.selection import AS_WRITTEN, Choice
+from forge_kernels.call_pattern import RecordedCall
+from forge_kernels.selection import AS_WRITTEN, KernelChoice
 
 HEAD = ("call", "times", "as written", "kernel", "used")
 
 
-def table(choices: Sequence[Choice], counts: Mapping[Call, int], measured: int, compiled: bool, device: str) -> str:
+def table(
+    choices: Sequence[KernelChoice], counts: Mapping[RecordedCall, int], measured: int, compiled: bool, device: str
+) -> str:
     """The decision table, one line a call."""
     against = "torch.compile" if compiled else "what they replace"
     known = len(choices) - measured
@@ -23,7 +25,7 @@ def table(choices: Sequence[Choice], counts: Mapping[Call, int], measured: int, 
     return "\n  ".join([f"kernels against {against} on {device}, forward and backward, {source}:", *lines])
 
 
-def _row(choice: Choice, count: int) -> tuple[str, str, str, str, str]:
+def _row(choice: KernelChoice, count: int) -> tuple[str, str, str, str, str]:
     kernels = [f"{name} {ms:.4g} ms" for name, ms in choice.ms.items() if name != AS_WRITTEN]
     written = f"{choice.ms[AS_WRITTEN]:.4g} ms" if AS_WRITTEN in choice.ms else "-"
     tried = ", ".join(kernels) or choice.why or "-"

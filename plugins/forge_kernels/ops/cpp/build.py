@@ -1,8 +1,8 @@
-"""Compile a C++ file against torch and load it, at its first use: only a compiler is needed, no ninja and no nvcc.
+"""Compile a C++ file against torch and load it at first use. This needs a compiler, but neither ninja nor nvcc.
 
-The library is kept in the user's folder of torch extensions under a name made of everything that decides what is in it,
-so that it is built once, and anew when the source, torch or the compiler changes. It appears there whole or not at all.
-A process that builds holds a lock that the system takes back even if the process is killed; others wait for it.
+The library is kept in the user's folder of torch extensions under a name that hashes all its inputs, so that it is
+built once, and again when the source, torch or the compiler changes. It is moved there atomically. The building process
+holds a lock, which the system releases even if the process is killed; others wait for it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger("forge")
 
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"]
 if sys.platform == "linux" and torch.backends.openmp.is_available():
-    FLAGS.append("-fopenmp")  # at::parallel_for is in torch's headers, and serial without it
+    FLAGS.append("-fopenmp")  # at::parallel_for is serial without it
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 
 
 @cache
 def missing(source: Path) -> str | None:
-    """Load a C++ file's operators, building them if need be; says why they are not there, or None where they are."""
+    """Build and load a C++ file's operators; return why they are not available, or None."""
     try:
         library = build(source)
         with _or_say(f"{source.name} was built but cannot be loaded"):
@@ -45,7 +45,7 @@ def missing(source: Path) -> str | None:
 
 
 def build(source: Path, flags: Sequence[str] = ()) -> Path:
-    """The library built from a C++ file, from the cache where it is there; a KernelError says what is in the way."""
+    """Return the library built from a C++ file, cached if possible; raise KernelError if it cannot be built."""
     command = [*_compiler(), *_flags(), *flags]
     library = _folder(source) / f"{source.stem}-{_key(source, command)}.so"
     if not library.exists():
@@ -60,7 +60,7 @@ def build(source: Path, flags: Sequence[str] = ()) -> Path:
 
 
 def _run(command: list[str], source: Path, library: Path) -> None:
-    # a folder, since a temporary file would be its owner's alone, and others may share the cache
+    # a folder, since a temporary file would be readable by its owner only, and others may share the cache
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         line = [*command, str(source), "-o", str(made), *_linked()]
@@ -68,21 +68,21 @@ def _run(command: list[str], source: Path, library: Path) -> None:
         if done.returncode:
             log = library.with_suffix(".log")
             log.write_text(f"{shlex.join(line)}\n\n{done.stdout}{done.stderr}")
-            first = next((text for text in done.stderr.splitlines() if "error:" in text), "it gave no reason")
-            raise KernelError(f"{source.name} could not be compiled: {first.strip()} (all of it is in {log})")
+            first = next((text for text in done.stderr.splitlines() if "error:" in text), "no error message")
+            raise KernelError(f"{source.name} could not be compiled: {first.strip()} (full output in {log})")
         os.replace(made, library)
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler that torch would take: CXX, or c++."""
+    """Return the C++ compiler that torch would use: CXX, or c++."""
     words = shlex.split(os.environ.get("CXX", "c++"))
     if sys.platform == "win32" or not words or shutil.which(words[0]) is None:
-        raise KernelError(f"there is no C++ compiler {' '.join(words) or 'c++'} (CXX names another)")
+        raise KernelError(f"the C++ compiler {' '.join(words) or 'c++'} was not found (set CXX to name another)")
     return words
 
 
 def _flags() -> list[str]:
-    from torch.utils import cpp_extension  # brings setuptools along: not at import
+    from torch.utils import cpp_extension  # imports setuptools: not at import
 
     folders = [f"-isystem{folder}" for folder in cpp_extension.include_paths("cpu")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -114,7 +114,7 @@ def _key(source: Path, command: list[str]) -> str:
 
 @contextmanager
 def _or_say(what: str) -> Iterator[None]:
-    """An error of the system becomes a KernelError that says what could not be done."""
+    """Raise an OSError as a KernelError with this message."""
     try:
         yield
     except OSError as error:
@@ -123,8 +123,8 @@ def _or_say(what: str) -> Iterator[None]:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time. The system forgets the lock with the process that held it."""
-    import fcntl  # not on every platform that imports forge
+    """Hold a lock that the system releases when the process ends."""
+    import fcntl  # not available on every platform
 
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
 """all_finite: whether every entry of a list of tensors is finite, in C++; the pattern for operators that need C++.
 
-The schema, the fake function and the reference are here, the kernel is in finite.cpp. Until that is loaded, and
-where it cannot be, the operator itself runs Python: it builds the C++ at the first call on CPU tensors, which from then
-on takes its place in torch's dispatcher. So nothing is built at import, and torch.compile sees one operator throughout.
+Schema, fake function and reference are here, the kernel is in finite.cpp. The operator starts as Python: its first call
+on CPU tensors builds and loads the C++, which replaces it in torch's dispatcher; if that fails, the reference runs. So
+nothing is built at import, and torch.compile always sees one operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ torch.library.define("forge::all_finite", "(Tensor[] tensors) -> Tensor")
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A bool tensor: whether no entry of these tensors is NaN or infinite. True of no tensors at all."""
+    """Return a bool tensor: whether no entry of these tensors is NaN or infinite. True for an empty list."""
     if isinstance(tensors, Tensor):
         raise KernelError("forge.kernels.all_finite takes a list of tensors; it got one tensor.")
     for tensor in tensors:
@@ -48,7 +48,7 @@ def all_finite_reference(tensors: Sequence[Tensor]) -> Tensor:
 def _(tensors: list[Tensor]) -> Tensor:
     if falls_back("all_finite", missing(SOURCE)):
         return all_finite_reference(tensors)
-    return torch.ops.forge.all_finite(tensors)  # the C++ has just taken this one's place
+    return torch.ops.forge.all_finite(tensors)  # the C++ has just replaced this function
 
 
 @torch.library.register_fake("forge::all_finite")
@@ -58,14 +58,14 @@ def _(tensors: list[Tensor]) -> Tensor:
 
 def supports(tensors: Sequence[Tensor]) -> str | None:
     if not plain(*tensors):
-        return "functorch, forward-mode differentiation or a tensor subclass is at work"
+        return "it supports no torch.func, forward-mode differentiation or tensor subclasses"
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"it runs on the CPU, not on {tensor.device.type}"
         if tensor.layout is not torch.strided:
-            return "it has no sparse tensors"
+            return "it does not support sparse tensors"
         if tensor.dtype not in DTYPES:
-            return f"it has no {dtype_name(tensor.dtype)}"
+            return f"it does not support {dtype_name(tensor.dtype)}"
     return None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from forge import registry as installed
 from forge.errors import ForgeError, KernelError
-from forge_kernels import registry
+from forge_kernels import discovery
 from tests.conftest import Run
 from tests.support.toy_kernels import TOY, entries, toy
 
@@ -54,33 +54,33 @@ def third_party(folder: Path) -> Path:
 
 def test_a_kernel_is_loaded_by_name(only: Any) -> None:
     only(entries("toy", "toy_rival"))
-    assert registry.names() == ["toy", "toy_rival"]
-    assert registry.load("toy") is TOY
+    assert discovery.names() == ["toy", "toy_rival"]
+    assert discovery.load("toy") is TOY
 
 
 def test_names_are_known_without_importing_anything(only: Any) -> None:
     only(entries(lost="a_package_that_nobody_has:LOST"))
-    assert registry.names() == ["lost"]
+    assert discovery.names() == ["lost"]
     with pytest.raises(ForgeError, match=r"kernel 'lost' of .* cannot be imported \(a_package_that_nobody_has:LOST\)"):
-        registry.load("lost")
+        discovery.load("lost")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(only: Any) -> None:
     only(entries("toy"))
     with pytest.raises(ForgeError, match=r"No kernel is called 'tooy'. Did you mean 'toy'\?"):
-        registry.load("tooy")
+        discovery.load("tooy")
 
 
 def test_what_is_no_kernel_is_refused(only: Any) -> None:
     only(entries("no_kernel"))
-    with pytest.raises(KernelError, match=r"registered as tests.support.toy_kernels:NO_KERNEL, which is a str and no"):
-        registry.load("no_kernel")
+    with pytest.raises(KernelError, match=r"registered as tests.support.toy_kernels:NO_KERNEL, which is a str, not a"):
+        discovery.load("no_kernel")
 
 
 def test_a_kernel_under_another_name_is_refused(only: Any) -> None:
     only(entries(other="tests.support.toy_kernels:TOY"))
     with pytest.raises(KernelError, match="registers the kernel 'toy' as 'other'"):
-        registry.load("other")
+        discovery.load("other")
 
 
 def test_the_version_follows_the_source_and_what_it_makes_use_of(
@@ -94,10 +94,10 @@ def test_the_version_follows_the_source_and_what_it_makes_use_of(
     monkeypatch.syspath_prepend(tmp_path)
     kernel = toy("versioned")
     object.__setattr__(kernel, "function", importlib.import_module("forge_versioned.kernel").run)
-    first = registry.version(kernel)
-    assert registry.version(kernel) == first
+    first = discovery.version(kernel)
+    assert discovery.version(kernel) == first
     (package / "ops.py").write_text("def run(x):\n    return x + 1\n")
-    assert registry.version(kernel) != first
+    assert discovery.version(kernel) != first
 
 
 def test_an_installed_third_partys_kernel_is_listed_shown_and_measured(run_forge: Run, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_every_public_name_is_what_users_call_whatever_was_imported_before(run_p
 
 
 def test_a_kernels_version_is_that_of_its_triton_source_too() -> None:
-    kernel = registry.load("softmax")
+    kernel = discovery.load("softmax")
     assert {"forge_kernels.ops.softmax", "forge_kernels.triton.softmax"} <= {
-        module.__name__ for module in registry._modules(kernel)
+        module.__name__ for module in discovery._modules(kernel)
     }

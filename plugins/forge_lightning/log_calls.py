@@ -1,4 +1,4 @@
-"""What a LightningModule logs: `self.log` as values in forge's means."""
+"""Calls of a LightningModule's `self.log`, and their values in forge's means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
 
 
-class Logged(NamedTuple):
+class LogCall(NamedTuple):
     """One call of `self.log`."""
 
     name: str
@@ -31,7 +31,7 @@ class Logged(NamedTuple):
     add_dataloader_idx: bool
 
 
-def logged(
+def parse_log(
     who: str,
     name: str,
     value: Any,
@@ -47,38 +47,38 @@ def logged(
     batch_size: int | None = None,
     metric_attribute: str | None = None,
     rank_zero_only: bool = False,
-) -> Logged:
-    """The arguments of `self.log` as forge needs them.
+) -> LogCall:
+    """Check the arguments of `self.log` and return them as a LogCall.
 
     Every sink gets every value, and on several ranks a value is always the mean over all of them, so that prog_bar,
-    logger, sync_dist and its group, enable_graph and metric_attribute have nothing to say.
+    logger, sync_dist and its group, enable_graph and metric_attribute have no effect.
     """
     if is_metric(value):
-        return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+        return LogCall(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise TaskError(f"{who}: self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log its .mean().")
     if not isinstance(value, (Tensor, Real)):
         raise TaskError(f"{who}: self.log({name!r}) got a {type(value).__name__}; log a number, or use log_dict.")
     if reduce_fx not in ("mean", "avg", torch.mean):
         raise TaskError(
-            f"{who}: self.log({name!r}, reduce_fx={reduce_fx!r}): forge takes the mean. Hold a metric of torchmetrics "
-            "(MaxMetric, MinMetric, SumMetric), update it, and log the object."
+            f"{who}: self.log({name!r}, reduce_fx={reduce_fx!r}): forge computes the mean. For others, log a metric of "
+            "torchmetrics (MaxMetric, MinMetric, SumMetric) as an object."
         )
     value = value.detach() if isinstance(value, Tensor) else float(value)
-    return Logged(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+    return LogCall(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
 
 
 def refuse_on_one_rank(who: str, name: str, world: int) -> None:
-    """Ranks must log the same names: their means are taken together."""
+    """Raise TaskError for rank_zero_only on several ranks: means are taken over all ranks."""
     if world > 1:
         raise TaskError(
-            f"{who}: self.log({name!r}, rank_zero_only=True): forge takes the mean over all ranks, so all of them must "
-            "log it. Leave rank_zero_only out, and call self.log on every rank."
+            f"{who}: self.log({name!r}, rank_zero_only=True): forge computes the mean over all ranks, so all of them "
+            "must log it. Remove rank_zero_only, and call self.log on every rank."
         )
 
 
 def split(output: Any) -> tuple[Any, dict[str, Any]]:
-    """What a step returned as (loss, other scalars); tensors of more than one number are for the module's own hooks."""
+    """Split a step's output into (loss, other scalars); larger tensors are only for the module's own hooks."""
     if not isinstance(output, Mapping):
         return output, {}
     scalars = {
@@ -90,23 +90,23 @@ def split(output: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def is_the_loss(value: Any, loss: Any) -> bool:
-    """Whether what was logged is the loss that was returned: the same memory, or its number."""
+    """Whether a logged value is the returned loss: the same memory, or the same number."""
     if not isinstance(loss, Tensor):
         return False
     if isinstance(value, Tensor):
         return value.data_ptr() == loss.data_ptr()
-    number = float(loss.detach())  # whoever logs a number has waited for the device already
+    number = float(loss.detach())  # a logged number has synchronized with the device already
     return value == number or (value != value and number != number)
 
 
 def of_this_batch(name: str, metric: Any) -> dict[str, Any]:
-    """What a metric came to for the batch that it was last called with, by name; nothing, where it was only updated."""
+    """Return a metric's values for its last batch by name; warn and return nothing if it was only updated."""
     value = metric._forward_cache
     if value is None:
         warnings.warn(
-            f"self.log({name!r}) got a {type(metric).__name__} without a value for this batch, so there is none to log "
-            "for a step, as in Lightning: call the metric, metric(preds, target), rather than metric.update; or log it "
-            "with on_step=False, on_epoch=True.",
+            f"self.log({name!r}) got a {type(metric).__name__} without a value for this batch, so nothing is logged "
+            "for the step, as in Lightning: call the metric, metric(preds, target), instead of metric.update, or log "
+            "it with on_step=False, on_epoch=True.",
             stacklevel=2,
         )
         return {}
@@ -116,14 +116,14 @@ def of_this_batch(name: str, metric: Any) -> dict[str, Any]:
 
 
 def computed(metrics: TaskMetrics, env: Env) -> dict[str, float]:
-    """What the metrics come to that were logged; they go on from there. All ranks must ask."""
+    """Return the values of logged metrics without resetting them. Collective: all ranks must call it."""
     values = metrics.compute(env if env.world > 1 else None, reset=False)
     return {name: float(value) for name, value in values.items()}
 
 
 class EpochMeans:
-    """Values for an epoch of training, of what is logged with `on_epoch=True`; means are kept in checkpoints by rank,
-    and what metrics have accumulated is with all that the task holds."""
+    """Means and metrics over a training epoch of values logged with `on_epoch=True`. Checkpoints hold the means by
+    rank; metric states are part of the task's state."""
 
     def __init__(self, trainer: Run):
         self._env = trainer.env
@@ -131,12 +131,12 @@ class EpochMeans:
         self.metrics = TaskMetrics(trainer.task, "train/")
 
     def read(self) -> dict[str, float]:
-        """The means so far, which begin anew, and what metrics come to, which do not. All ranks must ask."""
+        """Return and reset the means, and return the metrics, which continue. Collective: all ranks must call it."""
         means = self.means.read().result() if self._env.world > 1 or not self.means.empty else {}
         return {**means, **computed(self.metrics, self._env)}
 
     def end(self) -> None:
-        """The metrics that were logged begin anew; the others are the module's own business."""
+        """Reset the logged metrics; the module manages all others itself."""
         self.metrics.reset()
         self.metrics.names = {}
 

@@ -1,5 +1,5 @@
-"""Every installed kernel by name: forge's own, and those that third parties offer under the entry point
-`forge.kernels`. None is imported until it is asked for."""
+"""Installed kernels by name: forge's own, and third parties' under the entry point `forge.kernels`. A kernel is
+imported when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from forge_kernels.contract import Functional, Kernel, Module
 
 
 def names() -> list[str]:
-    """What is installed, from metadata alone."""
+    """Return the names of installed kernels, from metadata only."""
     return list(registry.installed("kernel"))
 
 
 def load(name: str) -> Kernel:
-    """The kernel of that name."""
+    """Import the kernel of that name; raise KernelError if it is not a valid one."""
     kernel = registry.load("kernel", name)
     if not isinstance(kernel, Kernel):
         entry = registry.installed("kernel")[name]
         raise KernelError(
             f"The kernel {name!r} of {registry.origin(entry)} is registered as {entry.value}, which is a "
-            f"{type(kernel).__name__} and no forge_kernels.contract.Kernel. Repair or uninstall that package."
+            f"{type(kernel).__name__}, not a forge.kernels.contract.Kernel. Repair or uninstall that package."
         )
     if kernel.name != name:
         entry = registry.installed("kernel")[name]
         raise KernelError(
-            f"{registry.origin(entry)} registers the kernel {kernel.name!r} as {name!r}: the two must be one name."
+            f"{registry.origin(entry)} registers the kernel {kernel.name!r} as {name!r}: the names must be equal."
         )
     return kernel
 
 
 def version(kernel: Kernel) -> str:
-    """A short hash over the source of a kernel: its module, and all of the package around it that it makes use of."""
+    """Return a short hash over a kernel's source: its module, and all modules of its package that it uses."""
     digest = hashlib.sha256()
     for file in sorted({Path(str(module.__file__)) for module in _modules(kernel) if module.__file__}):
         digest.update(file.read_bytes() if file.is_file() else b"")
@@ -56,7 +56,7 @@ def _modules(kernel: Kernel) -> set[ModuleType]:
 
 
 def _package(module: str) -> str:
-    """The top-level package of a module; its modules count as a kernel's source."""
+    """Return the top-level package of a module."""
     return module.partition(".")[0]
 
 
@@ -75,6 +75,6 @@ def _gather(module: ModuleType, package: str, found: set[ModuleType]) -> None:
 
 
 def _home(value: object) -> ModuleType | None:
-    """The module that something was defined in."""
+    """Return the module in which an object was defined."""
     name = getattr(value, "__module__", None)
     return sys.modules.get(name) if isinstance(name, str) else None

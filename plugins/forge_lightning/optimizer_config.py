@@ -1,4 +1,4 @@
-"""What a LightningModule's configure_optimizers returns, in all of Lightning's forms, as forge has it."""
+"""Convert the result of a LightningModule's configure_optimizers, in all of Lightning's forms."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from forge.progress import Interval, Position
 from forge_lightning.names import monitored
 
 KEYS = {"scheduler", "interval", "frequency", "monitor", "reduce_on_plateau", "strict", "name"}
-"""What Lightning's lr_scheduler config may say; `name` is for its LearningRateMonitor."""
+"""Keys of Lightning's lr_scheduler config; `name` is for its LearningRateMonitor."""
 
 Config = dict[str, Any]
 
 
 def read(returned: Any, where: str) -> tuple[Optimizer, list[Config]]:
-    """The one optimizer, and the configs of its schedules."""
+    """Return the optimizer and the configs of its schedules; raise TaskError for other forms."""
     if isinstance(returned, Optimizer):
         return returned, []
     if isinstance(returned, Mapping):
@@ -59,15 +59,15 @@ def _config(item: Any, where: str) -> Config:
     odd = sorted(config.keys() - KEYS)
     if odd or "scheduler" not in config:
         missing = f"{', '.join(map(repr, odd))} in" if odd else "no 'scheduler' in"
-        raise TaskError(f"{where}: there is {missing} an lr_scheduler config. It takes {', '.join(sorted(KEYS))}.")
+        raise TaskError(f"{where}: {missing} an lr_scheduler config. It takes {', '.join(sorted(KEYS))}.")
     if config.get("interval", "epoch") not in ("step", "epoch"):
-        raise TaskError(f"{where}: interval is {config['interval']!r}; it is 'step' or 'epoch'.")
+        raise TaskError(f"{where}: interval is {config['interval']!r}; it must be 'step' or 'epoch'.")
     return config
 
 
 def schedule_of(config: Config, where: str, position: Callable[[], int], stepped: Any) -> Schedule:
-    """A config as forge's Schedule. `position` says how many batches of the epoch were done before this update;
-    `stepped` puts the module's own lr_scheduler_step around a scheduler, where it has one."""
+    """Convert a config to forge's Schedule. `position` returns how many batches of the epoch were done before this
+    update; `stepped` wraps a scheduler in the module's lr_scheduler_step, if it defines one."""
     scheduler = config["scheduler"]
     by_metric = config.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     interval, frequency = config.get("interval", "epoch"), int(config.get("frequency", 1))
@@ -83,20 +83,20 @@ def _monitor(config: Config, where: str, interval: str, frequency: int) -> str:
         raise TaskError(f"{where}: the config of a ReduceLROnPlateau has no 'monitor'.")
     if (interval, frequency) != ("epoch", 1):
         raise TaskError(
-            f"{where}: a ReduceLROnPlateau with interval {interval!r} and frequency {frequency}; forge steps it after "
-            "each validation. Leave both out, and set Trainer(validate_every=...)."
+            f"{where}: a ReduceLROnPlateau has interval {interval!r} and frequency {frequency}; forge steps it after "
+            "each validation. Remove both, and set Trainer(validate_every=...)."
         )
     name = monitored(str(config["monitor"]))
     if name is None:
         raise TaskError(
-            f"{where}: a ReduceLROnPlateau watches {config['monitor']!r}, a metric of training; forge steps it after "
-            "each validation, by a metric of that. Log one in validation_step, and watch it."
+            f"{where}: a ReduceLROnPlateau monitors {config['monitor']!r}, a training metric, but forge steps it after "
+            "each validation. Log a metric in validation_step, and monitor that."
         )
     return name
 
 
 class WithinEpoch(Interval):
-    """Every so many batches, counted anew in every epoch, as Lightning does it."""
+    """Every n batches, counted from the start of each epoch, as in Lightning."""
 
     __slots__ = ("_position",)
 
@@ -109,7 +109,7 @@ class WithinEpoch(Interval):
 
 
 class OwnStep:
-    """A scheduler that the module steps itself, by its lr_scheduler_step."""
+    """A scheduler that is stepped by the module's lr_scheduler_step."""
 
     def __init__(self, scheduler: Any, step: Callable[[Any, Any], None]):
         self.scheduler, self._step = scheduler, step

@@ -1,4 +1,4 @@
-"""What a LightningModule asks for while it runs: `self.log`, `self.optimizers()`, `self.all_gather`."""
+"""forge's implementations of LightningModule methods: `self.log`, `self.optimizers()`, `self.all_gather`."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
-from forge_lightning import carried
-from forge_lightning.logged import Logged, computed, in_training, logged, refuse_on_one_rank
-from forge_lightning.wrapping import Wrapped
+from forge_lightning import compatibility
+from forge_lightning.log_calls import LogCall, computed, in_training, parse_log, refuse_on_one_rank
+from forge_lightning.module_task import ModuleTask
 
 
-class Answers(Wrapped):
-    """forge's answers in place of Lightning's."""
+class ModuleMethods(ModuleTask):
+    """Methods that replace the module's own during a run."""
 
-    def _listening(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Logged]]:
-        """Call a step; what it returned, and what it logged meanwhile."""
+    def _run_and_collect(self, weight: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[LogCall]]:
+        """Call a step; return its output and the calls of `self.log` in it."""
         self._calls, self._weight = [], weight
         try:
-            return carried.call(function, *arguments), self._calls
+            return compatibility.call(function, *arguments), self._calls
         finally:
             self._calls = None
 
-    def _weigh(self, call: Logged) -> Any:
-        """What a logged value weighs: the batch_size it was logged with, else the batch's; a borrowed one nothing."""
+    def _weigh(self, call: LogCall) -> Any:
+        """Return the weight of a logged value: its batch_size, else the batch's size; 0 for a padding batch."""
         return call.weight if call.weight is not None and self._weight else self._weight
 
-    def _add_in_training(self, name: str, call: Logged) -> None:
+    def _add_in_training(self, name: str, call: LogCall) -> None:
         raise NotImplementedError
 
-    def _count_between(self, call: Logged) -> None:
+    def _count_between(self, call: LogCall) -> None:
         raise NotImplementedError
 
-    def _answer_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
+    def _module_log(self, name: str, value: Any, *args: Any, rank_zero_only: bool = False, **options: Any) -> None:
         who = type(self.module).__name__
         if self.trainer is None:
-            return  # as in Lightning: steps can be called by hand
+            return  # as in Lightning: steps can be called outside a run
         if hasattr(value, "compute_groups"):
             members = value.items(keep_base=False, copy_state=False)
             options["rank_zero_only"] = rank_zero_only
-            self._answer_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
+            self._module_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
             return
-        call = logged(who, name, value, *args, **options)
+        call = parse_log(who, name, value, *args, **options)
         if rank_zero_only:
             refuse_on_one_rank(who, name, self.trainer.env.world)
         if self._calls is not None:
             self._calls.append(call)
         elif self.stage == "predict":
-            raise TaskError(f"{who}: self.log({name!r}) in predict: there is nothing that it would be logged to.")
+            raise TaskError(f"{who}: self.log({name!r}) in predict: predictions are not logged. Remove the call.")
         else:
             self._log_between(call)
 
-    def _log_between(self, call: Logged) -> None:
-        """`self.log` in a hook rather than in a step."""
+    def _log_between(self, call: LogCall) -> None:
+        """Handle `self.log` in a hook rather than in a step."""
         if self.stage is not None:
             self._count_between(call)
             return
         assert self.trainer is not None
-        if self.epoch_is_over and self._epoch is not None:  # what is logged at its end is the value for it
+        if self.epoch_is_over and self._epoch is not None:  # values logged at its end are the epoch's
             self.names[call.name] = name = in_training(call.name)
             if is_metric(call.value):
                 self._epoch.metrics.call(name, call.value)
@@ -73,21 +73,21 @@ class Answers(Wrapped):
         else:
             self._add_in_training(in_training(call.name), call)
 
-    def _answer_log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
+    def _module_log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         several = hasattr(dictionary, "compute_groups")
         items = dictionary.items(keep_base=False, copy_state=False) if several else dictionary.items()
         for name, value in items:
-            self._answer_log(name, value, *args, **options)
+            self._module_log(name, value, *args, **options)
 
-    def _answer_optimizers(self, use_pl_optimizer: bool = True) -> Any:
+    def _module_optimizers(self, use_pl_optimizer: bool = True) -> Any:
         assert self.trainer is not None
         return self.trainer.optimizers[None]
 
-    def _answer_lr_schedulers(self) -> Any:
+    def _module_lr_schedulers(self) -> Any:
         schedulers = [getattr(item.schedule, "scheduler", item.schedule) for item in self._schedules]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
-    def _answer_clip_gradients(
+    def _module_clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         if not gradient_clip_val:
@@ -98,11 +98,11 @@ class Answers(Wrapped):
         else:
             nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
 
-    def _answer_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def _module_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         assert self.trainer is not None
         env = self.trainer.env
         if sync_grads and env.world > 1:
-            raise TaskError("self.all_gather(sync_grads=True) is not carried over: gradients do not travel through it.")
+            raise TaskError("self.all_gather(sync_grads=True) is not supported: gradients do not pass through it.")
         leaves, form = tree_flatten(data)
         numbers = {i: value for i, value in enumerate(leaves) if isinstance(value, (Tensor, int, float))}
         own = {i: torch.as_tensor(value, device=env.device).detach().contiguous() for i, value in numbers.items()}
@@ -116,7 +116,7 @@ class Answers(Wrapped):
         return tree_unflatten([own.get(i, value) for i, value in enumerate(leaves)], form)
 
     def _refuse_uneven(self, kinds: list[tuple[str, tuple[int, ...]]], size: int, group: Any) -> None:
-        """Every rank's share must have the same dtype and shape; another would be waited for without an end."""
+        """Raise TaskError on all ranks unless all have the same dtypes and shapes; the gather would hang."""
         assert self.trainer is not None
         by_rank: list[Any] = [None] * size
         if group is None:
@@ -125,12 +125,12 @@ class Answers(Wrapped):
             torch.distributed.all_gather_object(by_rank, kinds, group=group)
         if all(each == by_rank[0] for each in by_rank):
             return
-        told = {
+        found = {
             rank: ", ".join(f"{dtype.removeprefix('torch.')} {shape}" for dtype, shape in each)
             for rank, each in enumerate(by_rank)
         }
         raise TaskError(
-            f"{type(self.module).__name__}: self.all_gather has shares that differ: "
-            f"{'; '.join(f'rank {rank} has {what}' for rank, what in list(told.items())[:4])}. Gather what is as large "
-            "on every rank: a sum and a count, or tensors padded to one shape."
+            f"{type(self.module).__name__}: self.all_gather got tensors that differ between ranks: "
+            f"{'; '.join(f'rank {rank} has {what}' for rank, what in list(found.items())[:4])}. Gather tensors of one "
+            "shape: a sum and a count, or tensors padded to one shape."
         )

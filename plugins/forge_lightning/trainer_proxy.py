@@ -1,5 +1,5 @@
-"""What a LightningModule finds under `self.trainer` and `self.logger` while forge runs it: what there is, and an error
-that names what there is not."""
+"""`self.trainer` and `self.logger` of a LightningModule under forge: the supported attributes, and an error that names
+any other."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from forge.metrics.media import Text
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-    from forge_lightning.wrapping import Wrapped
+    from forge_lightning.module_task import ModuleTask
 
 
-class NotHere(TaskError, AttributeError):
-    """Something of Lightning's that forge does not have."""
+class MissingAttribute(TaskError, AttributeError):
+    """An attribute of Lightning's Trainer or logger that forge does not provide."""
 
 
-class StandIn:
-    """Lightning's Trainer as far as modules ask for it."""
+class TrainerProxy:
+    """The attributes of Lightning's Trainer that modules use."""
 
     barebones = sanity_checking = fast_dev_run = False
     checkpoint_callback = early_stopping_callback = progress_bar_callback = None
     callbacks: tuple[Any, ...] = ()
     num_sanity_val_steps = 0
 
-    def __init__(self, adapter: Wrapped):
+    def __init__(self, adapter: ModuleTask):
         self._adapter = adapter
-        self.logger = LoggerStandIn(adapter)
+        self.logger = LoggerProxy(adapter)
         self.loggers = [self.logger]
 
     def __getattr__(self, name: str) -> Any:
-        raise NotHere(
+        raise MissingAttribute(
             f"self.trainer.{name}: forge runs this LightningModule, and its Trainer has no {name}. It has "
             f"{', '.join(sorted(n for n in dir(type(self)) if not n.startswith('_')))}; forge's own Trainer is "
             "self.trainer.forge."
@@ -48,7 +48,7 @@ class StandIn:
     def forge(self) -> Run:
         """The Trainer that runs the module."""
         if self._adapter.trainer is None:
-            raise TaskError("self.trainer: no run is under way, so there is nothing to ask the Trainer.")
+            raise TaskError("self.trainer: no run is in progress, so the Trainer has no values yet.")
         return self._adapter.trainer
 
     @property
@@ -56,7 +56,7 @@ class StandIn:
         trainer = self._adapter.trainer
         return Setting.read() if trainer is None or not self._adapter.is_built else trainer.env
 
-    # -- where the run is ---------------------------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
@@ -77,9 +77,9 @@ class StandIn:
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values, under the module's own names and under forge's.
+        """The latest values, under the module's names and forge's.
 
-        From the end of an epoch to the next batch, what is logged by step and by epoch has the epoch's value.
+        From the end of an epoch to the next batch, a name logged by step and by epoch has the epoch's value.
         """
         adapter = self._adapter
         latest = {**self.forge.metrics, **adapter.fresh}
@@ -91,7 +91,7 @@ class StandIn:
 
     logged_metrics = callback_metrics
 
-    # -- how long it is -----------------------------------------------------------------------------------------------
+    # -- duration -----------------------------------------------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int:
@@ -128,7 +128,7 @@ class StandIn:
         if stop:
             self.forge.request_stop("trainer.should_stop was set", by=type(self.forge.task).__name__)
 
-    # -- what it does now ---------------------------------------------------------------------------------------------
+    # -- stage --------------------------------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
@@ -146,7 +146,7 @@ class StandIn:
     def predicting(self) -> bool:
         return self._adapter.stage == "predict"
 
-    # -- where it runs ------------------------------------------------------------------------------------------------
+    # -- environment --------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -172,7 +172,7 @@ class StandIn:
     def log_dir(self) -> str | None:
         return None if self.forge.run_dir is None else str(self.forge.run_dir)
 
-    # -- what it works with -------------------------------------------------------------------------------------------
+    # -- parts of the run ---------------------------------------------------------------------------------------------
 
     @property
     def lightning_module(self) -> Any:
@@ -199,26 +199,26 @@ class StandIn:
         return self.forge.given_loaders.get("val")
 
 
-class LoggerStandIn:
-    """`self.logger`: numbers go to every sink of the run."""
+class LoggerProxy:
+    """`self.logger`: passes numbers to every sink of the run."""
 
-    def __init__(self, adapter: Wrapped):
+    def __init__(self, adapter: ModuleTask):
         self._adapter = adapter
 
     def __getattr__(self, name: str) -> Any:
-        raise NotHere(
+        raise MissingAttribute(
             f"self.logger.{name}: forge runs this LightningModule, and has sinks in its stack instead of a logger. "
             "self.log and self.logger.log_metrics reach them all; a picture goes through "
             "self.trainer.forge.publish({name: forge.Image(...)})."
         )
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Hand numbers to every sink now, as of this update; `step` is forge's to say."""
+        """Publish numbers to every sink at this update; `step` is ignored."""
         if self._adapter.trainer is not None:
             self._adapter.trainer.publish(metrics)
 
     def log_hyperparams(self, params: Any, *arguments: Any, **named: Any) -> None:
-        """Hand them to the sinks as a text."""
+        """Publish hyperparameters to the sinks as text."""
         values = params if isinstance(params, Mapping) else vars(params)
         if self._adapter.trainer is not None:
             table = "\n".join(f"- {name}: {value}" for name, value in values.items())

@@ -1,0 +1,123 @@
+"""`forge.kernels` is `forge_kernels`: one object under both names, for imports, pickles and type checkers."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import forge
+import forge_kernels
+from tests.conftest import REPO, Run
+
+SUBMODULES = ("contract", "testing", "ops", "ops.softmax", "ops.cpp.build", "triton.softmax", "discovery")
+
+LAZY = """
+import sys
+import forge, forge.testing
+
+def loaded():
+    tops = ("torch", "forge_kernels", "forge_lightning")
+    return {name for name in sys.modules if name.partition(".")[0] in tops or name.startswith("forge.kernels")}
+
+assert not loaded(), loaded()
+forge.testing.check_against_reference
+assert "forge_kernels.testing" in loaded() and "forge_lightning" not in loaded()
+forge.LightningAdapter
+assert "forge_lightning" in loaded()
+"""
+
+FIRST_IMPORTS = [
+    "import forge.kernels.contract as m",
+    "from forge.kernels import contract as m",
+    "from forge.kernels.ops import softmax as m",
+    "import forge.kernels.ops.cpp.build as m",
+    "from forge import kernels as m",
+]
+
+USER = """
+import forge
+import forge.kernels.contract
+from forge import kernels
+from forge.kernels import ClipAdamW, softmax
+from forge.kernels.contract import Case, Cost, Functional, Kernel, unusable
+from forge.kernels.ops.cpp.build import missing
+from forge.kernels.testing import poisoned_memory
+from forge.testing import check_against_reference
+
+reveal_type((softmax, kernels.softmax))
+reveal_type((ClipAdamW, Kernel, forge.kernels.contract.Cost, forge.LightningAdapter))
+reveal_type((missing, unusable, poisoned_memory, check_against_reference))
+"""
+
+
+def test_the_package_and_its_names_are_the_same_objects() -> None:
+    from forge import kernels
+    from forge.kernels import ClipAdamW, softmax
+
+    assert kernels is forge_kernels is sys.modules["forge.kernels"] is forge.kernels
+    assert softmax is forge_kernels.softmax
+    assert ClipAdamW is forge_kernels.ClipAdamW
+    assert all(getattr(kernels, name) is getattr(forge_kernels, name) for name in forge_kernels.__all__)
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_a_submodule_is_one_module_with_its_own_spec(name: str) -> None:
+    alias = importlib.import_module(f"forge.kernels.{name}")
+    real = importlib.import_module(f"forge_kernels.{name}")
+    assert alias is real is importlib.import_module(f"forge.kernels.{name}")
+    assert real.__name__ == real.__spec__.name == f"forge_kernels.{name}"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("statement", FIRST_IMPORTS)
+def test_any_import_may_come_first(statement: str, run_python: Run) -> None:
+    code = f"{statement}\nimport sys, importlib\n"
+    code += "assert m.__name__.startswith('forge_kernels') and m is importlib.import_module(m.__name__)\n"
+    code += "own = [n for n, m in sys.modules.items() if n.startswith('forge.kernels') and m.__name__ == n]\n"
+    done = run_python("-c", f"{code}assert not own, own")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_submodule_is_named_as_it_was_asked_for() -> None:
+    assert find_spec("forge.kernels.nothing") is None
+    with pytest.raises(ModuleNotFoundError, match=r"forge\.kernels\.nothing"):
+        importlib.import_module("forge.kernels.nothing")
+
+
+def test_pickles_of_functions_and_classes_name_the_same_objects() -> None:
+    from forge.kernels import ClipAdamW, softmax
+    from forge.kernels.contract import Cost
+
+    assert pickle.loads(pickle.dumps([softmax, ClipAdamW, Cost(1, 2)])) == [softmax, ClipAdamW, Cost(1, 2)]
+    older = pickle.dumps(softmax, protocol=0).replace(b"forge_kernels.", b"forge.kernels.")
+    assert b"forge.kernels." in older
+    assert pickle.loads(older) is softmax
+
+
+def test_nothing_is_imported_before_it_is_used(run_python: Run) -> None:
+    done = run_python("-c", LAZY)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_the_types_of_the_alias(tmp_path: Path) -> None:
+    pyright = shutil.which("pyright", path=str(Path(sys.executable).parent))
+    if pyright is None:
+        pytest.skip("pyright is not installed")
+    (tmp_path / "user.py").write_text(USER)
+    paths = [str(REPO), str(REPO / "plugins"), str(REPO / "recipes")]
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": {paths!r}}}'.replace("'", '"'))
+    line = [pyright, "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert "0 errors, 0 warnings" in done.stdout, done.stdout
+    seen = [text.partition(' is "')[2] for text in done.stdout.splitlines() if 'Type of "' in text]
+    assert len(seen) == 3
+    assert not any("Any," in text or "Unknown" in text for text in seen[:2]), seen
+    assert "(kernel: Kernel, args: Sequence[Any]" in seen[2], seen
+    assert "type[ClipAdamW], type[Kernel], type[Cost], type[LightningAdapter]" in seen[1]
