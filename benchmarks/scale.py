@@ -229,7 +229,9 @@ class Opened:
 
 def _watched() -> float:
     """Seconds of CPU that forge's watch has used."""
-    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-watch" in t.name]
+    clocks = [
+        time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-heartbeat" in t.name
+    ]
     return sum(map(time.clock_gettime, clocks))
 
 

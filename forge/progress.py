@@ -16,7 +16,7 @@ from forge.errors import ForgeError
 
 
 @dataclass(slots=True)
-class Progress:
+class Counters:
     """How much of everything a run has done."""
 
     micro: int = 0
@@ -34,7 +34,7 @@ class Progress:
 class RunClock(Protocol):
     """A run, as far as wall-clock intervals need it."""
 
-    progress: Progress
+    progress: Counters
     agreed_time: float | None
 
 
@@ -69,7 +69,7 @@ class Interval:
     def __init__(self, text: str | int | Interval):
         self._last: float | None = None
         # a clock answers once per update, however often it is asked, and starts afresh with every run
-        self._run: Progress | None = None
+        self._run: Counters | None = None
         self._answer: tuple[int, bool] = (-1, False)
         if isinstance(text, Interval):
             self.count, self.unit = text.count, text.unit

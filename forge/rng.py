@@ -18,10 +18,10 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_of(seed: int, share: int, update: int = 0) -> int:
+def seed_of(seed: int, data_rank: int, update: int = 0) -> int:
     """The seed of one rank's random numbers: rank 0 begins with the run's own, the others differ from it and from each
     other, and one that joins a run on its way does not begin with numbers that were drawn before."""
-    return seed if share == 0 and update == 0 else combine_seeds(seed, share, update) % 2**63
+    return seed if data_rank == 0 and update == 0 else combine_seeds(seed, data_rank, update) % 2**63
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.sample_rng import OwnSeed
-from forge.data.sharding import SharedLoader
+from forge.data.sharding import RankLoader
 from forge.data.user_sampler import SampledLoader
 from forge.data.windows import batch_size, is_stateful, length_of, set_epoch
 from forge.data.workers import DATA_TIMEOUT
@@ -72,7 +72,7 @@ def _refuse_several(given: Sequence[Any], stage: str) -> None:
 def resumable_reason(loader: Any) -> str | None:
     """Why a run over this loader cannot be continued exactly, and what to use instead; None where it can."""
     name = type(loader).__name__
-    if isinstance(loader, SharedLoader):
+    if isinstance(loader, RankLoader):
         return resumable_reason(loader.loader)
     if isinstance(loader, Reread):
         return loader.reason
@@ -95,7 +95,7 @@ def resumable_reason(loader: Any) -> str | None:
 
 def shares_badly(loader: Any) -> bool:
     """Whether one object cannot serve two stages: it keeps a single position, so a validation would move training's."""
-    if isinstance(loader, (DevicePrefetch, Reread, SharedLoader)):
+    if isinstance(loader, (DevicePrefetch, Reread, RankLoader)):
         return shares_badly(loader.loader)
     if isinstance(loader, (StreamLoader, Iterator)):
         return True

@@ -66,10 +66,10 @@ class SeekableLoader(OwnSeed):
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self._epoch, self._ranges())
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
         """One share of every batch from here on; the samples of other shares are not read."""
         ranges = self._ranges()
-        return portions(self._batches(self._epoch, ranges.of(share, shares)), ranges, share, shares)
+        return portions(self._batches(self._epoch, ranges.of(data_rank, data_world)), ranges, data_rank, data_world)
 
     def _ranges(self) -> Ranges:
         """Where the batches are from the position on; taken when a pass begins, because `seek` may be called before

@@ -43,7 +43,7 @@ class Turn(NamedTuple):
     "Nothing: the turn keeps the others in step."
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """What a stream gave: a batch or None, and where it stands now."""
 
     stream: int
@@ -69,7 +69,7 @@ class Streams(Dataset[Any]):
 
     def __getitems__(self, turn: Turn) -> Any:
         if turn.idle:
-            return Piece(turn.stream)
+            return StreamPiece(turn.stream)
         if get_worker_info() is not None or not self.seeding:
             return self._take(turn)
         with kept_generators():
@@ -88,7 +88,7 @@ class Streams(Dataset[Any]):
                 f"{turn.stream}, {where()}.",
                 error,
             )
-        return Piece(turn.stream, batch, self._state())
+        return StreamPiece(turn.stream, batch, self._state())
 
     def _begin(self, turn: Turn) -> None:
         """Put the dataset where the pass begins. A pass that begins at the end of the last one may be empty: once."""
@@ -230,7 +230,7 @@ class StreamLoader(OwnSeed):
         """Batches as they come; where each stream stands is noted as its batch is handed out."""
         self._now = standing
         while not standing.over:
-            piece: Piece = next(pieces)
+            piece: StreamPiece = next(pieces)
             if piece.state is None or _ended(standing.streams[piece.stream]):
                 continue
             standing.streams[piece.stream] = piece.state

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
 
 from forge.data.iterable import open_stream
-from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
+from forge.data.order import Order, OrderPlan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
 from forge.data.sample_rng import OwnSeed
 from forge.data.sample_seeding import Draw, Seeded
 from forge.data.sharding import Portion, cut, portions
@@ -112,7 +112,7 @@ class Loader(OwnSeed):
         plan, ranges = self._begin()
         return self._fetch(plan, ranges)
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
         """One share of every batch from here on; the samples of other shares are not read."""
         if self.batch_size is None:
             raise DataError(
@@ -121,16 +121,16 @@ class Loader(OwnSeed):
             )
         plan, ranges = self._begin()
         ahead, ranges = itertools.tee(ranges)
-        batches = self._fetch(plan, (cut(begin, end, share, shares)[:2] for begin, end in ahead))
-        return portions(batches, ranges, share, shares)
+        batches = self._fetch(plan, (cut(begin, end, data_rank, data_world)[:2] for begin, end in ahead))
+        return portions(batches, ranges, data_rank, data_world)
 
-    def _begin(self) -> tuple[Plan, Iterator[tuple[int, int]]]:
+    def _begin(self) -> tuple[OrderPlan, Iterator[tuple[int, int]]]:
         """The epoch, and where its batches are from the position on."""
         start, self._position = self._position, 0
         plan = self.order.plan(self.seed, self._epoch, self._step)
         return plan, batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
 
-    def _fetch(self, plan: Plan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
+    def _fetch(self, plan: OrderPlan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
         seed, epoch = self.seed, self._epoch
         repeats = occurrences(plan.indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
         return self._pool.run(_draws(plan, ranges, repeats, seed, epoch), seed + epoch)
@@ -147,7 +147,7 @@ class Loader(OwnSeed):
 
 
 def _draws(
-    plan: Plan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
+    plan: OrderPlan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
 ) -> Iterator[Draw]:
     """What to fetch. No method: torch keeps it, and a cycle back to the loader would have its workers end badly."""
     for begin, end in ranges:

@@ -29,7 +29,7 @@ def epoch_order(length: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 
-class Plan(NamedTuple):
+class OrderPlan(NamedTuple):
     """One epoch, laid out: which sample stands where, and where batches end unless they are all of one size."""
 
     indices: Indices
@@ -52,9 +52,9 @@ class Order:
         """The dataset's indices in the order of this epoch: `samples` of them."""
         raise NotImplementedError
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
+    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
         """The whole epoch. Orders that choose what goes together override this one."""
-        return Plan(self.indices(seed, epoch))
+        return OrderPlan(self.indices(seed, epoch))
 
     def batches(self, batch_size: int, drop_last: bool) -> int:
         """How many batches an epoch has; the same number in every epoch."""
@@ -199,7 +199,7 @@ class Bucketed(Order):
         if drop_last and self.max_tokens is not None:
             raise DataError("drop_last has no meaning with Bucketed(max_tokens=...): batches differ in size anyway.")
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
+    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
         generator = epoch_generator(seed, epoch)
         shuffled = torch.randperm(self.samples, generator=generator)
         if self.max_tokens is not None:
@@ -208,9 +208,9 @@ class Bucketed(Order):
         filled, rest = shuffled[: full * batch_size], shuffled[full * batch_size :]
         pools = [self._sorted(part) for part in filled.split(self.pool * batch_size)]
         if not pools:
-            return Plan(rest)
+            return OrderPlan(rest)
         batches = torch.cat(pools).view(full, batch_size)[torch.randperm(full, generator=generator)]
-        return Plan(torch.cat([batches.view(-1), rest]))
+        return OrderPlan(torch.cat([batches.view(-1), rest]))
 
     def batches(self, batch_size: int, drop_last: bool) -> int:
         if self.max_tokens is None:
@@ -224,12 +224,12 @@ class Bucketed(Order):
     def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
         return indices[self.lengths[indices].argsort(stable=True)]
 
-    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> Plan:
+    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> OrderPlan:
         sizes = self._sizes(batch_size)
         batches = self._sorted(shuffled).split(sizes)
         turn = torch.randperm(len(sizes), generator=generator).tolist()
         cuts = list(itertools.accumulate((sizes[number] for number in turn), initial=0))
-        return Plan(torch.cat([batches[number] for number in turn]), cuts)
+        return OrderPlan(torch.cat([batches[number] for number in turn]), cuts)
 
     def _sizes(self, batch_size: int) -> list[int]:
         """Batch sizes over the sorted lengths: these are the same in every epoch, whoever of equals comes first."""
@@ -252,7 +252,9 @@ def occurrences(indices: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def batch_ranges(plan: Plan, samples: int, start: int, batch_size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
+def batch_ranges(
+    plan: OrderPlan, samples: int, start: int, batch_size: int, drop_last: bool
+) -> Iterator[tuple[int, int]]:
     """From where to where each batch goes, from the position `start` on, which must be the beginning of one."""
     if plan.cuts is not None:
         edges = plan.cuts

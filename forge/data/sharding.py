@@ -54,10 +54,10 @@ class Cut(NamedTuple):
     samples: int
 
 
-def cut(begin: int, end: int, share: int, shares: int) -> Cut:
+def cut(begin: int, end: int, data_rank: int, data_world: int) -> Cut:
     """A share of the samples from `begin` to `end`; where it would be empty, the first sample is borrowed."""
     size = end - begin
-    first, last = begin + size * share // shares, begin + size * (share + 1) // shares
+    first, last = begin + size * data_rank // data_world, begin + size * (data_rank + 1) // data_world
     return Cut(first, last, last - first) if last > first else Cut(begin, begin + 1, 0)
 
 
@@ -72,35 +72,37 @@ class Ranges:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return ((first, min(first + self.size, self.stop)) for first in range(self.start, self.stop, self.size))
 
-    def of(self, share: int, shares: int) -> Iterator[tuple[int, int]]:
+    def of(self, data_rank: int, data_world: int) -> Iterator[tuple[int, int]]:
         """The same for one share of every batch."""
-        return (cut(begin, end, share, shares)[:2] for begin, end in self)
+        return (cut(begin, end, data_rank, data_world)[:2] for begin, end in self)
 
 
-def portions(batches: Iterator[Any], ranges: Iterable[tuple[int, int]], share: int, shares: int) -> Iterator[Portion]:
+def portions(
+    batches: Iterator[Any], ranges: Iterable[tuple[int, int]], data_rank: int, data_world: int
+) -> Iterator[Portion]:
     """Batches that were read for one share, with how many samples count in each."""
     for batch, (begin, end) in zip(batches, ranges, strict=True):
-        yield Portion(batch, cut(begin, end, share, shares).samples, end - begin)
+        yield Portion(batch, cut(begin, end, data_rank, data_world).samples, end - begin)
 
 
-class SharedLoader:
+class RankLoader:
     """A loader of global batches that gives one rank's portions of them; everything else is the inner loader's.
 
-    A loader with `iter_share(share, shares)` reads only what it gives. From any other, whole batches are read on every
-    rank and cut.
+    A loader with `iter_rank(data_rank, data_world)` reads only this rank's samples. Of any other loader, every rank
+    reads whole batches and cuts them.
     """
 
-    def __init__(self, loader: Any, share: int, shares: int, stage: str, agree: Agree | None = None):
+    def __init__(self, loader: Any, data_rank: int, data_world: int, stage: str, agree: Agree | None = None):
         _refuse_divided(loader, stage)
-        self.loader, self.share, self.shares, self.stage = loader, share, shares, stage
+        self.loader, self.data_rank, self.data_world, self.stage = loader, data_rank, data_world, stage
         self._agree = agree
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Portion]:
-        if hasattr(type(self.loader), "iter_share"):
-            return self.loader.iter_share(self.share, self.shares)
+        if hasattr(type(self.loader), "iter_rank"):
+            return self.loader.iter_rank(self.data_rank, self.data_world)
         return self._cut_batches(iter(self.loader))
 
     def __getattr__(self, name: str) -> Any:
@@ -116,9 +118,9 @@ class SharedLoader:
             if not size:
                 raise DataError(
                     f"The {self.stage} loader gives a {type(batch).__name__}, which cannot be divided among "
-                    f"{self.shares} ranks: forge does not know how many samples it has. Use forge.data.Loader."
+                    f"{self.data_world} ranks: forge does not know how many samples it has. Use forge.data.Loader."
                 )
-            place = cut(0, size, self.share, self.shares)
+            place = cut(0, size, self.data_rank, self.data_world)
             yield Portion(_part(batch, place, size), place.samples, size)
 
     def _refuse_another_order(self, batch: Any, agree: Agree) -> None:

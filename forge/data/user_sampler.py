@@ -70,7 +70,7 @@ class SampledLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._fetch(self._begin())
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
         """One share of every batch from here on; the samples of other shares are not read."""
         indices = self._begin()
         if not self._batched:
@@ -78,7 +78,7 @@ class SampledLoader:
                 f"A DataLoader with batch_size=None gives batches that only its dataset {type(self.dataset).__name__} "
                 "understands, so forge cannot divide them among ranks. Give a batch_size."
             )
-        places = [cut(0, len(batch), share, shares) for batch in indices]
+        places = [cut(0, len(batch), data_rank, data_world) for batch in indices]
         counts = [(place.samples, len(batch)) for place, batch in zip(places, indices, strict=True)]
         own = [batch[place.begin : place.end] for place, batch in zip(places, indices, strict=True)]
         batches = zip(self._fetch(own), counts[self._given :], strict=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge.distributed.rank_env import DistributedEnv
-    from forge.distributed.rank_info import Setting
+    from forge.distributed.rank_info import RankInfo
 
-__all__ = ["DistributedEnv", "Setting"]
+__all__ = ["DistributedEnv", "RankInfo"]
 
-_HOME = {"DistributedEnv": "forge.distributed.rank_env", "Setting": "forge.distributed.rank_info"}
+_HOME = {"DistributedEnv": "forge.distributed.rank_env", "RankInfo": "forge.distributed.rank_info"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Watch: looks after one of several ranks, so that none waits for another that will not come.
+"""Heartbeat: looks after one of several ranks, so that none waits for another that will not come.
 
 Each rank gives a sign of life every second and looks at its neighbours'. Whoever finds a failure names it in the store,
 where only one can be first; that rank prints it, and all others leave with its exit code. No collective takes part.
@@ -30,7 +30,7 @@ from forge.distributed import stall_report
 from forge.distributed.clock import StallClock
 from forge.distributed.exit_codes import exit_code
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
-from forge.distributed.store_channel import Beat, Cause, Line, is_alive, machine
+from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine
 from forge.errors import ForgeError, Interrupted, PeerFailed
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ STORE_GONE = (
 )
 
 
-class Watch:
-    """`Watch(store, rank, world, trainer, watchdog).start()`, and `stop()` at the end of the run."""
+class Heartbeat:
+    """`Heartbeat(store, rank, world, trainer, watchdog).start()`, and `stop()` at the end of the run."""
 
     def __init__(self, store: Store, rank: int, world: int, trainer: Run | None = None, watchdog: float = 120.0):
         self.rank, self.world, self.watchdog = rank, world, watchdog
         self.agreed = False
         "Whether all ranks leave together, after a signal: no failure, although an exception ends the run."
         self._trainer = trainer
-        self._line = Line(store, rank)
+        self._channel = StoreChannel(store, rank)
         self._host, self._machine, self._pid = socket.gethostname(), machine(), os.getpid()
         self._number = 0
         self._seen: dict[int, tuple[Beat, float]] = {}
@@ -77,10 +77,10 @@ class Watch:
         self._ticks = 0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._run, "forge-watch"), (self._mind_the_store, "forge-watch-store"))
+            for target, name in ((self._run, "forge-heartbeat"), (self._mind_the_store, "forge-heartbeat-store"))
         ]
 
-    def start(self) -> Watch:
+    def start(self) -> Heartbeat:
         atexit.register(self._end_at_once)  # now, so that what others register later comes before it
         self._say_alive()
         for thread in self._threads:
@@ -118,31 +118,31 @@ class Watch:
         self._clock.restart()
         own = self._cause_of(error)
         try:
-            cause = (self._awaited_cause() if is_echo(error) else None) or self._line.claim(own)
+            cause = (self._awaited_cause() if is_echo(error) else None) or self._channel.claim(own)
         except DistError:
             self._say_that_the_store_is_gone()
-            cause = Cause("gone", 0, "", self.rank, STORE_GONE) if is_echo(error) else own
+            cause = FailureCause("gone", 0, "", self.rank, STORE_GONE) if is_echo(error) else own
         self._code = cause.code
         if cause == own:
             self._tell(error, own)
             with suppress(DistError):
-                self._line.told(done=True)
+                self._channel.told(done=True)
             return SystemExit(own.code) if isinstance(error, SystemExit) and error.code != own.code else error
         return self._echo(cause)
 
-    def _awaited_cause(self) -> Cause | None:
+    def _awaited_cause(self) -> FailureCause | None:
         """Somebody else's cause, which may take a moment to be named; else whoever is silent for that long."""
         end = time.monotonic() + GRACE
         self._look(range(self.world))
         while time.monotonic() < end:
-            cause = self._line.cause()
+            cause = self._channel.cause()
             if cause is not None:
                 return cause
             time.sleep(0.1)
         silent = [rank for rank, (_, at) in self._look(range(self.world)) if time.monotonic() - at >= GRACE]
         return self._claim_gone(silent[0]) if silent else None
 
-    def _cause_of(self, error: BaseException) -> Cause:
+    def _cause_of(self, error: BaseException) -> FailureCause:
         code = 2 if isinstance(error, ForgeError) else 1
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code or 1
@@ -150,9 +150,9 @@ class Watch:
             code = 130
         first = str(error).strip().partition("\n")[0]
         summary = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        return Cause("raised", self.rank, self._host, self.rank, summary, code)
+        return FailureCause("raised", self.rank, self._host, self.rank, summary, code)
 
-    def _tell(self, error: BaseException, cause: Cause) -> None:
+    def _tell(self, error: BaseException, cause: FailureCause) -> None:
         """Print the first cause: now, before another rank can say a word."""
         where = getattr(error, "__forge_where__", "") or self._moment()
         head = f"rank {self.rank} of {self.world} on {self._host} failed first, in {where}:"
@@ -174,7 +174,7 @@ class Watch:
         trainer = self._trainer
         return f"update {trainer.progress.update}" if trainer is not None else "its run"
 
-    def _echo(self, cause: Cause) -> PeerFailed:
+    def _echo(self, cause: FailureCause) -> PeerFailed:
         """Leave because of another rank; rank 0 says so in a line, where it has not printed the cause itself."""
         if self.rank == 0 != cause.by:
             self._wait_until_told()
@@ -184,7 +184,7 @@ class Watch:
     def _wait_until_told(self) -> None:
         end = time.monotonic() + GRACE / 2
         with suppress(DistError):
-            while not self._line.told() and time.monotonic() < end:
+            while not self._channel.told() and time.monotonic() < end:
                 time.sleep(0.05)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -201,11 +201,13 @@ class Watch:
     def _tick(self) -> bool:
         """One look around; False once the run is known to have failed."""
         self._say_alive()
-        cause = self._line.cause() or self._found_gone()
+        cause = self._channel.cause() or self._found_gone()
         if cause is None and self._is_stalled():
             limit = f"{self._limit():g}"
-            cause = self._line.claim(
-                Cause("stalled", self.rank, self._host, self.rank, f"no progress for {limit} s at {self._moment()}")
+            cause = self._channel.claim(
+                FailureCause(
+                    "stalled", self.rank, self._host, self.rank, f"no progress for {limit} s at {self._moment()}"
+                )
             )
         if cause is None:
             return True
@@ -216,20 +218,20 @@ class Watch:
         self._number += 1
         update = self._trainer.progress.update if self._trainer is not None else 0
         mates = [rank for rank, (beat, _) in self._seen.items() if self._lives_here(beat)]
-        self._line.beat(
+        self._channel.beat(
             Beat(
                 self.rank, self._number, self._host, self._machine, self._pid, update, stall_report.place(), left, mates
             )
         )
 
-    def _follow(self, cause: Cause) -> None:
+    def _follow(self, cause: FailureCause) -> None:
         """The run has failed: give the main thread a moment, then end the process."""
         self._failed = True
         if cause.kind == "stalled":
             self._report_stall(cause)
             self._leave(cause)
         if cause.by == self.rank and cause.kind == "gone":
-            self._line.told(done=True)
+            self._channel.told(done=True)
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
             self._see_out()
@@ -248,7 +250,7 @@ class Watch:
                 if self._gone() is not None:
                     end = min(end, time.monotonic() + GRACE)
 
-    def _leave(self, cause: Cause) -> None:
+    def _leave(self, cause: FailureCause) -> None:
         """End the process from this thread: the main one is in a call that will never return."""
         thread = threading.Thread(target=flush, daemon=True)  # what the main thread has locked must not keep us
         thread.start()
@@ -266,7 +268,7 @@ class Watch:
 
     # -- who is gone --------------------------------------------------------------------------------------------------
 
-    def _found_gone(self) -> Cause | None:
+    def _found_gone(self) -> FailureCause | None:
         rank = self._gone()
         return self._claim_gone(rank) if rank is not None else None
 
@@ -285,7 +287,7 @@ class Watch:
     def _look(self, ranks: Any) -> list[tuple[int, tuple[Beat, float]]]:
         """The latest beats of these ranks, with the moment at which each was first seen, by our own clock."""
         now = time.monotonic()
-        for beat in self._line.beats(set(ranks) - {self.rank}):
+        for beat in self._channel.beats(set(ranks) - {self.rank}):
             known = self._seen.get(beat.rank)
             if known is None or known[0].number != beat.number:
                 self._seen[beat.rank] = (beat, now)
@@ -301,14 +303,14 @@ class Watch:
         mates = [entry for other, entry in self._look(range(self.world)) if other != rank and entry[0].machine == place]
         return any(rank in beat.sees and now - at < SILENCE for beat, at in mates)
 
-    def _claim_gone(self, rank: int) -> Cause:
+    def _claim_gone(self, rank: int) -> FailureCause:
         beat, _ = self._seen[rank]
         how = "its process has ended" if beat.machine == self._machine else "it gives no sign of life"
         if beat.left:
             summary = f"it ended its run at update {beat.update}, while rank {self.rank} goes on at {self._moment()}"
         else:
             summary = f"gone (killed?): {how}; it was last seen at update {beat.update}, in {beat.where}"
-        cause = self._line.claim(Cause("gone", rank, beat.host, self.rank, summary))
+        cause = self._channel.claim(FailureCause("gone", rank, beat.host, self.rank, summary))
         if cause.by == self.rank and cause.kind == "gone":
             write(f"rank {rank} of {self.world} on {beat.host} failed first: {summary}.")
         return cause
@@ -323,23 +325,23 @@ class Watch:
             return max(self.watchdog, PATIENCE)
         return self.watchdog if self._clock.begun else max(self.watchdog, BEFORE_FIRST)
 
-    def _report_stall(self, cause: Cause) -> None:
+    def _report_stall(self, cause: FailureCause) -> None:
         """Show where this rank is; the one that found the stall waits for all, and prints."""
         with suppress(DistError):
-            self._line.leave_dump(stall_report.dump({thread.ident for thread in self._threads}))
+            self._channel.leave_dump(stall_report.dump({thread.ident for thread in self._threads}))
             if cause.by != self.rank:
                 end = time.monotonic() + 3 * GRACE
-                while not self._line.told() and time.monotonic() < end:
+                while not self._channel.told() and time.monotonic() < end:
                     time.sleep(0.1)
                 return
             dumps: dict[int, stall_report.Dump | None] = dict.fromkeys(range(self.world))
             end = time.monotonic() + GRACE
             while None in dumps.values() and time.monotonic() < end:
-                dumps = {rank: known or self._line.dump_of(rank) for rank, known in dumps.items()}
+                dumps = {rank: known or self._channel.dump_of(rank) for rank, known in dumps.items()}
                 time.sleep(0.1)
             head = f"The run has stalled: rank {cause.rank} on {cause.host} saw {cause.summary}."
             write(stall_report.stall_report(dumps, head))
-            self._line.told(done=True)
+            self._channel.told(done=True)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
@@ -359,7 +361,7 @@ class Watch:
         if self._leaving.is_set():
             self._ended.wait(GRACE)
         if not self._ended.is_set():
-            self._leave(Cause("gone", 0, "", self.rank, STORE_GONE))
+            self._leave(FailureCause("gone", 0, "", self.rank, STORE_GONE))
 
     def _say_that_the_store_is_gone(self) -> None:
         """Nobody can be first any more: the lowest rank that is left speaks, as far as this one knows."""

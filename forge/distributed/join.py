@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 from forge.distributed.namespace import fresh
-from forge.distributed.rank_info import Setting
+from forge.distributed.rank_info import RankInfo
 from forge.errors import ForgeError
 
 BACKENDS = {"cuda": "nccl"}
@@ -53,11 +53,11 @@ class Membership:
 _current: Membership | None = None
 
 
-def join(setting: Setting, device: torch.device, backend: str | None) -> Membership:
+def join(info: RankInfo, device: torch.device, backend: str | None) -> Membership:
     """Meet the others, unless we are among them already: by an earlier run, or because the user's script did it."""
     global _current
     if not dist.is_initialized():
-        _init(setting, device, backend or BACKENDS.get(device.type, "gloo"))
+        _init(info, device, backend or BACKENDS.get(device.type, "gloo"))
         atexit.unregister(_leave)
         atexit.register(_leave)
     world = dist.distributed_c10d._get_default_group()
@@ -70,30 +70,30 @@ def join(setting: Setting, device: torch.device, backend: str | None) -> Members
     return _current
 
 
-def _init(setting: Setting, device: torch.device, backend: str) -> None:
+def _init(info: RankInfo, device: torch.device, backend: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "nccl" in backend:
         os.environ.setdefault(FLIGHT_RECORDER, "2000")  # it is read after a stall
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    options |= {"rank": setting.rank, "world_size": setting.world, "timeout": PATIENT}
+    options |= {"rank": info.rank, "world_size": info.world, "timeout": PATIENT}
     try:
-        dist.init_process_group(backend, store=_store(setting), **options)
+        dist.init_process_group(backend, store=_store(info), **options)
     except (RuntimeError, ValueError) as error:
         raise ForgeError(
-            f"Rank {setting.rank} of {setting.world} could not join the others at {setting.address}:{setting.port} "
+            f"Rank {info.rank} of {info.world} could not join the others at {info.address}:{info.port} "
             f"over {backend}: {error}"
         ) from error
 
 
-def _store(setting: Setting) -> Store:
+def _store(info: RankInfo) -> Store:
     """The elastic agent keeps one for all lives of a job; else rank 0 does. One process alone needs no port."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         store = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))[0]
-        return fresh(store, setting.rank, setting.world, JOIN_TIMEOUT)
-    if setting.address is None:
+        return fresh(store, info.rank, info.world, JOIN_TIMEOUT)
+    if info.address is None:
         return HashStore()
-    return TCPStore(setting.address, setting.port, setting.world, is_master=setting.rank == 0, timeout=JOIN_TIMEOUT)
+    return TCPStore(info.address, info.port, info.world, is_master=info.rank == 0, timeout=JOIN_TIMEOUT)
 
 
 def _leave() -> None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge.distributed.heartbeat import Watch
+from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.join import abandon, join
-from forge.distributed.rank_info import Setting
+from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
 from forge.util.signals import signals_act_at_once
@@ -38,13 +38,13 @@ class DistributedEnv(Env):
         watchdog: float = 120.0,
         backend: str | None = None,
         axes: Mapping[str, int] | None = None,
-        setting: Setting | None = None,
+        info: RankInfo | None = None,
     ):
-        self.setting = setting or Setting.read()
-        super().__init__(_own_device(device, self.setting))
-        self.rank, self.world, self.local_rank = self.setting.rank, self.setting.world, self.setting.local_rank
+        self.info = info or RankInfo.read()
+        super().__init__(_own_device(device, self.info))
+        self.rank, self.world, self.local_rank = self.info.rank, self.info.world, self.info.local_rank
         with signals_act_at_once():
-            self.membership = join(self.setting, self.device, backend)
+            self.membership = join(self.info, self.device, backend)
             if self.world == 1:  # where the user's own script has joined the others
                 self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.store, self.control = self.membership.store, self.membership.control
@@ -52,7 +52,7 @@ class DistributedEnv(Env):
         self.data_world = math.prod(self.mesh[name].size() for name in self.data_axes)
         self.data_rank = self.rank // (self.world // self.data_world)
         alone = self.world == 1
-        self.watch = None if alone else Watch(self.store, self.rank, self.world, trainer, watchdog).start()
+        self.heartbeat = None if alone else Heartbeat(self.store, self.rank, self.world, trainer, watchdog).start()
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -117,27 +117,27 @@ class DistributedEnv(Env):
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def no_timeout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.no_timeout()
+        return nullcontext() if self.heartbeat is None else self.heartbeat.no_timeout()
 
     def close(self, failed: bool) -> None:
         """A run is over. The others are still there for the next one, unless something failed: then nothing is said to
         them any more, because they may not answer."""
-        watch = self.watch
-        if failed and not (watch is not None and watch.agreed):
+        heartbeat = self.heartbeat
+        if failed and not (heartbeat is not None and heartbeat.agreed):
             abandon()  # the watch goes on until the session is over: a plugin may wait for a rank that is gone
-        elif watch is not None:
-            with watch.no_timeout():
+        elif heartbeat is not None:
+            with heartbeat.no_timeout():
                 self.all_max([0])  # nobody leaves, and is missed, while another still saves
-            watch.stop(left=True)
-            self.watch = None
+            heartbeat.stop(left=True)
+            self.heartbeat = None
 
     def __repr__(self) -> str:
         return f"DistributedEnv({self.device}, rank {self.rank} of {self.world})"
 
 
-def _own_device(device: str, setting: Setting) -> torch.device:
+def _own_device(device: str, info: RankInfo) -> torch.device:
     """The device of this process: the GPU with its local rank, or whatever was asked for."""
     picked = pick_device(device)
-    if picked.type == "cuda" and setting.world > 1 and device in ("auto", "cuda"):
-        return pick_device(f"cuda:{setting.local_rank}")
+    if picked.type == "cuda" and info.world > 1 and device in ("auto", "cuda"):
+        return pick_device(f"cuda:{info.local_rank}")
     return picked

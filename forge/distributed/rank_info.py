@@ -1,4 +1,4 @@
-"""Setting: which process of how many this is, as torchrun or SLURM say in the environment."""
+"""RankInfo: which process of how many this is, as torchrun or SLURM say in the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORTS = range(15000, 20000)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RankInfo:
     """One process among `world`."""
 
     rank: int = 0
@@ -29,7 +29,7 @@ class Setting:
     "How often the elastic agent has started this job before."
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> Setting:
+    def read(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
         """torchrun's variables, else those of an `srun` with several tasks, else one process."""
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return cls._from_torchrun(environment)
@@ -38,7 +38,7 @@ class Setting:
         return cls()
 
     @classmethod
-    def _from_torchrun(cls, environment: Mapping[str, str]) -> Setting:
+    def _from_torchrun(cls, environment: Mapping[str, str]) -> RankInfo:
         missing = [name for name in TORCHRUN if name not in environment]
         if missing:
             raise ForgeError(
@@ -55,7 +55,7 @@ class Setting:
         )
 
     @classmethod
-    def _from_slurm(cls, environment: Mapping[str, str]) -> Setting:
+    def _from_slurm(cls, environment: Mapping[str, str]) -> RankInfo:
         missing = [name for name in SLURM if name not in environment]
         if missing:
             raise ForgeError(f"SLURM started this step without {', '.join(missing)}. Start it with srun.")
@@ -92,7 +92,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 def refuse_alone(world: int) -> None:
     """Where the environment speaks of several processes and nothing joins them, each would train alone and write over
     the others' files."""
-    there = Setting.read().world
+    there = RankInfo.read().world
     if world == 1 < there:
         raise StackError(
             f"This is one of {there} processes (WORLD_SIZE, or SLURM_NTASKS, says so), but nothing in this stack joins "

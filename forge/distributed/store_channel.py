@@ -1,4 +1,4 @@
-"""Line: what ranks tell each other through the store, without a collective: signs of life, causes, stacks."""
+"""StoreChannel: what ranks tell each other through the store, without a collective: signs of life, causes, stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-_lines = itertools.count()
+_runs = itertools.count()
 """Runs of one process, one after the other, must not read each other's words; all ranks count alike."""
 
 
@@ -41,7 +41,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FailureCause:
     """Why a run failed: whose fault it was first, and the exit code of everybody."""
 
     kind: str
@@ -54,13 +54,13 @@ class Cause:
     code: int = 1
 
 
-class Line:
+class StoreChannel:
     """One rank's end. It has a connection of its own: another thread may be waiting on the store's."""
 
     def __init__(self, store: Store, rank: int):
         self.rank = rank
         self._all = store.clone()
-        self._store = PrefixStore(f"forge/line/{next(_lines)}", self._all)
+        self._store = PrefixStore(f"forge/line/{next(_runs)}", self._all)
         self._heard_of: set[int] = set()
 
     def beat(self, beat: Beat) -> None:
@@ -75,16 +75,16 @@ class Line:
         known = [f"beat/{rank}" for rank in ranks if rank in self._heard_of]
         return [Beat(**json.loads(text)) for text in self._store.multi_get(known)] if known else []
 
-    def claim(self, cause: Cause) -> Cause:
+    def claim(self, cause: FailureCause) -> FailureCause:
         """Name the first cause; the answer is whoever's came first."""
-        first = Cause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
+        first = FailureCause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
         self._all.set(FAILURE, first.summary)
         return first
 
-    def cause(self) -> Cause | None:
+    def cause(self) -> FailureCause | None:
         """The first cause, once somebody has named it."""
         found = self._get("cause")
-        return Cause(**found) if found is not None else None
+        return FailureCause(**found) if found is not None else None
 
     def told(self, done: bool = False) -> bool:
         """Whether the cause is on somebody's screen; `done` says that it now is."""

@@ -221,7 +221,7 @@ class Session:
         checks.check_optimizers(trainer.optimizers, task)
         checks.refuse_plateau_without_val(trainer)
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
-        trainer.means.hold(task)
+        trainer.means.track(task)
         trainer.task_defines_num_items = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_rng = needs_replay or self._owner_replays()

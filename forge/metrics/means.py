@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
-from forge.metrics.torchmetrics import Kept, TaskMetrics, copied, is_metric, put_back
+from forge.metrics.torchmetrics import MetricStates, TaskMetrics, copied, is_metric, restore_metrics
 
 if TYPE_CHECKING:
     from forge.env import Env
@@ -30,11 +30,11 @@ FOLD_AFTER = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Savepoint:
     """Where counting stood."""
 
     counted: Mapping[str, Any]
-    held: Kept
+    task_metrics: MetricStates
 
 
 class Means:
@@ -46,8 +46,8 @@ class Means:
         self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
-        self._settle: Callable[[], None] | None = None
-        self.held: TaskMetrics | None = None
+        self._flush: Callable[[], None] | None = None
+        self.task_metrics: TaskMetrics | None = None
         "The task's own metrics that accumulate; None where a step's are not looked at."
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
@@ -84,39 +84,39 @@ class Means:
                 sums[1] += mass
 
     def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
-        self.settle()
+        self.flush()
         for name, value in metrics.items():
             if isinstance(value, Tensor):
-                self.keep(prefix + name, _detached(prefix + name, value), weight)
+                self.append(prefix + name, _detached(prefix + name, value), weight)
             elif not self._accumulates(prefix + name, value):
-                self.keep(prefix + name, value, weight)
+                self.append(prefix + name, value, weight)
 
-    def hold(self, task: nn.Module) -> None:
+    def track(self, task: nn.Module) -> None:
         """Count what the metrics that this task holds accumulate in training; they begin anew."""
-        self.held = TaskMetrics(task, "train/")
-        self.held.reset()
+        self.task_metrics = TaskMetrics(task, "train/")
+        self.task_metrics.reset()
 
     def _accumulates(self, name: str, value: Any) -> bool:
         """Whether a step's value is a metric that accumulates: it is computed when the means are read."""
         if not is_metric(value):
             return False
-        if self.held is not None:
-            self.held.call(name, value)
+        if self.task_metrics is not None:
+            self.task_metrics.add_name(name, value)
         return True
 
-    def compute_held(self, only_returned: bool = False) -> None:
+    def compute_task_metrics(self, only_returned: bool = False) -> None:
         """Count what the metrics that accumulate come to, in place of what else has their name. All ranks must ask."""
-        if self.held is None or not len(self.held):
+        if self.task_metrics is None or not len(self.task_metrics):
             return
         counts = self._env is None or self._env.is_main  # every rank has the value of all
-        for name, value in self.held.compute(self._env, only_returned).items():
+        for name, value in self.task_metrics.compute(self._env, only_returned).items():
             number: Any = value if counts else 0.0
             if self.on_host:
                 self._sums[name] = [float(number), int(counts)]
             else:
                 self._kept[name] = ([_detached(name, number) if isinstance(number, Tensor) else number], [int(counts)])
 
-    def keep(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
+    def append(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
         """On an accelerator: count a value that nobody will change any more."""
         values, weights = self._kept.setdefault(name, ([], []))
         values.append(value if isinstance(value, Tensor) else float(value))
@@ -125,20 +125,20 @@ class Means:
             total, mass = self._reduce(values, weights)
             self._kept[name] = ([total / mass], [mass])
 
-    def settle_with(self, settle: Callable[[], None] | None) -> None:
+    def flush_with(self, flush: Callable[[], None] | None) -> None:
         """Call this before anything is looked at or counted: it hands over, by `keep`, what a replayed step has written
         down on the device meanwhile."""
-        self._settle = settle
+        self._flush = flush
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Have all there is handed over."""
-        if self._settle is not None:
-            self._settle()
+        if self._flush is not None:
+            self._flush()
 
     @property
     def empty(self) -> bool:
-        self.settle()
-        return not self._sums and not self._kept and not (self.held is not None and self.held.is_updated)
+        self.flush()
+        return not self._sums and not self._kept and not (self.task_metrics and self.task_metrics.is_updated)
 
     def total(self, name: str) -> float:
         """The weighted sum behind the mean of `name` since the last read, on the host. One NaN stays in it."""
@@ -147,33 +147,33 @@ class Means:
 
     def latest(self, name: str, count: int) -> list[Tensor | float]:
         """On an accelerator: the last `count` values of `name`, not read; what was folded together is one value."""
-        self.settle()
+        self.flush()
         return self._kept[name][0][-count:] if name in self._kept else []
 
-    def mark(self) -> Mark:
+    def savepoint(self) -> Savepoint:
         """Where counting stands now, for `back_to`; cheap enough for every window."""
-        self.settle()
-        held = self.held.keep() if self.held else []
+        self.flush()
+        held = self.task_metrics.snapshot() if self.task_metrics else []
         if self.on_host:
-            return Mark({name: list(pair) for name, pair in self._sums.items()}, held)
-        return Mark({name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}, held)
+            return Savepoint({name: list(pair) for name, pair in self._sums.items()}, held)
+        return Savepoint({name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}, held)
 
-    def back_to(self, mark: Mark) -> None:
+    def rollback(self, savepoint: Savepoint) -> None:
         """Forget what was counted since `mark`, any number of times; nothing may have been read in between."""
-        self.settle()
+        self.flush()
         if self.on_host:
-            self._sums = {name: list(pair) for name, pair in mark.counted.items()}
+            self._sums = {name: list(pair) for name, pair in savepoint.counted.items()}
         else:
-            self._kept = {name: (list(values), list(weights)) for name, (values, weights) in mark.counted.items()}
-        put_back(copied(mark.held))
+            self._kept = {name: (list(values), list(weights)) for name, (values, weights) in savepoint.counted.items()}
+        restore_metrics(copied(savepoint.task_metrics))
 
     def read(self) -> PendingMeans:
         """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet.
 
         On several ranks they are the means over all of them, and all of them must ask.
         """
-        self.settle()
-        self.compute_held()
+        self.flush()
+        self.compute_task_metrics()
         if self._env is not None:
             return self._read_together(self._env)
         if self.on_host:
@@ -198,20 +198,20 @@ class Means:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
-        self.settle()
+        self.flush()
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
-        held = self.held.state_dict() if self.held else {}
+        held = self.task_metrics.state_dict() if self.task_metrics else {}
         counted = {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
         return {**counted, "held": held} if held else counted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from a state; one from another kind of device is turned into this one's."""
-        self.settle()
+        self.flush()
         if "by_rank" in state:
             self._load_by_rank(state["by_rank"])
             return
-        if self.held:
-            self.held.load_state_dict(state.get("held", {}))
+        if self.task_metrics:
+            self.task_metrics.load_state_dict(state.get("held", {}))
         self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
         self._kept = {}
         for name, (values, weights) in state["kept"].items():
@@ -232,8 +232,8 @@ class Means:
             self.load_state_dict(states[rank])
             return
         self._sums, self._kept = {}, {}
-        if self.held:
-            self.held.reset()
+        if self.task_metrics:
+            self.task_metrics.reset()
         lost = sorted({path for state in states for path in state.get("held", {})})
         if lost:
             logger.warning(

@@ -34,7 +34,7 @@ PACKAGE = "torchmetrics"
 KINDS = ("Metric", "MetricCollection")
 WRAPPER = "WrapperMetric"
 
-Kept = list[tuple[Any, dict[str, Any], int]]
+MetricStates = list[tuple[Any, dict[str, Any], int]]
 """Metrics with what they had accumulated: their states by name, and after how many updates."""
 
 
@@ -66,13 +66,13 @@ class TaskMetrics:
     def __len__(self) -> int:
         return len(self.metrics)
 
-    def call(self, name: str, metric: Any) -> None:
+    def add_name(self, name: str, metric: Any) -> None:
         """A step has returned a metric under this name."""
-        names = self.names.setdefault(self.take(name, metric), [])
+        names = self.names.setdefault(self.claim(name, metric), [])
         if name not in names:
             names.append(name)
 
-    def take(self, name: str, metric: Any) -> str:
+    def claim(self, name: str, metric: Any) -> str:
         """Forge resets this metric from now on, whether or not it computes it; the attribute that it is."""
         path = self._paths.get(id(metric))
         if path is None:
@@ -151,7 +151,7 @@ class TaskMetrics:
             if self.is_forges(path):
                 metric.reset()
 
-    def keep(self) -> Kept:
+    def snapshot(self) -> MetricStates:
         """What the metrics have accumulated, in a copy."""
         return [
             (inner, {name: _copied(value) for name, value in _state(inner).items()}, inner.update_count)
@@ -183,7 +183,7 @@ class TaskMetrics:
             for key, names in saved["names"].items():
                 self.names[key] = [names] if isinstance(names, str) else list(names)  # one name in older checkpoints
             for metric, kept in zip(inner, saved["inner"], strict=False):
-                put_back(
+                restore_metrics(
                     [
                         (
                             metric,
@@ -237,25 +237,25 @@ def isolated(task: nn.Module, prefix: str) -> Iterator[TaskMetrics]:
         yield held
     finally:
         for path, metric in held.metrics.items():  # a copy has left inference mode: training can write into it
-            put_back(before[path] if held.is_forges(path) else _states(metric))
+            restore_metrics(before[path] if held.is_forges(path) else _states(metric))
 
 
 @contextmanager
 def restored_after(task: nn.Module) -> Iterator[None]:
     """Whatever is counted meanwhile is not: what runs once more, beforehand, or for company only."""
-    before = TaskMetrics(task, "").keep()
+    before = TaskMetrics(task, "").snapshot()
     try:
         yield
     finally:
-        put_back(before)
+        restore_metrics(before)
 
 
-def copied(before: Kept) -> Kept:
+def copied(before: MetricStates) -> MetricStates:
     """The same once more, for metrics to write into."""
     return [(metric, {name: _copied(value) for name, value in state.items()}, count) for metric, state, count in before]
 
 
-def put_back(before: Kept) -> None:
+def restore_metrics(before: MetricStates) -> None:
     """Give metrics what they had accumulated."""
     for metric, state, count in before:
         for name, value in state.items():
@@ -270,11 +270,11 @@ def ignore_padding(task: nn.Module, model: nn.Module, is_padding: Callable[[], b
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
         if given[1] == "train" and is_padding():
-            before_padding.append(held.keep())
+            before_padding.append(held.snapshot())
 
     def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         if before_padding:
-            put_back(before_padding.pop())
+            restore_metrics(before_padding.pop())
 
     if held:
         model.register_forward_pre_hook(before)
@@ -309,7 +309,7 @@ def _inner(metric: Any) -> Iterator[Any]:
     return (module for module in metric.modules() if is_metric(module) and not hasattr(module, "compute_groups"))
 
 
-def _states(metric: Any) -> Kept:
+def _states(metric: Any) -> MetricStates:
     """What a metric has accumulated, in a copy, without what wrappers remember."""
     return [(m, {name: _copied(v) for name, v in m.metric_state.items()}, m.update_count) for m in _inner(metric)]
 

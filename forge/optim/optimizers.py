@@ -27,7 +27,7 @@ HOW_TO_RETURN = (
 
 
 @dataclass(slots=True)
-class Schedule:
+class ScheduledLR:
     """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation."""
 
     schedule: Any
@@ -38,11 +38,11 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class Entry:
+class OptimizerEntry:
     """One optimizer, the schedules that drive it, and the parameters it owns."""
 
     optimizer: Optimizer
-    schedules: list[Schedule] = field(default_factory=list)
+    schedules: list[ScheduledLR] = field(default_factory=list)
     needs_closure: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Entry:
 class Optimizers(Mapping[str | None, Optimizer]):
     """The optimizers of a run by name; `named` says whether the task returned a dict."""
 
-    def __init__(self, entries: Mapping[str | None, Entry]):
+    def __init__(self, entries: Mapping[str | None, OptimizerEntry]):
         self.entries = dict(entries)
         self.named = None not in self.entries
         self.has_schedules = any(entry.schedules for entry in self.entries.values())
@@ -80,7 +80,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
             return cls({name: _entry(value, f"{where}[{name!r}]") for name, value in returned.items()})
         return cls({None: _entry(returned, where)})
 
-    def add_schedule(self, name: str | None, schedule: Schedule) -> None:
+    def add_schedule(self, name: str | None, schedule: ScheduledLR) -> None:
         """Let a schedule drive an optimizer, beside what the task returned."""
         self.entries[name].schedules.append(schedule)
         self.has_schedules = True
@@ -199,20 +199,20 @@ def _labels(optimizer: Optimizer) -> list[str]:
     return [str(name) if is_named else str(i) for i, name in enumerate(names)]
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: Any, where: str) -> OptimizerEntry:
     if isinstance(value, Optimizer):
-        return Entry(value)
+        return OptimizerEntry(value)
     if isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], Optimizer):
-        return Entry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
+        return OptimizerEntry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
     shown = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
     raise TaskError(f"{where} returned {shown}. {HOW_TO_RETURN}")
 
 
-def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> Schedule:
+def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> ScheduledLR:
     if not isinstance(schedule, (LRScheduler, ReduceLROnPlateau)) and not callable(getattr(schedule, "step", None)):
         raise TaskError(f"{where} returned {type(schedule).__name__} where a schedule belongs. {HOW_TO_RETURN}")
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise TaskError(f"{where}: the {type(schedule).__name__} drives another optimizer than the one beside it.")
     if isinstance(schedule, ReduceLROnPlateau):
-        return Schedule(schedule, monitor=str(when or "val/loss"))
-    return Schedule(schedule, every=None if when is None else Interval(when))
+        return ScheduledLR(schedule, monitor=str(when or "val/loss"))
+    return ScheduledLR(schedule, every=None if when is None else Interval(when))

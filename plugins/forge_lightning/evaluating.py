@@ -108,7 +108,7 @@ class Evaluates(Answers):
         assert self._judged is not None
         name = short(call.name, self.stage)
         self._note(call, name)
-        self._judged.call(name, call.value)
+        self._judged.add_name(name, call.value)
 
     def _count_between(self, call: Logged) -> None:
         """`self.log` in a hook of an evaluation; at its end `callback_metrics` has the value at once."""

@@ -16,7 +16,7 @@ from forge.contract.task import TaskModule
 from forge.errors import DataError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
-from forge.optim.optimizers import Schedule
+from forge.optim.optimizers import ScheduledLR
 from forge_lightning import carried
 from forge_lightning.logged import EpochMeans, Logged
 from forge_lightning.standing_in import StandIn
@@ -60,7 +60,7 @@ class Wrapped(TaskModule):
         self.stage: str | None = None
         "The evaluation under way: val, test or predict."
         self._ready: set[str] = set()
-        self._schedules: list[Schedule] = []
+        self._schedules: list[ScheduledLR] = []
         self._epoch: EpochMeans | None = None
         self._evaluated: Means | None = None
         self._judged: TaskMetrics | None = None

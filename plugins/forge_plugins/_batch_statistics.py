@@ -58,7 +58,7 @@ def estimate(
     As torch.optim.swa_utils.update_bn, but through the hooks of a training step, with gradients on, since a training
     step may ask for some, and with each module in the mode it trains in.
     """
-    loader, means = trainer.loaders["train"][None], trainer.means.mark()
+    loader, means = trainer.loaders["train"][None], trainer.means.savepoint()
     moving: list[Any] = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
     momenta = [module.momentum for module in modules]
     seen = 0
@@ -79,7 +79,7 @@ def estimate(
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum
-        trainer.means.back_to(means)
+        trainer.means.rollback(means)
     return seen, found
 
 

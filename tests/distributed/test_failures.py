@@ -21,10 +21,10 @@ from torch.distributed import TCPStore
 
 import forge
 from forge.distributed import stall_report
-from forge.distributed.clock import Clock
-from forge.distributed.heartbeat import Watch
+from forge.distributed.clock import StallClock
+from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.namespace import fresh
-from forge.distributed.store_channel import Beat, Cause, Line, is_alive
+from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
 from forge.errors import PeerFailed
 
 DIED = 10
@@ -227,11 +227,11 @@ def store() -> TCPStore:
 
 
 def test_of_two_causes_the_first_one_counts(store: TCPStore) -> None:
-    forge_lines = [Line(store, rank) for rank in range(2)]
-    forge_lines[1]._store = forge_lines[0]._store  # one run: in a process of its own each rank counts from 0
-    assert forge_lines[0].cause() is None
-    first = forge_lines[1].claim(Cause("raised", 1, "b", 1, "mine"))
-    assert forge_lines[0].claim(Cause("raised", 0, "a", 0, "another")) == first == forge_lines[0].cause()
+    channels = [StoreChannel(store, rank) for rank in range(2)]
+    channels[1]._store = channels[0]._store  # one run: in a process of its own each rank counts from 0
+    assert channels[0].cause() is None
+    first = channels[1].claim(FailureCause("raised", 1, "b", 1, "mine"))
+    assert channels[0].claim(FailureCause("raised", 0, "a", 0, "another")) == first == channels[0].cause()
     assert store.get("forge/failure") == b"mine"
 
 
@@ -266,16 +266,16 @@ def test_a_dead_process_that_nobody_has_buried_is_not_alive() -> None:
     assert is_alive(os.getpid())
 
 
-def watch_of(store: TCPStore, rank: int) -> Watch:
-    return Watch(store, rank, 2)
+def watch_of(store: TCPStore, rank: int) -> Heartbeat:
+    return Heartbeat(store, rank, 2)
 
 
 def test_a_silent_rank_of_another_machine_is_gone_unless_its_neighbour_sees_it(store: TCPStore) -> None:
-    watch = Watch(store, 0, 3)
+    watch = Heartbeat(store, 0, 3)
 
     def beat(rank: int, number: int, sees: list[int]) -> None:
-        line = Line(store, rank)
-        line._store = watch._line._store
+        line = StoreChannel(store, rank)
+        line._store = watch._channel._store
         line.beat(Beat(rank, number, "far", "another machine", 1, 4, "somewhere", False, sees))
 
     beat(1, 1, [2])
@@ -291,7 +291,7 @@ def test_a_silent_rank_of_another_machine_is_gone_unless_its_neighbour_sees_it(s
 
 def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
     watch = watch_of(store, 1)
-    watch._line.claim(Cause("raised", 0, "elsewhere", 0, "ValueError: first", 2))
+    watch._channel.claim(FailureCause("raised", 0, "elsewhere", 0, "ValueError: first", 2))
     told = watch.judge(RuntimeError("[gloo] Connection closed by peer"))
     assert isinstance(told, PeerFailed)
     assert (told.rank, told.code) == (0, 2)
@@ -302,8 +302,8 @@ def test_a_lost_connection_is_blamed_on_the_rank_that_fell_silent(
     store: TCPStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watch = watch_of(store, 0)
-    far = Line(store, 1)
-    far._store = watch._line._store
+    far = StoreChannel(store, 1)
+    far._store = watch._channel._store
     far.beat(Beat(1, 1, "far", "another machine", 1, 4, "somewhere"))
     told = watch.judge(RuntimeError("Connection closed by peer [10.0.0.2]:1234"))
     assert isinstance(told, PeerFailed)
@@ -322,12 +322,12 @@ def test_what_all_ranks_agreed_on_is_no_failure(store: TCPStore) -> None:
     leaving.agreed = True
     assert watch.judge(leaving) is leaving
     assert watch.agreed
-    assert watch._line.cause() is None
+    assert watch._channel.cause() is None
 
 
 def test_the_first_update_and_a_save_may_take_longer_than_the_watchdog(store: TCPStore) -> None:
     trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=5), step=None, evaluated=0, resumed_from=5)
-    watch = Watch(store, 0, 2, trainer, watchdog=3)
+    watch = Heartbeat(store, 0, 2, trainer, watchdog=3)
     watch._is_stalled()
     assert watch._limit() == 600
     trainer.step = SimpleNamespace(micro=0)
@@ -342,7 +342,7 @@ def test_the_first_update_and_a_save_may_take_longer_than_the_watchdog(store: TC
 
 
 def test_a_clock_starts_again_with_every_micro_batch() -> None:
-    clock = Clock()
+    clock = StallClock()
     trainer: Any = SimpleNamespace(
         progress=SimpleNamespace(update=1), step=SimpleNamespace(micro=0), evaluated=0, resumed_from=None
     )

@@ -636,7 +636,7 @@ def test_the_batch_of_each_rank_is_told() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_name() -> None:
-    from forge.data.sharding import SharedLoader
+    from forge.data.sharding import RankLoader
 
     with pytest.raises(DataError, match="gives a str, which cannot be divided among 2 ranks"):
-        list(SharedLoader(["text"], 0, 2, "train"))
+        list(RankLoader(["text"], 0, 2, "train"))
