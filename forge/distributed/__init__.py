@@ -1,6 +1,6 @@
-"""Distributed training: the environment that strategies share, how ranks join, and what watches over them.
+"""Distributed training: the environment of strategies, joining and launching ranks, and detecting failed ones.
 
-Names load on first use: the command line asks for exit codes without importing torch.
+Names load on first use, so that the command line reads exit codes without importing torch.
 """
 
 from __future__ import annotations

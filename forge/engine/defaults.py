@@ -52,7 +52,7 @@ class Core(Plugin):
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
         env = trainer.env
-        return loader if env.data_world == 1 else RankLoader(loader, env.data_rank, env.data_world, stage, env.all_max)
+        return loader if env.data_world == 1 else RankLoader(loader, env.data_rank, env.data_world, stage, env)
 
     @default
     def forge_build_optimizers(self, trainer: Run) -> Optimizers:

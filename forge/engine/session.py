@@ -208,7 +208,7 @@ class Session:
 
         consistency.refuse_different_data(self.trainer)
         if self.trainer.verb == "fit":
-            consistency.tell_shares(self.trainer)
+            consistency.log_batch_per_rank(self.trainer)
 
     def _prepare_training(self) -> None:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
-from forge.data.adapt import resumable_reason, shares_badly
+from forge.data.adapt import has_single_position, resumable_reason
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
 from forge.data.windows import set_epoch
@@ -33,7 +33,7 @@ def unreadable(trainer: forge.Run, over: bool) -> str | None:
     loader, step = trainer.loaders["train"][None], trainer.step
     if over:
         return None
-    if shares_badly(loader):
+    if has_single_position(loader):
         return f"{type(loader).__name__} keeps its place, which a second pass would move."
     if resumable_reason(loader) is not None:
         return (

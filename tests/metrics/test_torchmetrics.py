@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint import Checkpoint
 from forge.errors import TaskError
+from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
@@ -266,7 +267,7 @@ def test_a_metric_that_training_updates_keeps_the_step_out_of_a_cuda_graph_by_na
 
 def test_metrics_go_back_with_the_means_to_a_mark() -> None:
     task = Measured()
-    means = forge.metrics.Means(torch.device("cpu"))
+    means = Means(torch.device("cpu"))
     means.track(task)
     task.seen.update(1.0)
     means.add("loss", 2.0)
@@ -289,8 +290,8 @@ class Extremes(Classifier):
         self.each = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
 
 
-def held_by(task: nn.Module) -> forge.metrics.Means:
-    means = forge.metrics.Means(torch.device("cpu"))
+def held_by(task: nn.Module) -> Means:
+    means = Means(torch.device("cpu"))
     means.track(task)
     return means
 
