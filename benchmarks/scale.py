@@ -229,7 +229,9 @@ class Opened:
 
 def _watched() -> float:
     """Return the CPU seconds of forge's heartbeat thread."""
-    clocks = [time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-watch" in t.name]
+    clocks = [
+        time.pthread_getcpuclockid(t.ident) for t in threading.enumerate() if t.ident and "forge-heartbeat" in t.name
+    ]
     return sum(map(time.clock_gettime, clocks))
 
 

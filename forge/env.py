@@ -1,4 +1,4 @@
-"""Env: where a run happens. One process on one device here; `forge.distributed` has the one for many."""
+"""Env: device and ranks of a run; one process on one device here, many in `forge.distributed`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ T = TypeVar("T")
 
 
 class Env:
-    """One process on one device: device, rank, world, reductions and agreement.
+    """One process on one device: device, rank, world and reductions, which return their argument.
 
-    A strategy returns one of its own from `forge_setup_env`: a `forge.distributed.DistributedEnv`. With one process
-    reductions return their argument.
+    A strategy returns a `forge.distributed.DistributedEnv` from `forge_setup_env` instead.
     """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    "Which of the processes on this host."
+    "The index of this process on its host."
     data_rank: int = 0
-    "Which share of every global batch is trained on here."
+    "Which part of every global batch this rank trains on."
     data_world: int = 1
-    "How many shares there are: as many as ranks, unless several ranks hold one model between them."
+    "How many parts a global batch is divided into: `world`, unless several ranks hold one model together."
     mesh: DeviceMesh | None = None
     "The processes as torch's device mesh."
     store: Store | None = None
-    "What all processes can read and write without waiting for each other."
+    "The key-value store of all processes."
     inference_mode: bool = True
-    "Whether evaluation may run under `torch.inference_mode`, which sharded parameters cannot bear."
+    "Whether evaluation may run under `torch.inference_mode`; sharded parameters do not support it."
 
     def __init__(self, device: str | torch.device = "auto"):
         self.device = pick_device(device)
@@ -56,9 +55,9 @@ class Env:
         task.to(self.device)
 
     def move(self, batch: Any) -> Any:
-        """The batch with every tensor in it on the device: tuples, lists, dicts, dataclasses, anything with `.to`."""
+        """Return the batch with every tensor on the device: tuples, lists, dicts, dataclasses, anything with `.to`."""
         if self._on_cpu and isinstance(batch, (tuple, list)):
-            for item in batch:  # most batches are flat tuples of tensors in host memory: nothing to move
+            for item in batch:  # most batches are flat tuples of tensors in host memory, with nothing to move
                 if not isinstance(item, torch.Tensor) or not item.is_cpu:
                     break
             else:
@@ -66,34 +65,34 @@ class Env:
         return move(batch, self.device)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on the device."""
+        """Return the sum over all ranks, on the device."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks; plain data, over the host."""
+        """Return every rank's value, in the order of ranks; plain data, over the host."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value; plain data, over the host."""
+        """Return rank 0's value; plain data, over the host."""
         return value
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What rank 0 gets from calling `make`; the other ranks wait for it."""
+        """Call `make` on rank 0 and return its result on every rank."""
         return make()
 
     def all_max(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over all ranks, over the host: small, and without a look at the device."""
+        """Return the largest of each number over all ranks, over the host and without a device synchronisation."""
         return list(numbers)
 
     def copy_from_first(self, module: nn.Module, parameters: bool = True) -> None:
-        """Give every rank rank 0's buffers, and its parameters unless they are left out; in place."""
+        """Copy rank 0's buffers, and its parameters unless False, to every rank, in place."""
 
     def no_timeout(self) -> AbstractContextManager[None]:
-        """Around what may take long on one rank while the others wait: it is not taken for a stall."""
+        """Suspend the stall timeout: for work on one rank, such as a save, that the others wait for."""
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything asked of it."""
+        """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -104,13 +103,13 @@ class Env:
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """ "auto" is CUDA, then MPS, then CPU; a device that is not there is refused with what there is."""
+    """Return the device, "auto" as CUDA, MPS or CPU; raise ForgeError if this machine does not have it."""
     if device == "auto":
         device = auto_device()
     try:
         picked = torch.device(device)
     except RuntimeError as error:
-        raise ForgeError(f"device={device!r} is no device. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from error
+        raise ForgeError(f"device={device!r} is not a device. Use 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.") from error
     if picked.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (picked.index or 0) >= count:
@@ -122,32 +121,38 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 
 def auto_device() -> str:
-    """The best there is."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it on `device`; what is there already is returned as it is."""
+    """Return `value` with every tensor on `device`; tensors that are there already are not copied."""
     if isinstance(value, torch.Tensor):
-        # towards the host a copy must have arrived before it is read
+        # a copy to the host must have arrived before it is read
         return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(type(value), "to", None)):  # packed sequences, tokenizer outputs, graph batches
         return value.to(device)
+    moved = map_items(value, lambda item: move(item, device))
+    return value if moved is None else moved
+
+
+def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tuple, list, mutable mapping or dataclass of the same kind with `function` applied to its items; None
+    for any other value."""
     if isinstance(value, tuple):
-        items = [move(item, device) for item in value]
+        items = [function(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        return type(value)(move(item, device) for item in value)
+        return type(value)(function(item) for item in value)
     if isinstance(value, MutableMapping):
-        copied = copy.copy(value)  # of the same kind, with all that it holds beside its items
+        copied = copy.copy(value)  # keeps its type and its attributes
         for key, item in value.items():
-            copied[key] = move(item, device)
+            copied[key] = function(item)
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, move(getattr(value, field.name), device))  # frozen ones too
+            object.__setattr__(copied, field.name, function(getattr(value, field.name)))  # frozen ones too
         return copied
-    return value
+    return None

@@ -1,7 +1,7 @@
-"""The errors forge raises itself. Each message says what is wrong, where, and what to do.
+"""Forge's own errors. Each message states what is wrong, where, and what to do.
 
-They are all `ValueError`s, so `except ValueError` works; the command line prints a `ForgeError` as one message
-without a traceback, because the message is the whole story.
+They are all `ValueError`s, so `except ValueError` works; the command line prints a `ForgeError` as one message without
+a traceback.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 
 
 class ForgeError(ValueError):
-    """Something the user can fix. The message names the fix."""
+    """An error that the user can fix. The message names the fix."""
 
 
 class StackError(ForgeError):
-    """The plugin stack cannot work as it was asked for."""
+    """The requested plugins cannot work together."""
 
 
 class TaskError(ForgeError):
-    """The TaskModule, its optimizer or its loss is not what training needs."""
+    """The TaskModule, its optimizer or its loss cannot be trained."""
 
 
 class DataError(ForgeError):
-    """A loader or a batch is not what training needs."""
+    """A loader or a batch cannot be used."""
 
 
 class RecipeError(ForgeError):
@@ -31,7 +31,7 @@ class RecipeError(ForgeError):
 
 
 class CheckpointError(ForgeError):
-    """A checkpoint, or a file that should be one, cannot be written, trusted or used."""
+    """A checkpoint cannot be written, verified or used."""
 
 
 class NonFiniteError(ForgeError):
@@ -39,19 +39,19 @@ class NonFiniteError(ForgeError):
 
 
 class DeterminismError(ForgeError):
-    """Only deterministic algorithms are allowed, and an operation has none."""
+    """An operation has no deterministic algorithm, and only deterministic ones are allowed."""
 
 
 class KernelError(ForgeError):
-    """An operator of forge.kernels was given arguments that make no sense together."""
+    """An operator of forge.kernels got arguments that do not fit together."""
 
 
 class Interrupted(SystemExit):
-    """A signal ended a fit and its state was saved. Left alone it ends the process with exit code 85: resume me."""
+    """A signal ended a fit and its state was saved. Uncaught, it ends the process with exit code 85: to be resumed."""
 
     EXIT_CODE = 85
     agreed = False
-    "Whether all ranks leave in this way at the same update."
+    "Whether all ranks raise it at the same update."
 
     def __init__(self, message: str):
         super().__init__(self.EXIT_CODE)
@@ -62,7 +62,7 @@ class Interrupted(SystemExit):
 
 
 class PeerFailed(SystemExit):
-    """Another rank failed first and has said why. Left alone it ends this process with the same exit code, silently."""
+    """Another rank failed first and printed its error. Uncaught, it ends this process silently with the same code."""
 
     def __init__(self, rank: int, summary: str, code: int = 1):
         super().__init__(code)
@@ -73,9 +73,9 @@ class PeerFailed(SystemExit):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the nearest known word, else the list of what there is."""
+    """Return `" Did you mean 'x'?"` for the nearest known word, else the list of known words."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if near:
         return f" Did you mean {near[0]!r}?"
-    return f" There is: {', '.join(names)}." if names else ""
+    return f" Known: {', '.join(names)}." if names else ""

@@ -1,7 +1,6 @@
-"""Options: what a plugin's `Config`, a task's `__init__` or a data function takes, checked, converted and documented.
+"""Options of a plugin's `Config`, a task's `__init__` or a data function: check, convert and document them.
 
-One place decides what a value may be, whether it comes from Python, from YAML or from the command line, so that an
-unknown key or a wrong type reads the same everywhere.
+Values from Python, YAML and the command line are checked here, so an unknown key or a wrong type gives the same error.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from forge.errors import RecipeError, TaskError, did_you_mean
 
 REQUIRED: Any = inspect.Parameter.empty
 INTERVALS = (".every", ".thaw", ".after", ".start")
-"""How options end that are intervals, where they take text."""
+"""The suffixes of options that are intervals, given as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Option:
 
 @functools.cache
 def of_config(config: type) -> Sequence[Option]:
-    """The options of a dataclass; a string under a field is its description."""
+    """Return the options of a dataclass; a string under a field is its description."""
     hints, docs = _type_hints(config), field_docs(config)
     return tuple(
         Option(field.name, hints.get(field.name, Any), _field_default(field), docs.get(field.name, ""))
@@ -53,7 +52,7 @@ def of_config(config: type) -> Sequence[Option]:
 
 
 def of_callable(function: Callable[..., Any]) -> list[Option]:
-    """The keyword options of a function or of a class's `__init__`."""
+    """Return the keyword options of a function or of a class's `__init__`."""
     target = function.__init__ if isinstance(function, type) else function
     hints = _type_hints(target)
     parameters = list(inspect.signature(target).parameters.values())
@@ -86,7 +85,7 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """`kind` as a person writes it: "float", "int or None", "'norm' or 'value'"."""
+    """Return `kind` in words: "float", "int or None", "'norm' or 'value'"."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(type_name(arg) for arg in args))
@@ -102,9 +101,9 @@ def type_name(kind: Any) -> str:
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, read from its source; empty without source."""
+    """Return the string literal under each field of a dataclass, read from its source; empty without source."""
     docs: dict[str, str] = {}
-    for kind in reversed(config.__mro__[:-1]):  # fields that a base class brings are described there
+    for kind in reversed(config.__mro__[:-1]):  # inherited fields are described in the base class
         docs |= _own_field_docs(kind)
     return docs
 
@@ -127,12 +126,12 @@ _NO: Any = object()
 
 
 def _type_hints(thing: Any) -> dict[str, Any]:
-    """The annotations of a class or function, each by itself: one that only the type checker can read is left out."""
+    """Return the annotations of a class or function, without those that only a type checker can resolve."""
     thing = inspect.unwrap(thing)
     module = vars(sys.modules.get(thing.__module__, types.ModuleType("")))
     enclosing: Any = sys.modules.get(thing.__module__)
     around: dict[str, Any] = {}
-    for part in thing.__qualname__.split(".")[:-1]:  # names of the classes it is nested in count too
+    for part in thing.__qualname__.split(".")[:-1]:  # names of enclosing classes are visible too
         enclosing = getattr(enclosing, part, None)
         around |= vars(enclosing) if isinstance(enclosing, type) else {}
     hints: dict[str, Any] = {}
@@ -199,14 +198,14 @@ def _convert_items(values: Sequence[Any], base: Any, args: tuple[Any, ...]) -> A
 
 
 def _hint(value: Any, kind: Any, where: str) -> str:
-    """A near miss deserves its own sentence."""
+    """Return a sentence about a near miss, or ""."""
     choices = [a for a in typing.get_args(kind) if isinstance(a, str)] if typing.get_origin(kind) is Literal else []
     if isinstance(value, str) and choices:
         return did_you_mean(value, choices)
     if isinstance(value, str) and kind in (int, float):
         return " Write it without quotes." if value.replace(".", "", 1).isdigit() else ""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    option = where.partition(" (")[0]  # without where it was written
+    option = where.partition(" (")[0]  # without its source
     if type(value) is int and str in kinds and option.endswith(INTERVALS):
         return " An interval has a unit: '2 updates', '1 epoch'."
     return ""
@@ -226,7 +225,7 @@ def bound_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def saved_arguments(
     cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], source: Path
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return what to call `cls` with, by position and by name: the saved arguments, with `overrides` over them."""
+    """Return the arguments for `cls`, by position and by name: the saved ones, updated by `overrides`."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # without self
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     values = {**_as_made(cls, saved["options"]), **overrides}
@@ -236,7 +235,7 @@ def saved_arguments(
                 raise TaskError(f"{cls.__name__} takes no argument {name!r}.{did_you_mean(name, named)}")
             raise TaskError(
                 f"{source} was saved by a {saved['class']} made with {name}={values[name]!r}, which {cls.__name__} "
-                "does not take. Make the task yourself, and use forge.load_weights(task, path)."
+                "does not take. Create the task yourself, and use forge.load_weights(task, path)."
             )
     lost = [name for name in saved.get("not_saved", ()) if name not in values]
     required = [p.name for p in named.values() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
@@ -245,13 +244,13 @@ def saved_arguments(
         given = ", ".join(f"{name}=..." for name in lost)
         raise TaskError(
             f"{source} does not hold {', '.join(lost)} of {cls.__name__}: only plain data are saved. "
-            f"Say {cls.__name__}.from_checkpoint(path, {given})."
+            f"Use {cls.__name__}.from_checkpoint(path, {given})."
         )
     return _split(parameters, values)
 
 
 def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Split values by position and by name: before a `*rest` that is not empty, all go by position."""
+    """Split values by position and by name; before a non-empty `*rest` all go by position."""
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     items = list(values.pop(rest, ())) if rest is not None else []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, *((inspect.Parameter.POSITIONAL_OR_KEYWORD,) if items else ()))
@@ -260,20 +259,20 @@ def _split(parameters: list[inspect.Parameter], values: dict[str, Any]) -> tuple
 
 
 def _as_made(cls: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert saved arguments to the types that `__init__` declares: JSON makes a list of every tuple."""
+    """Convert saved arguments to the declared types: JSON turns every tuple into a list."""
     declared = {option.name: option.type for option in of_callable(cls)}
 
     def made(name: str, value: Any) -> Any:
         try:
             return convert(value, declared.get(name, Any), name)
-        except RecipeError:  # it was made with this value, whatever is declared
+        except RecipeError:  # the task was made with this value, despite its declaration
             return value
 
     return {name: made(name, value) for name, value in options.items()}
 
 
 def plain(value: Any) -> Any:
-    """Return the value if JSON can hold it, else how it prints."""
+    """Return the value if JSON can hold it, else its repr."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Counters and intervals: how far a run is, and when something is due.
+"""Counters and intervals: the progress of a run, and when something is due.
 
-One vocabulary everywhere: *micro* (a micro-batch), *update* (an optimizer update), *sample*, *epoch*. One interval type
-everywhere: ``"500 updates"``, ``"1 epoch"``, ``"10000 samples"``, ``"10 min"``.
+The units are *micro* (a micro-batch), *update* (an optimizer update), *sample* and *epoch*; an interval is written
+``"500 updates"``, ``"1 epoch"``, ``"10000 samples"`` or ``"10 min"``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from forge.errors import ForgeError
 
 
 @dataclass(slots=True)
-class Progress:
-    """How much of everything a run has done."""
+class Counters:
+    """The counters of a run."""
 
     micro: int = 0
     "Micro-batches trained on."
@@ -32,14 +32,14 @@ class Progress:
 
 
 class RunClock(Protocol):
-    """A run, as far as wall-clock intervals need it."""
+    """The attributes of a run that wall-clock intervals read."""
 
-    progress: Progress
+    progress: Counters
     agreed_time: float | None
 
 
 class Position(Protocol):
-    """A step, as far as intervals need it."""
+    """The attributes of a step that intervals read."""
 
     index: int
     epoch: int
@@ -59,17 +59,17 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "
 class Interval:
     """How often something happens: `Interval("500 updates")`, `"1 epoch"`, `"10000 samples"`, `"10 min"`.
 
-    Ask `due(step)` anywhere in a step: the answer is the same from its first hook to its boundary. Intervals in
-    updates, epochs and samples are functions of the counters alone, so a resumed run keeps its beat; wall-clock ones
-    count from the first time asked, and on several ranks go by the clock of rank 0, as last agreed on.
+    `due(step)` returns the same anywhere in a step, from its first hook to its boundary. Intervals in updates, epochs
+    and samples are functions of the counters alone, so a resumed run keeps its rhythm; wall-clock intervals count from
+    the first call, and on several ranks use the last agreed clock of rank 0.
     """
 
     __slots__ = ("_answer", "_last", "_run", "count", "unit")
 
     def __init__(self, text: str | int | Interval):
         self._last: float | None = None
-        # a clock answers once per update, however often it is asked, and starts afresh with every run
-        self._run: Progress | None = None
+        # a wall-clock interval is evaluated once per update, and starts again with every run
+        self._run: Counters | None = None
         self._answer: tuple[int, bool] = (-1, False)
         if isinstance(text, Interval):
             self.count, self.unit = text.count, text.unit

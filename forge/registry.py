@@ -1,7 +1,7 @@
-"""What is installed: plugins, recipes, tasks, data sets, kernels and commands, found through entry points.
+"""Installed plugins, recipes, tasks, data sets, kernels and commands, found through entry points.
 
-Everything here works from package metadata; a thing is imported only when it is asked for by name, so a broken
-third-party package breaks nobody but those who name it.
+Only package metadata is read; an entry is imported when it is loaded by name, so a broken third-party package breaks
+only runs that use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUPS = {
 
 @cache
 def installed(kind: str) -> dict[str, EntryPoint]:
-    """Every installed entry of a kind ("plugin", "recipe", "task", "data", "kernel") by name, none imported."""
+    """Return every installed entry of a kind of `GROUPS` by name, without importing any."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUPS[kind]):
         other = found.setdefault(entry.name, entry)
@@ -40,7 +40,7 @@ def installed(kind: str) -> dict[str, EntryPoint]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import the entry called `name`; say what is near if there is none, and whose it is if its import fails."""
+    """Import the entry `name`; raise ForgeError with similar names if it is missing, or its package if it fails."""
     entries = installed(kind)
     if name not in entries:
         raise ForgeError(f"No {kind} is called {name!r}.{did_you_mean(name, entries)}")
@@ -55,12 +55,12 @@ def load(kind: str, name: str) -> Any:
 
 
 def origin(entry: EntryPoint) -> str:
-    """The distribution that ships an entry, with its version."""
+    """Return the distribution that ships an entry, with its version."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
 
 
 def summary(entry: EntryPoint) -> str:
-    """The first line of an entry's docstring, read from its source file without importing it; "" if unreadable."""
+    """Return the first line of an entry's docstring, read from its source without importing it; "" if unreadable."""
     source = _source_file(entry.module)
     if source is None:
         return ""

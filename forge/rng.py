@@ -18,10 +18,10 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_of(seed: int, share: int, update: int = 0) -> int:
-    """The seed of one rank's random numbers: rank 0 begins with the run's own, the others differ from it and from each
-    other, and one that joins a run on its way does not begin with numbers that were drawn before."""
-    return seed if share == 0 and update == 0 else combine_seeds(seed, share, update) % 2**63
+def seed_of(seed: int, data_rank: int, update: int = 0) -> int:
+    """Return the seed of one rank: the run's own on rank 0 at update 0, else a different one for each rank and update,
+    so that a rank that joins a resumed run does not repeat earlier random numbers."""
+    return seed if data_rank == 0 and update == 0 else combine_seeds(seed, data_rank, update) % 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RNGState:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
 
     def as_tree(self) -> dict[str, Any]:
-        """The state as plain data and tensors, as a checkpoint holds it."""
+        """Return the state as plain data and tensors, for a checkpoint."""
         version, words, gauss = self.python
         kind, key, position, has_gauss, cached = self.numpy
         return {
@@ -61,7 +61,7 @@ class RNGState:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> RNGState:
-        """What `as_tree` gave away."""
+        """Return the state from the result of `as_tree`."""
         python, numpy = tree["python"], tree["numpy"]
         key = numpy["key"].numpy().astype(np.uint32)
         return cls(
@@ -93,7 +93,7 @@ def fold(word: int, value: int) -> int:
 
 
 def combine_seeds(*parts: int) -> int:
-    """One 64-bit number out of several integers, each bit of which depends on all of them."""
+    """Return a 64-bit number, each bit of which depends on all parts."""
     word = 0
     for part in parts:
         word = fold(word, part)

@@ -63,7 +63,7 @@ def _main(words: list[str]) -> int:
     try:
         return _run(words)
     except Interrupted as leaving:
-        if ranks.rank() == 0 and not getattr(leaving, "__forge_told__", False):
+        if ranks.rank() == 0 and not getattr(leaving, "__forge_printed__", False):
             show.message(str(leaving), style="yellow")
         return exit_code(leaving.EXIT_CODE, str(leaving))
     except SystemExit as leaving:  # argparse: --help, or a usage error it has printed
@@ -96,7 +96,7 @@ def _flush_streams() -> None:
 
 def _is_told(error: BaseException) -> bool:
     """Whether the screen has it already: as the first cause of several ranks, or from another that met the same."""
-    return getattr(error, "__forge_told__", False) or not is_first_to_fail()
+    return getattr(error, "__forge_printed__", False) or not is_first_to_fail()
 
 
 def verbs() -> dict[str, str]:

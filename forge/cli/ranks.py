@@ -29,9 +29,9 @@ def rank() -> int:
     """Which of several processes this is; 0 where there is one."""
     if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" not in os.environ:
         return 0
-    from forge.distributed.rank_info import Setting
+    from forge.distributed.rank_info import RankInfo
 
-    return Setting.read().rank
+    return RankInfo.read().rank
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from forge.env import Env
 from forge.metrics.means import Means
 from forge.metrics.media import publishable
 from forge.optim.optimizers import Optimizers
-from forge.progress import Interval, Progress
+from forge.progress import Counters, Interval
 
 
 class AnyRecipe(Protocol):
@@ -118,7 +118,7 @@ class Run:
     "The current training step; None before the first."
     eval_step: Step | None
     "The batch being evaluated, as a step; None outside evaluation."
-    progress: Progress
+    progress: Counters
     "Counters: updates, micro-batches, samples, epochs."
     requests: Requests
     "Open requests, and the log of all."
@@ -151,7 +151,7 @@ class Run:
         """Forget the last run; every verb begins so."""
         self.verb = self.run_dir = self.step = self.eval_step = None
         self.updates_per_epoch = self.planned_updates = None
-        self.progress = Progress()
+        self.progress = Counters()
         self.requests = Requests(self)
         self.metrics, self.given_loaders, self.loaders, self.logged = {}, {}, {}, set()
         self.resumed_from, self.restores, self.saved_at, self.skipped_windows = None, 0, -1, set()

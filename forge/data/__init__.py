@@ -1,4 +1,4 @@
-"""Data: loaders whose order is a pure function of (seed, epoch) and whose position is a slice; and recipes' splits."""
+"""Data: loaders whose order is a pure function of (seed, epoch) and that resume at any position; recipes' splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adopting what a user passes as a loader: made resumable where that is possible, else named with why it is not."""
+"""Adapt a user's loader: make it resumable if possible, else give the reason why it is not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
 from forge.data.sample_rng import OwnSeed
-from forge.data.sharding import SharedLoader
+from forge.data.sharding import RankLoader
 from forge.data.user_sampler import SampledLoader
 from forge.data.windows import batch_size, is_stateful, length_of, set_epoch
 from forge.data.workers import DATA_TIMEOUT
@@ -37,11 +37,11 @@ logger = logging.getLogger("forge")
 
 
 def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
-    """Return a loader that gives the same samples and, where that is possible, can be continued exactly.
+    """Return a loader that gives the same samples and, if possible, resumes exactly.
 
-    What can already (it has `seek`, or `state_dict` and `load_state_dict`) is returned as it is. A list of batches and
-    a torch DataLoader are wrapped. For anything else `resumable_reason` says why it cannot be continued; with
-    `allow_inexact` it is read again from its beginning instead, and what was consumed is dropped.
+    A loader with `seek`, or with `state_dict` and `load_state_dict`, is returned unchanged. A list of batches and a
+    torch DataLoader are wrapped. For any other, `resumable_reason` returns why it cannot resume; with `allow_inexact`
+    it is read again from its beginning instead, and the consumed batches are dropped.
     """
     if hasattr(loader, "seek") or is_stateful(loader):
         return loader
@@ -57,7 +57,7 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
 
 
 def _refuse_several(given: Sequence[Any], stage: str) -> None:
-    """A list is one of batches; loaders in one, as Lightning takes them, have no names."""
+    """Refuse a list of loaders, as Lightning takes: a list holds batches, and the loaders have no names."""
     if not given or not all(isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch)) for item in given):
         return
     count = "1 loader" if len(given) == 1 else f"{len(given)} loaders"
@@ -66,13 +66,13 @@ def _refuse_several(given: Sequence[Any], stage: str) -> None:
     else:
         names = ", ".join(f"{chr(97 + i)!r}: ..." for i in range(min(len(given), 3)))
         fix = f"Pass a dict, whose names go into the metrics: {{{names}}}."
-    raise DataError(f"{stage} got a {type(given).__name__} of {count}, and a list is one of batches. {fix}")
+    raise DataError(f"{stage} got a {type(given).__name__} of {count}, but a list must hold batches. {fix}")
 
 
 def resumable_reason(loader: Any) -> str | None:
-    """Why a run over this loader cannot be continued exactly, and what to use instead; None where it can."""
+    """Return why a run over this loader cannot resume exactly, and what to use instead; None if it can."""
     name = type(loader).__name__
-    if isinstance(loader, SharedLoader):
+    if isinstance(loader, RankLoader):
         return resumable_reason(loader.loader)
     if isinstance(loader, Reread):
         return loader.reason
@@ -80,43 +80,36 @@ def resumable_reason(loader: Any) -> str | None:
         return None
     if isinstance(loader, StreamLoader):
         return (
-            f"{type(loader.dataset).__name__} is an iterable dataset that cannot say where it is. Give it state_dict() "
-            "and load_state_dict(state), or make it a dataset with a length and indices."
+            f"{type(loader.dataset).__name__} is an iterable dataset without a state. Give it state_dict() and "
+            "load_state_dict(state), or make it a dataset with a length and indices."
         )
     if isinstance(loader, DataLoader):
         return _dataloader_reason(loader)
     if isinstance(loader, Iterator):
-        return f"{name} is an iterator: it can be read once, from its beginning. Pass a forge.data.Loader or a list."
+        return f"{name} is an iterator, which can be read only once. Pass a forge.data.Loader or a list."
     return (
         f"{name} has neither seek(epoch, samples) nor state_dict() and load_state_dict(state). Give it one of them, or "
         "use forge.data.Loader, forge.data.TensorLoader or a torch DataLoader."
     )
 
 
-def shares_badly(loader: Any) -> bool:
-    """Whether one object cannot serve two stages: it keeps a single position, so a validation would move training's."""
-    if isinstance(loader, (DevicePrefetch, Reread, SharedLoader)):
-        return shares_badly(loader.loader)
+def has_single_position(loader: Any) -> bool:
+    """Whether one object cannot serve two stages: it has a single position, which a validation would change."""
+    if isinstance(loader, (DevicePrefetch, Reread, RankLoader)):
+        return has_single_position(loader.loader)
     if isinstance(loader, (StreamLoader, Iterator)):
         return True
     return is_stateful(loader) and not hasattr(loader, "seek")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# torch's DataLoader.
-
-
 def _is_plain_dataloader(loader: Any) -> bool:
-    """Whether this is torch's DataLoader, and not a subclass that iterates in its own way."""
-    kind = type(loader)
-    return isinstance(loader, DataLoader) and (kind.__iter__, kind._get_iterator) == (
-        DataLoader.__iter__,
-        DataLoader._get_iterator,
-    )
+    """Whether this is torch's DataLoader, or a subclass that does not change how it iterates."""
+    own = (DataLoader.__iter__, DataLoader._get_iterator)
+    return isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
 
 
 def _adopt_dataloader(given: DataLoader[Any]) -> Any:
-    """The forge loader that is equivalent, or the DataLoader itself where there is none."""
+    """Return the equivalent forge loader, or the DataLoader itself if none exists."""
     if length_of(given) == 0 or _dataloader_reason(given) is not None:
         return given
     timeout, options = given.timeout or DATA_TIMEOUT, _options(given)
@@ -124,7 +117,7 @@ def _adopt_dataloader(given: DataLoader[Any]) -> Any:
         seed = {} if given.generator is None else {"seed": given.generator.initial_seed()}
         options |= {"collate_fn": given.collate_fn, "drop_last": given.drop_last, "data_timeout": timeout, **seed}
         return Loader(given.dataset, given.batch_size, num_workers=given.num_workers, **options)
-    batches: Any = given.batch_sampler  # where the user passes one, the DataLoader's own sampler and sizes say nothing
+    batches: Any = given.batch_sampler  # if the user passes one, the DataLoader's own sampler and sizes mean nothing
     order = order_of(batches.sampler) if type(batches) is BatchSampler else None
     if order is None:
         return SampledLoader(given, timeout, **options)
@@ -145,7 +138,7 @@ def _adopt_dataloader(given: DataLoader[Any]) -> Any:
 def _dataloader_reason(given: DataLoader[Any]) -> str | None:
     name = type(given).__name__
     if not _is_plain_dataloader(given):
-        return f"{name} iterates in a way of its own. Give it state_dict() and load_state_dict(state)."
+        return f"{name} overrides __iter__. Give it state_dict() and load_state_dict(state)."
     if isinstance(given.dataset, (IterDataPipe, MapDataPipe)):
         return f"{type(given.dataset).__name__} is a DataPipe. Use a Dataset, or an IterableDataset with a state."
     if not given.in_order and given.num_workers:
@@ -153,14 +146,14 @@ def _dataloader_reason(given: DataLoader[Any]) -> str | None:
     if length_of(given) is None and not isinstance(given.dataset, IterableDataset):
         sampler = given.batch_sampler if given.batch_sampler is not None else given.sampler
         return (
-            f"{type(sampler).__name__} has no length, so an epoch's order cannot be drawn before it begins. Give it "
+            f"{type(sampler).__name__} has no length, so an epoch's order cannot be drawn in advance. Give it "
             "__len__, or use forge.data.Loader with forge.data.Weighted or forge.data.Bucketed."
         )
     return None
 
 
 def _options(given: DataLoader[Any]) -> dict[str, Any]:
-    """The options that mean the same to a forge loader."""
+    """Return the options that a forge loader takes too."""
     options: dict[str, Any] = {"pin_memory": given.pin_memory}
     if given.pin_memory_device:
         options["pin_memory_device"] = given.pin_memory_device
@@ -171,7 +164,7 @@ def _options(given: DataLoader[Any]) -> dict[str, Any]:
 
 
 def order_of(sampler: Any) -> Order | None:
-    """The order that draws as one of torch's own samplers does; None for any other, subclasses too."""
+    """Return the equivalent order of one of torch's own samplers; None for any other, subclasses too."""
     kind = type(sampler)
     if kind is SequentialSampler:
         return Sequential(len(sampler))
@@ -234,10 +227,10 @@ class Chosen(Order):
 
 
 class Distributed(Order):
-    """torch's DistributedSampler, which is a function of its own seed and the epoch already."""
+    """torch's DistributedSampler, whose order is a function of its own seed and the epoch already."""
 
     kind = "distributed"
-    repeats = True  # it fills up with samples that came before
+    repeats = True  # it pads with earlier samples
 
     def __init__(self, sampler: DistributedSampler[Any]):
         self.sampler, self.samples = copy.copy(sampler), len(sampler)
@@ -247,16 +240,9 @@ class Distributed(Order):
         return torch.tensor(list(self.sampler), dtype=torch.int64)
 
     def describe(self) -> dict[str, Any]:
-        own = {
-            "replicas": self.sampler.num_replicas,
-            "shuffle": self.sampler.shuffle,
-            "sampler_seed": self.sampler.seed,
-        }
+        given = self.sampler
+        own = {"replicas": given.num_replicas, "shuffle": given.shuffle, "sampler_seed": given.seed}
         return {**super().describe(), **own}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Everything else.
 
 
 class BatchList:
@@ -267,33 +253,33 @@ class BatchList:
         self._epoch = self._start = 0
 
     def set_default_seed(self, seed: int) -> None:
-        """A list has its order; there is nothing to seed."""
+        """Ignore the seed: a list has its order."""
 
     def seek(self, epoch: int, samples: int) -> None:
-        """The next pass begins at this sample, which must be the first of a batch."""
+        """Start the next pass at this sample, which must be the first of a batch."""
         try:
             self._start = self._edges().index(samples) if samples else 0
         except ValueError:
             raise DataError(
-                f"seek: no batch of this list begins at sample {samples}: it is not the list that the run began with."
+                f"seek: no batch of this list begins at sample {samples}. Pass the list that the run began with."
             ) from None
 
     def set_epoch(self, epoch: int) -> None:
-        """Every epoch of a list is the same."""
+        """Start the next pass at the beginning; every epoch of a list is the same."""
         self.seek(epoch, 0)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued with this list."""
+        """Return what must be equal for a run to resume with this list."""
         edges = self._edges()
         sizes = {"batches": len(self.batches), "samples": edges[-1], "batch_size": edges[1]}
         return {"order": "list", **sizes, "seed": None, "drop_last": False}
 
     def position(self, epoch: int, batches: int) -> int:
-        """How many samples the first `batches` batches hold; one that is not made of tensors counts as one."""
+        """Return how many samples the first `batches` batches hold; a batch without tensors counts as one."""
         return self._edges()[batches]
 
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Positions are indices here."""
+        """Return the positions themselves."""
         return list(range(start, stop))
 
     def _edges(self) -> list[int]:
@@ -308,9 +294,9 @@ class BatchList:
 
 
 class Reread:
-    """A loader that can only be read from its beginning: to go on, it is read again and what is consumed is dropped.
+    """A loader that can only be read from its beginning: to resume, it is read again and consumed batches are dropped.
 
-    Positions are counted in batches here, not in samples: how many samples a batch holds may not be known.
+    Positions are counted in batches, not in samples: the size of a batch may be unknown.
     """
 
     def __init__(self, loader: Any, stage: str, reason: str):
@@ -318,34 +304,30 @@ class Reread:
         self._batches = 0
 
     def set_default_seed(self, seed: int) -> None:
-        """Handed on where the loader takes one."""
+        """Pass the seed on if the loader takes one."""
         if hasattr(self.loader, "set_default_seed"):
             self.loader.set_default_seed(seed)
 
     def seek(self, epoch: int, samples: int) -> None:
-        """The next pass drops so many batches first (see `position`). What follows may not be what would have come."""
+        """Drop the first `samples` batches of the next pass (see `position`); its order may differ from before."""
         set_epoch(self.loader, epoch)
         self._batches = samples
         if samples:
             logger.warning(
-                "The %s loader %s cannot be continued exactly (allow_inexact): it is read again and its first %d "
-                "batches are dropped. %s",
-                self.stage,
-                type(self.loader).__name__,
-                samples,
-                self.reason,
+                f"The {self.stage} loader {type(self.loader).__name__} cannot resume exactly (allow_inexact): it is "
+                f"read again and its first {samples} batches are dropped. {self.reason}"
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch, where the loader knows of epochs."""
+        """Make the next pass this epoch, if the loader has epochs."""
         self.seek(epoch, 0)
 
     def position(self, epoch: int, batches: int) -> int:
-        """Where the first `batches` batches end: after so many batches."""
+        """Return the number of batches, which is the position here."""
         return batches
 
     def fingerprint(self) -> dict[str, Any]:
-        """Nothing is known but the number of batches."""
+        """Return the number of batches; nothing else is known."""
         return {"order": "unknown", "batches": length_of(self.loader)}
 
     def __len__(self) -> int:

@@ -1,19 +1,20 @@
-"""SeekableLoader: what loaders over a known number of samples share."""
+"""SeekableLoader: the base of loaders over a known number of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from forge.data.sample_rng import OwnSeed
-from forge.data.sharding import Portion, Ranges, portions
+from forge.data.sharding import Portion, rank_portions
 from forge.errors import DataError
 
 
 class SeekableLoader(OwnSeed):
-    """Seed, epoch, the place to begin, and the count of batches.
+    """Seed, epoch, position and number of batches.
 
-    A subclass sets `order` and gives `_batches(epoch, ranges)` and `sample_indices(epoch, start, stop)`.
+    A subclass sets `order` and defines `_batches(epoch, ranges)` and `sample_indices(epoch, start, stop)`.
     """
 
     order: str
@@ -26,31 +27,31 @@ class SeekableLoader(OwnSeed):
         if drop_last and samples < batch_size:
             raise DataError(
                 f"{name}: {samples} samples are less than one batch of {batch_size}, and drop_last drops it. "
-                "Take a smaller batch_size, or leave drop_last off."
+                "Use a smaller batch_size, or leave drop_last off."
             )
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
         self.own_seed = seed
         self._epoch, self._start = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration gives this epoch from its beginning."""
+        """Start the next iteration at the beginning of this epoch."""
         self.seek(epoch, 0)
 
     def seek(self, epoch: int, samples: int) -> None:
-        """The next iteration gives epoch `epoch` from its sample number `samples` on; those after it, whole epochs."""
+        """Start the next iteration at sample number `samples` of epoch `epoch`; later ones give whole epochs."""
         if epoch < 0 or not 0 <= samples <= self.samples:
             raise DataError(
                 f"{type(self).__name__} cannot seek to sample {samples} of epoch {epoch}: an epoch has {self.samples} "
-                "samples. Is this the data that the run was started with?"
+                "samples. Is this the data that the run started with?"
             )
         self._epoch, self._start = epoch, samples
 
     def position(self, epoch: int, batches: int) -> int:
-        """How many samples the first `batches` batches of an epoch hold, whatever a transform makes of them."""
+        """Return how many samples the first `batches` batches of an epoch hold, before any transform."""
         return min(batches * self.batch_size, self.samples)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued."""
+        """Return what must be equal for a run to resume."""
         return {
             "samples": self.samples,
             "batch_size": self.batch_size,
@@ -66,19 +67,18 @@ class SeekableLoader(OwnSeed):
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self._epoch, self._ranges())
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
-        """One share of every batch from here on; the samples of other shares are not read."""
-        ranges = self._ranges()
-        return portions(self._batches(self._epoch, ranges.of(share, shares)), ranges, share, shares)
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
+        """Iterate over one rank's part of every batch; the samples of other ranks are not read."""
+        return rank_portions(partial(self._batches, self._epoch), self._ranges(), data_rank, data_world)
 
-    def _ranges(self) -> Ranges:
-        """Where the batches are from the position on; taken when a pass begins, because `seek` may be called before
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Return the ranges of the batches from the position on, read when a pass begins: `seek` may be called before
         its first batch."""
         start, self._start = self._start, 0
-        stop = self.samples
+        size, stop = self.batch_size, self.samples
         if self.drop_last:
-            stop = start + (stop - start) // self.batch_size * self.batch_size
-        return Ranges(start, stop, self.batch_size)
+            stop = start + (stop - start) // size * size
+        return ((first, min(first + size, stop)) for first in range(start, stop, size))
 
     def _batches(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Iterator[Any]:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""pad_collate: batches out of samples with sequences of different lengths."""
+"""pad_collate: collate samples with sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Padded(NamedTuple):
     values: Tensor
     "(batch, longest, ...)."
     lengths: Tensor
-    "(batch,): how long each sequence is."
+    "(batch,): the length of each sequence."
     mask: Tensor
-    "(batch, longest): True where there is data, False where there is padding."
+    "(batch, longest): True for data, False for padding."
 
 
 def pad_collate(
@@ -43,11 +43,11 @@ def pad_collate(
         Loader(texts, batch_size=32, collate_fn=functools.partial(pad_collate, value={"labels": -100}, multiple_of=8))
 
     A sequence is a tensor or an array with at least one dimension, of which the first is padded, or a list of numbers.
-    Samples may be sequences, or tuples and dicts of them, nested; whatever is no sequence (numbers, strings, ...) is
-    collated as torch's `default_collate` does.
+    Samples may be sequences, or nested tuples and dicts of them; everything else (numbers, strings, ...) is collated by
+    torch's `default_collate`.
 
-    `value` fills; a dict gives one for each field of a sample by key or position, and 0 fills the others. `side` is
-    where it goes. `multiple_of` rounds the common length up. `fields` names the fields to pad, by key or position;
+    `value` is the fill value; a dict gives one for each field of a sample by key or position, 0 for the others. `side`
+    is the side to pad. `multiple_of` rounds the common length up. `fields` names the fields to pad, by key or position;
     the others are stacked. Without it, every sequence is padded.
     """
     if side not in ("right", "left"):
@@ -55,7 +55,7 @@ def pad_collate(
     if multiple_of < 1:
         raise DataError(f"pad_collate: multiple_of is {multiple_of}; it must be at least 1.")
     if not batch:
-        raise DataError("pad_collate got an empty batch. Check the sampler that makes batches.")
+        raise DataError("pad_collate got an empty batch. Check the batch sampler.")
     return _collate(batch, (), _Rules(value, side, multiple_of, fields))
 
 
@@ -78,7 +78,7 @@ class _Rules(NamedTuple):
 
 
 def _collate(parts: list[Any], path: tuple[str | int, ...], rules: _Rules) -> Any:
-    """Collate what stands at `path` in every sample."""
+    """Collate the parts at `path` of every sample."""
     if rules.pads(path) and all(map(_is_sequence, parts)):
         return _pad(_as_tensors(parts), path, rules)
     first = parts[0]
@@ -96,14 +96,14 @@ def _collate(parts: list[Any], path: tuple[str | int, ...], rules: _Rules) -> An
 
 
 def _is_sequence(part: Any) -> bool:
-    """Lists of numbers are sequences; tuples are records, even of numbers."""
+    """Whether a part is a sequence: lists of numbers are; tuples are records, even of numbers."""
     if isinstance(part, (Tensor, np.ndarray)):
         return part.ndim > 0
     return isinstance(part, list) and all(isinstance(item, (bool, int, float, np.number)) for item in part)
 
 
 def _as_tensors(parts: list[Any]) -> list[Tensor]:
-    """One dtype for all; an empty list, which has none of its own, takes the others'."""
+    """Convert to one dtype; an empty list, which has none, takes the others'."""
     tensors = [torch.as_tensor(part) for part in parts]
     typed = [tensor.dtype for tensor, part in zip(tensors, parts, strict=True) if not isinstance(part, list) or part]
     dtype = reduce(torch.promote_types, typed) if typed else torch.int64

@@ -1,11 +1,11 @@
-"""Iterable datasets: one stream per worker, continued exactly where the dataset can say where it is.
+"""Iterable datasets: one stream per worker, which resumes exactly if the dataset has a state.
 
-To torch the dataset looks like one with indices, whose "indices" say what a worker shall do: begin or continue a
-stream, or let its turn pass. So the state of a stream travels to its worker, comes back with each batch, and what was
-prefetched but not handed out is forgotten. Streams take turns, as in torch; which one is next is part of the state.
+To torch the dataset looks like one with indices, but each "index" is a `Turn`: begin or continue a stream, or skip. So
+the state of a stream travels to its worker and comes back with each batch, and batches that were prefetched but not
+yielded are forgotten. Streams take turns, as in torch; which one is next is part of the state.
 
-Every pass but the first begins by loading a state, whether it follows another pass, a cancelled one or a restart: what
-is resumed cannot differ from what ran straight.
+Every pass but the first begins by loading a state, after another pass, a cancelled one or a restart alike: so a resumed
+run cannot differ from an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
-from forge.data.sample_rng import OwnSeed, kept_generators, seed_generators
+from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
 from forge.data.sample_seeding import failed, is_pure, is_pure_collate, what, where
 from forge.data.windows import is_stateful
 from forge.data.workers import DATA_TIMEOUT, Pool
@@ -27,24 +27,24 @@ from forge.errors import DataError
 from forge.rng import combine_seeds, fold
 
 _BEGIN = 0xBE61
-"""Sets the seed under which a stream begins apart from its samples' seeds."""
+"""Makes the seed at the beginning of a stream differ from its samples' seeds."""
 
 
 class Turn(NamedTuple):
-    """What one stream shall do next."""
+    """The next request to one stream."""
 
     stream: int
     seed: int
     epoch: int
     pass_number: int
     state: dict[str, Any] | None
-    "Where the stream stands as the pass begins: its dataset's state, its count of samples; None: as it was made."
+    "The stream's state as the pass begins: its dataset's state and its count of samples; None for a new dataset."
     idle: bool = False
-    "Nothing: the turn keeps the others in step."
+    "Whether to do nothing: the turn only keeps the others in step."
 
 
-class Piece(NamedTuple):
-    """What a stream gave: a batch or None, and where it stands now."""
+class StreamPiece(NamedTuple):
+    """A stream's answer: a batch or None, and its new state."""
 
     stream: int
     batch: Any = None
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Streams(Dataset[Any]):
-    """The dataset as its worker sees it: one stream, of which each turn gives the next batch."""
+    """The dataset in its worker: one stream, of which each turn gives the next batch."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Streams(Dataset[Any]):
         self.dataset, self.batch_size, self.collate, self.drop_last = dataset, batch_size, collate, drop_last
         self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
         self.stateful = is_stateful(dataset)
-        self._pass, self._count, self._made = -1, 0, None
+        self._pass, self._count, self._initial = -1, 0, None
 
     def __getitems__(self, turn: Turn) -> Any:
         if turn.idle:
-            return Piece(turn.stream)
+            return StreamPiece(turn.stream)
         if get_worker_info() is not None or not self.seeding:
             return self._take(turn)
-        with kept_generators():
+        with restored_generators():
             return self._take(turn)
 
     def _take(self, turn: Turn) -> Any:
@@ -88,17 +88,17 @@ class Streams(Dataset[Any]):
                 f"{turn.stream}, {where()}.",
                 error,
             )
-        return Piece(turn.stream, batch, self._state())
+        return StreamPiece(turn.stream, batch, self._state())
 
     def _begin(self, turn: Turn) -> None:
-        """Put the dataset where the pass begins. A pass that begins at the end of the last one may be empty: once."""
+        """Restore the dataset's state at the beginning of a pass, and skip one empty pass at the end of the last."""
         self._pass, self._ended, self._ahead = turn.pass_number, False, []
         state = turn.state
         if self.stateful:
-            if self._made is None:
-                self._made = copy.deepcopy(self.dataset.state_dict())
+            if self._initial is None:
+                self._initial = copy.deepcopy(self.dataset.state_dict())
             elif state is None:
-                state = {"dataset": self._made, "samples": 0, "begun": False}
+                state = {"dataset": self._initial, "samples": 0, "begun": False}
             if state is not None:
                 self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))
         self._count = 0 if state is None else state["samples"]
@@ -115,7 +115,7 @@ class Streams(Dataset[Any]):
         self._iterator = iter(self.dataset)
 
     def _fill(self, size: int) -> int:
-        """Have up to `size` samples at hand; how many there are."""
+        """Read until `size` samples are buffered; return how many are."""
         while len(self._ahead) < size and not self._ended:
             if self.seeding:
                 seed_generators(fold(self._word, self._count + 2**32))
@@ -141,16 +141,13 @@ class Streams(Dataset[Any]):
 
 
 def open_stream(dataset: IterableDataset[Any], *arguments: Any, **options: Any) -> StreamLoader:
-    """The loader of an iterable dataset: with a state where the dataset has one."""
+    """Return the loader of an iterable dataset, with a state if the dataset has one."""
     kind = StatefulStreamLoader if is_stateful(dataset) else StreamLoader
     return kind(dataset, *arguments, **options)
 
 
 class StreamLoader(OwnSeed):
-    """Batches of an iterable dataset that cannot say where it is: usable, but a run over it cannot be continued.
-
-    This is what `forge.data.Loader(dataset, ...)` makes of an iterable dataset without `state_dict`.
-    """
+    """Batches of an iterable dataset without `state_dict`, made by `forge.data.Loader`: a run over it cannot resume."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class StreamLoader(OwnSeed):
         name = type(dataset).__name__
         if shuffle or options.pop("sampler", None) is not None or "batch_sampler" in options:
             raise DataError(
-                f"{name} is an iterable dataset: it decides its order itself. Leave shuffle and sampler off."
+                f"{name} is an iterable dataset, which defines its own order. Leave shuffle and sampler off."
             )
         for key, instead in {"generator": "pass seed=", "timeout": "pass data_timeout="}.items():
             if key in options:
@@ -176,7 +173,7 @@ class StreamLoader(OwnSeed):
         if batch_size is not None and batch_size < 1:
             raise DataError(f"forge.data.Loader: batch_size is {batch_size}; it must be at least 1.")
         if batch_size is None and drop_last:
-            raise DataError("forge.data.Loader: with batch_size=None there is no batch to drop; leave drop_last off.")
+            raise DataError("forge.data.Loader: batch_size=None makes no batch to drop; leave drop_last off.")
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.own_seed = seed
         collate = options.pop("collate_fn", None) or (default_convert if batch_size is None else default_collate)
@@ -191,11 +188,11 @@ class StreamLoader(OwnSeed):
         self._resuming = False
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch; the dataset is told where it has a `set_epoch` itself."""
+        """Make the next pass this epoch; the dataset's own `set_epoch` is called if it has one."""
         self._epoch = epoch
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued with this loader: the number of streams too."""
+        """Return what must be equal for a run to resume with this loader: the number of streams too."""
         return {
             "order": "stream",
             "dataset": type(self.dataset).__name__,
@@ -207,7 +204,7 @@ class StreamLoader(OwnSeed):
 
     def __len__(self) -> int:
         if self._streams > 1:
-            raise TypeError(f"How many batches {self._streams} streams give is not known before they end.")
+            raise TypeError(f"The number of batches of {self._streams} streams is not known before they end.")
         samples = len(self.dataset)  # pyright: ignore[reportArgumentType]
         size = self.batch_size or 1
         return samples // size if self.drop_last else math.ceil(samples / size)
@@ -227,10 +224,10 @@ class StreamLoader(OwnSeed):
         return self._pieces(self._pool.run(turns, self.seed + standing.epoch), standing)
 
     def _pieces(self, pieces: Iterator[Any], standing: _Standing) -> Iterator[Any]:
-        """Batches as they come; where each stream stands is noted as its batch is handed out."""
+        """Yield the batches; record the state of each stream as its batch is yielded."""
         self._now = standing
         while not standing.over:
-            piece: Piece = next(pieces)
+            piece: StreamPiece = next(pieces)
             if piece.state is None or _ended(standing.streams[piece.stream]):
                 continue
             standing.streams[piece.stream] = piece.state
@@ -241,25 +238,25 @@ class StreamLoader(OwnSeed):
 
 
 class StatefulStreamLoader(StreamLoader):
-    """Batches of an iterable dataset with `state_dict` and `load_state_dict`: a run over it is continued exactly."""
+    """Batches of an iterable dataset with `state_dict` and `load_state_dict`: a run over it resumes exactly."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every stream stands after the last batch handed out, and which one is next."""
+        """Return the state of every stream after the last batch yielded, and which one is next."""
         now = self._now or self._base
         if now is None:
             return {"epoch": 0 if self._epoch is None else self._epoch, "next": 0, "streams": None}
         return {"epoch": now.epoch, "next": now.next, "streams": copy.deepcopy(now.streams)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass continues there; where that was the end of an epoch, it is the next epoch."""
+        """Continue there in the next pass, or with the next epoch if that was the end of one."""
         streams = state["streams"]
         if streams is None:
             self._base = self._now = None
             return
         if len(streams) != self._streams:
             raise DataError(
-                f"{type(self.dataset).__name__} was read in {len(streams)} streams and is now in {self._streams}: a "
-                f"stream belongs to a worker. Set num_workers={len(streams)} to continue exactly."
+                f"{type(self.dataset).__name__} was read in {len(streams)} streams and now in {self._streams}, one per "
+                f"worker. Set num_workers={len(streams)} to resume exactly."
             )
         self._base = self._now = _Standing(state["epoch"], state["next"], list(streams))
         self._resuming = True
@@ -268,17 +265,17 @@ class StatefulStreamLoader(StreamLoader):
 
 
 def _turns(begin: Turn, first: int, states: list[Any]) -> Iterator[Turn]:
-    """Turns without end, each stream's in its worker: torch gives the first to worker 0, the second to worker 1, ..."""
+    """Yield turns without end, in the order of workers: torch gives the first to worker 0, the second to worker 1."""
     streams = len(states)
     for turn in itertools.count():
         stream = turn % streams
-        state = states[stream] if turn < first + streams else None  # it may be large, so it travels once
+        state = states[stream] if turn < first + streams else None  # sent once: it may be large
         yield begin._replace(stream=stream, state=state, idle=turn < first or _ended(states[stream]))
 
 
 @dataclass(slots=True)
 class _Standing:
-    """Where a pass stands: whose turn it is, and the state of each stream (None: as its dataset was made)."""
+    """The state of a pass: whose turn it is, and the state of each stream (None for a new dataset)."""
 
     epoch: int
     next: int
@@ -289,7 +286,7 @@ class _Standing:
         return all(map(_ended, self.streams))
 
     def after(self, epoch: int) -> _Standing:
-        """The beginning of a pass that follows: every stream begins where it stands."""
+        """Return the state at the beginning of the next pass: every stream continues from its state."""
         again = {"samples": 0, "begun": False, "ended": False}
         return _Standing(epoch, 0, [state and {**state, **again} for state in self.streams])
 

@@ -1,19 +1,19 @@
-"""Loader: batches of any map-style dataset in an order that is a function of (seed, epoch), from any position."""
+"""Loader: batches of a map-style dataset, in an order that is a function of (seed, epoch), from any position."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
 
 from forge.data.iterable import open_stream
-from forge.data.order import Order, Plan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
+from forge.data.order import Order, OrderPlan, Sequential, Shuffled, ShuffledByDataset, batch_ranges, occurrences
 from forge.data.sample_rng import OwnSeed
 from forge.data.sample_seeding import Draw, Seeded
-from forge.data.sharding import Portion, cut, portions
+from forge.data.sharding import Portion, rank_portions
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 
@@ -21,32 +21,31 @@ _OURS = {
     "batch_sampler": "pass sampler=, one of forge's orders, or use a torch DataLoader",
     "generator": "pass seed=",
     "timeout": "pass data_timeout=",
-    "in_order": "batches out of order could not be continued",
+    "in_order": "batches out of order cannot be resumed",
 }
 
 
 class Loader(OwnSeed):
-    """A torch DataLoader whose order can be repeated, whose position is a slice, and that leaves the global RNG alone.
+    """A torch DataLoader with a repeatable order that resumes at any position and leaves the global RNG unchanged.
 
     ::
 
         Loader(dataset, batch_size=64, shuffle=True, num_workers=4)
 
-    `dataset` has a length and indices; an iterable dataset is taken too, and can be continued exactly if it has
-    `state_dict` and `load_state_dict`. Without a `seed` the loader uses the Trainer's.
+    `dataset` has a length and indices, or is an iterable dataset; that one resumes exactly if it has `state_dict` and
+    `load_state_dict`. Without a `seed` the loader uses the Trainer's.
 
     `sampler` is one of forge's orders, `forge.data.Weighted(weights)` or `forge.data.Bucketed(lengths)`. Unless the
-    dataset is `pure` (it draws nothing at random: said here, by an attribute `pure` of the dataset, or known),
-    python's, numpy's and torch's generators are seeded from (seed, epoch, index) before each sample.
+    dataset is `pure` (draws no random numbers: by this option, by its attribute `pure`, or by its class), python's,
+    numpy's and torch's generators are seeded from (seed, epoch, index) before each sample.
 
-    `data_timeout`: after so many seconds without a batch a worker is taken to hang. Further options (`collate_fn`,
+    `data_timeout`: seconds without a batch after which a worker counts as hanging. Further options (`collate_fn`,
     `pin_memory`, `prefetch_factor`, `worker_init_fn`, `multiprocessing_context`, ...) are torch.utils.data.DataLoader's
-    own; `persistent_workers` is on wherever there are workers. `batch_size=None` gives samples as they are.
+    own; `persistent_workers` is on by default. `batch_size=None` yields single samples.
     """
 
     def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Self:
-        """An iterable dataset has another kind of position, so its loader is another kind."""
-        if isinstance(dataset, IterableDataset):
+        if isinstance(dataset, IterableDataset):  # it has another kind of position
             return open_stream(dataset, *arguments, **options)  # pyright: ignore[reportReturnType]
         return super().__new__(cls)
 
@@ -82,26 +81,26 @@ class Loader(OwnSeed):
         self.loader = self._pool.loader
 
     def seek(self, epoch: int, samples: int) -> None:
-        """The next pass is epoch `epoch` from its sample `samples` on, which must be the beginning of a batch."""
+        """Start the next pass at sample `samples` of epoch `epoch`, which must be the beginning of a batch."""
         if not 0 <= samples <= self.order.samples:
-            raise DataError(f"seek: there is no sample {samples} in an epoch of {self.order.samples}.")
+            raise DataError(f"seek: sample {samples} is outside of an epoch of {self.order.samples} samples.")
         self._epoch, self._position = epoch, samples
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is epoch `epoch` from its beginning."""
+        """Start the next pass at the beginning of epoch `epoch`."""
         self.seek(epoch, 0)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued with this loader."""
+        """Return what must be equal for a run to resume with this loader."""
         sizes = {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
         return {**self.order.describe(), **sizes}
 
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """The dataset's indices at these positions of an epoch."""
+        """Return the dataset's indices at these positions of an epoch."""
         return list(_listed(self.order.plan(self.seed, epoch, self._step).indices[start:stop]))
 
     def position(self, epoch: int, batches: int) -> int:
-        """How many samples the first `batches` batches of an epoch hold, whatever collate_fn makes of them."""
+        """Return how many samples the first `batches` batches of an epoch hold, before collate_fn."""
         cuts = self.order.plan(self.seed, epoch, self._step).cuts if self.order.varies else None
         return cuts[batches] if cuts is not None else min(batches * self._step, self.order.samples)
 
@@ -109,28 +108,25 @@ class Loader(OwnSeed):
         return self.order.batches(self._step, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        plan, ranges = self._begin()
-        return self._fetch(plan, ranges)
+        return self._fetch(*self._begin())
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
-        """One share of every batch from here on; the samples of other shares are not read."""
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
+        """Iterate over one rank's part of every batch; the samples of other ranks are not read."""
         if self.batch_size is None:
             raise DataError(
-                f"forge.data.Loader with batch_size=None gives what {type(self.dataset).__name__} gives, which forge "
-                "cannot divide among ranks. Give a batch_size, or a list of batches."
+                f"forge.data.Loader with batch_size=None yields samples of {type(self.dataset).__name__}, which forge "
+                "cannot divide among ranks. Pass a batch_size, or a list of batches."
             )
         plan, ranges = self._begin()
-        ahead, ranges = itertools.tee(ranges)
-        batches = self._fetch(plan, (cut(begin, end, share, shares)[:2] for begin, end in ahead))
-        return portions(batches, ranges, share, shares)
+        return rank_portions(partial(self._fetch, plan), ranges, data_rank, data_world)
 
-    def _begin(self) -> tuple[Plan, Iterator[tuple[int, int]]]:
-        """The epoch, and where its batches are from the position on."""
+    def _begin(self) -> tuple[OrderPlan, Iterator[tuple[int, int]]]:
+        """Return the epoch's plan, and the ranges of its batches from the position on."""
         start, self._position = self._position, 0
         plan = self.order.plan(self.seed, self._epoch, self._step)
         return plan, batch_ranges(plan, self.order.samples, start, self._step, self.drop_last)
 
-    def _fetch(self, plan: Plan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
+    def _fetch(self, plan: OrderPlan, ranges: Iterator[tuple[int, int]]) -> Iterator[Any]:
         seed, epoch = self.seed, self._epoch
         repeats = occurrences(plan.indices) if self.order.repeats else None  # pyright: ignore[reportArgumentType]
         return self._pool.run(_draws(plan, ranges, repeats, seed, epoch), seed + epoch)
@@ -142,14 +138,14 @@ class Loader(OwnSeed):
         if self.drop_last and self.order.samples < self._step:
             raise DataError(
                 f"forge.data.Loader: {name} has {self.order.samples} samples, less than one batch of {self._step}, and "
-                "drop_last=True drops it. Take a smaller batch_size, or leave drop_last off."
+                "drop_last=True drops it. Use a smaller batch_size, or leave drop_last off."
             )
 
 
 def _draws(
-    plan: Plan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
+    plan: OrderPlan, ranges: Iterator[tuple[int, int]], repeats: torch.Tensor | None, seed: int, epoch: int
 ) -> Iterator[Draw]:
-    """What to fetch. No method: torch keeps it, and a cycle back to the loader would have its workers end badly."""
+    """Yield one draw per batch. Not a method: torch keeps it, and a cycle with the loader would delay its shutdown."""
     for begin, end in ranges:
         again = None if repeats is None else _listed(repeats[begin:end])
         yield Draw(seed, epoch, _listed(plan.indices[begin:end]), again)
@@ -163,8 +159,8 @@ def _chosen_order(dataset: Any, shuffle: bool, sampler: Order | None) -> Order:
             return sampler
         kind = f"torch's {type(sampler).__name__}" if isinstance(sampler, Sampler) else f"a {type(sampler).__name__}"
         raise DataError(
-            f"forge.data.Loader cannot take {kind} as sampler: where it stands could not be restored. Pass "
-            "forge.data.Weighted(weights) or forge.data.Bucketed(lengths), or hand a torch DataLoader to the Trainer."
+            f"forge.data.Loader cannot take {kind} as sampler: its position could not be restored. Pass "
+            "forge.data.Weighted(weights) or forge.data.Bucketed(lengths), or pass a torch DataLoader to the Trainer."
         )
     if not hasattr(dataset, "__getitem__") or _length(dataset) is None:
         raise DataError(

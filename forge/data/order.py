@@ -1,7 +1,7 @@
 """The order of an epoch: a pure function of (seed, epoch), drawn from a private generator.
 
-An `Order` says which samples an epoch holds, in which order, and where its batches end. A loader that follows one can
-be put anywhere by slicing. Write your own by subclassing: set `kind` and `samples`, and return indices.
+An `Order` defines which samples an epoch holds, in which order, and where its batches end, so a loader can start
+anywhere by slicing. To write your own, subclass it: set `kind` and `samples`, and return indices.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ Indices = torch.Tensor | range
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A generator of its own for this epoch; the global RNG is not touched."""
+    """Return a private generator for this epoch; the global RNG is unchanged."""
     return torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9) % 2**63)
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation of `range(length)` that depends on nothing but its arguments; the global RNG is not touched."""
+    """Return a permutation of `range(length)` that depends only on the arguments; the global RNG is unchanged."""
     return torch.randperm(length, generator=epoch_generator(seed, epoch))
 
 
-class Plan(NamedTuple):
-    """One epoch, laid out: which sample stands where, and where batches end unless they are all of one size."""
+class OrderPlan(NamedTuple):
+    """The samples of one epoch in order, and where batches end unless they are all of one size."""
 
     indices: Indices
     cuts: list[int] | None = None
 
 
 class Order:
-    """Which samples an epoch holds, and in which order. Everything is a pure function of (seed, epoch)."""
+    """Which samples an epoch holds, and in which order: a pure function of (seed, epoch)."""
 
     kind: str
-    "What the order is called in a fingerprint."
+    "The name of the order in a fingerprint."
     samples: int
     "How many samples an epoch has."
     repeats: bool = False
-    "Whether a sample can come more than once in an epoch; each time it is then augmented differently."
+    "Whether a sample can occur more than once in an epoch; each time it is then augmented differently."
     varies: bool = False
-    "Whether batches differ in size; then `plan` says where they end."
+    "Whether batches differ in size; `plan` then returns where they end."
 
     def indices(self, seed: int, epoch: int) -> Indices:
-        """The dataset's indices in the order of this epoch: `samples` of them."""
+        """Return the dataset's indices in the order of this epoch: `samples` of them."""
         raise NotImplementedError
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
-        """The whole epoch. Orders that choose what goes together override this one."""
-        return Plan(self.indices(seed, epoch))
+    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
+        """Return the whole epoch. Orders that group samples into batches override this."""
+        return OrderPlan(self.indices(seed, epoch))
 
     def batches(self, batch_size: int, drop_last: bool) -> int:
-        """How many batches an epoch has; the same number in every epoch."""
+        """Return how many batches an epoch has; the same number in every epoch."""
         return self.samples // batch_size if drop_last else math.ceil(self.samples / batch_size)
 
     def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
         """Refuse a dataset or a batch size that this order does not fit."""
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal for two orders to be the same: small and plain."""
+        """Return what must be equal for two orders to be the same, as plain data."""
         return {"order": self.kind, "samples": self.samples}
 
 
 class Sequential(Order):
-    """Every sample once, as they come."""
+    """Every sample once, in the order of the dataset."""
 
     kind = "sequential"
 
@@ -93,7 +93,7 @@ class Shuffled(Order):
 
 
 class ShuffledByDataset(Order):
-    """The order that a dataset asks for with its own `shuffled(seed, epoch)`, such as whole shards at a time."""
+    """The order of a dataset's own `shuffled(seed, epoch)`, such as whole shards at a time."""
 
     kind = "shuffled by the dataset"
 
@@ -104,8 +104,8 @@ class ShuffledByDataset(Order):
         order = self.dataset.shuffled(seed, epoch)
         if len(order) != self.samples:
             raise DataError(
-                f"{type(self.dataset).__name__}.shuffled({seed}, {epoch}) gave {len(order)} indices for "
-                f"{self.samples} samples. It must give each sample once."
+                f"{type(self.dataset).__name__}.shuffled({seed}, {epoch}) returned {len(order)} indices for "
+                f"{self.samples} samples. It must return each sample once."
             )
         return order
 
@@ -113,9 +113,8 @@ class ShuffledByDataset(Order):
 class Weighted(Order):
     """Samples drawn in proportion to their weights: `Loader(dataset, 64, sampler=Weighted(weights))`.
 
-    An epoch has `samples` of them (as many as there are weights, unless said). With `replacement` a sample can come
-    more than once, and is augmented differently each time; without, a heavier one comes earlier. Weights need not sum
-    to one.
+    An epoch has `samples` of them (by default one per weight). With `replacement` a sample can occur more than once,
+    augmented differently each time; without, heavier samples tend to come earlier. Weights need not sum to one.
     """
 
     kind = "weighted"
@@ -137,7 +136,7 @@ class Weighted(Order):
         self.samples = len(self.weights) if samples is None else samples
         self.replacement = self.repeats = replacement
         if not positive:
-            raise DataError("Weighted: every weight is zero, so there is nothing to draw.")
+            raise DataError("Weighted: every weight is zero; at least one must be positive.")
         if self.samples < 1:
             raise DataError(f"Weighted: samples={samples}; an epoch needs at least 1.")
         if not replacement and self.samples > positive:
@@ -152,7 +151,7 @@ class Weighted(Order):
 
     def indices(self, seed: int, epoch: int) -> Indices:
         generator = epoch_generator(seed, epoch)
-        if self.replacement:  # not torch.multinomial, which ends at 2**24 weights
+        if self.replacement:  # not torch.multinomial, which takes at most 2**24 weights
             edges = self.weights.cumsum(0)
             points = torch.rand(self.samples, generator=generator, dtype=torch.float64) * edges[-1]
             return torch.searchsorted(edges, points, right=True).clamp_(max=int(self.weights.nonzero()[-1]))
@@ -165,15 +164,14 @@ class Weighted(Order):
 
 
 class Bucketed(Order):
-    """Samples of similar length together, so that little is padded: `Loader(dataset, 32, sampler=Bucketed(lengths))`.
+    """Batches of samples of similar length, to pad little: `Loader(dataset, 32, sampler=Bucketed(lengths))`.
 
-    Every sample comes exactly once. Batches have the loader's size: the epoch is shuffled, sorted by length within
-    pools of `pool` batches, cut, and the batches are shuffled; what does not fill a batch is a random rest, and comes
-    last.
+    Every sample occurs exactly once. Batches have the loader's size: the epoch is shuffled, sorted by length within
+    pools of `pool` batches, cut, and the batches are shuffled; a random rest that does not fill a batch comes last.
 
-    With `max_tokens` a batch takes as many samples as fit (number × longest, padding counted), and at most the loader's
-    batch size. Then all samples are sorted, so that every epoch has the same number of batches; samples of equal length
-    change places, and batches are shuffled.
+    With `max_tokens` a batch takes as many samples as fit (number × longest, padding included), and at most the
+    loader's batch size. All samples are then sorted, so that every epoch has the same number of batches; samples of
+    equal length and whole batches are shuffled.
     """
 
     kind = "bucketed"
@@ -190,7 +188,7 @@ class Bucketed(Order):
         if max_tokens is not None and int(self.lengths[longest]) > max_tokens:
             raise DataError(
                 f"Bucketed: sample {longest} is {int(self.lengths[longest])} long and does not fit into "
-                f"max_tokens={max_tokens}. Raise max_tokens, or cut or leave out what is longer."
+                f"max_tokens={max_tokens}. Raise max_tokens, or cut or remove longer samples."
             )
 
     def check(self, length: int | None, batch_size: int, drop_last: bool) -> None:
@@ -199,7 +197,7 @@ class Bucketed(Order):
         if drop_last and self.max_tokens is not None:
             raise DataError("drop_last has no meaning with Bucketed(max_tokens=...): batches differ in size anyway.")
 
-    def plan(self, seed: int, epoch: int, batch_size: int) -> Plan:
+    def plan(self, seed: int, epoch: int, batch_size: int) -> OrderPlan:
         generator = epoch_generator(seed, epoch)
         shuffled = torch.randperm(self.samples, generator=generator)
         if self.max_tokens is not None:
@@ -208,9 +206,9 @@ class Bucketed(Order):
         filled, rest = shuffled[: full * batch_size], shuffled[full * batch_size :]
         pools = [self._sorted(part) for part in filled.split(self.pool * batch_size)]
         if not pools:
-            return Plan(rest)
+            return OrderPlan(rest)
         batches = torch.cat(pools).view(full, batch_size)[torch.randperm(full, generator=generator)]
-        return Plan(torch.cat([batches.view(-1), rest]))
+        return OrderPlan(torch.cat([batches.view(-1), rest]))
 
     def batches(self, batch_size: int, drop_last: bool) -> int:
         if self.max_tokens is None:
@@ -224,18 +222,18 @@ class Bucketed(Order):
     def _sorted(self, indices: torch.Tensor) -> torch.Tensor:
         return indices[self.lengths[indices].argsort(stable=True)]
 
-    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> Plan:
+    def _plan_by_tokens(self, shuffled: torch.Tensor, batch_size: int, generator: torch.Generator) -> OrderPlan:
         sizes = self._sizes(batch_size)
         batches = self._sorted(shuffled).split(sizes)
         turn = torch.randperm(len(sizes), generator=generator).tolist()
         cuts = list(itertools.accumulate((sizes[number] for number in turn), initial=0))
-        return Plan(torch.cat([batches[number] for number in turn]), cuts)
+        return OrderPlan(torch.cat([batches[number] for number in turn]), cuts)
 
     def _sizes(self, batch_size: int) -> list[int]:
-        """Batch sizes over the sorted lengths: these are the same in every epoch, whoever of equals comes first."""
+        """Return the batch sizes over the sorted lengths, which are the same in every epoch."""
         assert self.max_tokens is not None
         sizes, size = [], 0
-        for length in self.lengths.sort().values.tolist():  # ascending: the newcomer is the longest
+        for length in self.lengths.sort().values.tolist():  # ascending: each is the longest so far
             if size and (size == batch_size or (size + 1) * length > self.max_tokens):
                 sizes.append(size)
                 size = 0
@@ -244,7 +242,7 @@ class Bucketed(Order):
 
 
 def occurrences(indices: torch.Tensor) -> torch.Tensor:
-    """For each position, how many times its index came before: 0, 0, 1 for 7, 4, 7."""
+    """Return for each position how often its index occurred before: 0, 0, 1 for 7, 4, 7."""
     ordered, positions = indices.sort(stable=True)
     starts = torch.searchsorted(ordered, ordered, right=False)
     counts = torch.empty_like(indices)
@@ -252,8 +250,10 @@ def occurrences(indices: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def batch_ranges(plan: Plan, samples: int, start: int, batch_size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
-    """From where to where each batch goes, from the position `start` on, which must be the beginning of one."""
+def batch_ranges(
+    plan: OrderPlan, samples: int, start: int, batch_size: int, drop_last: bool
+) -> Iterator[tuple[int, int]]:
+    """Return the range of each batch from the position `start` on, which must be the beginning of one."""
     if plan.cuts is not None:
         edges = plan.cuts
         if start not in edges:
@@ -267,11 +267,11 @@ def batch_ranges(plan: Plan, samples: int, start: int, batch_size: int, drop_las
 
 def _refuse_position(start: int, samples: int, why: str) -> None:
     raise DataError(
-        f"seek: no batch begins at sample {start} of an epoch of {samples} ({why}). Positions are whole batches from "
-        "the epoch's beginning, with the batch size that the run began with."
+        f"seek: no batch begins at sample {start} of an epoch of {samples} ({why}). Use the batch size that the run "
+        "began with."
     )
 
 
 def digest(values: torch.Tensor) -> str:
-    """A short name for these values: others have another."""
+    """Return a checksum of these values."""
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]

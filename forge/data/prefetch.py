@@ -1,9 +1,8 @@
-"""DevicePrefetch: batches are on their way to the device before they are asked for."""
+"""DevicePrefetch: copy batches to the device ahead of use."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache, partial
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from forge.env import move, pick_device
+from forge.env import map_items, move, pick_device
 from forge.errors import DataError
 
 
@@ -22,20 +21,19 @@ class DevicePrefetch:
 
         DevicePrefetch(Loader(dataset, batch_size=64, shuffle=True, num_workers=4), "cuda")
 
-    Everything else is the inner loader's: its length, `seek`, `fingerprint`, and whatever other attributes it has.
-    `state_dict` is the state after the batch that was handed out last, not after the last one read. On any other device
-    it is the inner loader and nothing more.
+    All other attributes are the inner loader's: its length, `seek`, `fingerprint`, .... `state_dict` is the state after
+    the last batch handed out, not after the last one read. On any other device it only forwards to the inner loader.
 
-    No thread is used: loaders may seed the global generators while they work, which must not happen beside a training
-    step. Reading ahead costs the host what the inner loader costs it; give that one workers if it costs much. A loader
-    must not write into a batch that it has given away.
+    No thread is used: loaders may seed the global generators, which must not happen beside a training step. Reading
+    ahead takes the host as long as the inner loader takes; give that one workers if it is slow. A loader must not write
+    into a batch that it has yielded.
     """
 
     def __init__(self, loader: Any, device: str | torch.device, depth: int = 2):
         if depth < 1:
             raise DataError(f"DevicePrefetch: depth is {depth}; it must be at least 1.")
         self.loader, self.device, self.depth = loader, pick_device(device), depth
-        self._state: list[Any] = []  # of the batch handed out last: one entry, or none before the first
+        self._state: list[Any] = []  # of the last batch handed out: one entry, or none before the first
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -48,8 +46,8 @@ class DevicePrefetch:
         return _Ahead(self, iter(self.loader), copies)
 
     def __getattr__(self, name: str) -> Any:
-        """The inner loader's attribute; so this has `seek` or `state_dict` exactly where the inner loader has."""
-        if name in ("loader", "__setstate__"):  # asked for by copy and pickle, before there is an inner loader
+        """Return the inner loader's attribute, so that `seek` or `state_dict` exist exactly if the inner has them."""
+        if name in ("loader", "__setstate__"):  # read by copy and pickle, before the inner loader is set
             raise AttributeError(name)
         value = getattr(self.loader, name)
         return {"state_dict": self._state_handed_out, "load_state_dict": self._load_state}.get(name, value)
@@ -62,25 +60,25 @@ class DevicePrefetch:
         self.loader.load_state_dict(state)
 
     def _copies(self) -> Copies | None:
-        """How batches get to the device ahead of use, or None where they cannot."""
+        """Return how batches are copied ahead of use, or None if the device does not support it."""
         return side_stream(self.device) if self.device.type == "cuda" else None
 
 
 class Copies(Protocol):
-    """Moves a batch in two halves, so that others may begin in between."""
+    """Moves a batch in two halves, so that other copies can begin in between."""
 
     def begin(self, batch: Any) -> Any:
-        """Start moving a batch; return what `finish` needs."""
+        """Start moving a batch; return the argument of `finish`."""
 
     def finish(self, begun: Any) -> Any:
-        """The batch, safe to use on the stream that is current now."""
+        """Return the batch, safe to use on the current stream."""
 
     def drop(self, begun: Any) -> None:
-        """Make it safe to let go of a batch that nobody will use."""
+        """Make it safe to free a batch that will not be used."""
 
 
 class _Ahead:
-    """One epoch, read `depth` batches ahead. What the inner loader raises comes out in its place in the order."""
+    """One epoch, read `depth` batches ahead. An error of the inner loader is raised in place of its batch."""
 
     def __init__(self, owner: DevicePrefetch, batches: Iterator[Any], copies: Copies):
         self._owner, self._copies = owner, copies
@@ -98,7 +96,7 @@ class _Ahead:
         return self._hand_out()
 
     def _hand_out(self) -> Any:
-        """Apart from `__next__`, whose frame an error that was kept holds on to, and with it what that frame holds."""
+        """Separate from `__next__`: an error in the queue keeps that frame alive, with everything the frame holds."""
         if not self._queue:
             raise StopIteration
         begun, error, self._owner._state = self._queue.popleft()
@@ -107,7 +105,7 @@ class _Ahead:
         return self._copies.finish(begun)
 
     def _read(self, batches: Iterator[Any]) -> None:
-        """Read one batch, or what ends the epoch: a StopIteration is kept too, for it may come out of user code."""
+        """Read one batch, or the exception that ends the epoch: StopIteration too, which user code may raise."""
         try:
             begun, error = self._copies.begin(next(batches)), None
         except Exception as raised:
@@ -115,7 +113,7 @@ class _Ahead:
         self._queue.append((begun, error, self._snapshot()))
 
     def __del__(self) -> None:
-        """An epoch left halfway: copies that are under way must not write into memory that has been given back."""
+        """Drop an unfinished epoch: copies under way must not write into memory that has been freed."""
         for begun, error, _ in self._queue:
             if error is None:
                 self._copies.drop(begun)
@@ -124,16 +122,12 @@ class _Ahead:
         return [copy.deepcopy(self._owner.loader.state_dict())] if self._keeps_state else []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On a CUDA device
-
-
 class SideStream:
-    """Copies from pinned memory, on a stream beside the one that computes.
+    """Copies from pinned memory, on a CUDA stream beside the computing one.
 
-    Memory for a batch is taken on the computing stream, and the copy waits for what that stream has been given so far.
-    So memory is used again in the order of the computing, however far the host is ahead of the device; with memory of
-    the side stream (and `record_stream`) each batch would be held until the device has caught up.
+    Memory for a batch is allocated on the computing stream, and the copy waits for the work queued there so far. So
+    memory is reused in the order of the computation, however far the host is ahead of the device; with memory of the
+    side stream (and `record_stream`) each batch would be held until the device has caught up.
     """
 
     def __init__(self, device: torch.device):
@@ -146,13 +140,13 @@ class SideStream:
         self.stream.wait_stream(transfer.owner)
         with torch.cuda.stream(self.stream):
             for there, here in transfer.copies:
-                # the pinned copy may go: its memory is not used again before the stream has read it
+                # the pinned copy may be freed: its memory is not reused before the stream has read it
                 there.copy_(here, non_blocking=True)
             transfer.arrived.record(self.stream)
         return transfer
 
     def _place(self, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
-        """Where a tensor will be on the device; one that cannot be copied ahead is left to `finish`."""
+        """Return the tensor's destination on the device; one that cannot be copied ahead is left to `finish`."""
         if type(tensor) is not torch.Tensor or not tensor.is_cpu or not _is_plain(tensor):
             return tensor
         there = torch.empty_like(tensor, device=self.device)
@@ -165,14 +159,14 @@ class SideStream:
         if compute != begun.owner:
             for there, _ in begun.copies:
                 there.record_stream(compute)
-        return move(begun.batch, self.device)  # what could not be copied ahead: sparse tensors, objects with a `to`
+        return move(begun.batch, self.device)  # the rest: sparse tensors, objects with a `to`
 
     def drop(self, begun: Transfer) -> None:
         begun.owner.wait_event(begun.arrived)
 
 
 class Transfer:
-    """A batch on its way."""
+    """A batch on its way to the device."""
 
     __slots__ = ("arrived", "batch", "copies", "owner")
 
@@ -184,7 +178,7 @@ class Transfer:
 
 @cache
 def side_stream(device: torch.device) -> SideStream:
-    """One for all loaders of a device."""
+    """Return the side stream that all loaders of a device use."""
     return SideStream(device)
 
 
@@ -193,24 +187,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in its containers replaced; they keep their kind, as in `forge.env.move`."""
+    """Return `value` with every tensor in its containers replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, MutableMapping):
-        copied = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = _mapped(item, function)
-        return copied
-    if callable(getattr(type(value), "to", None)):
-        return value  # it knows better which of its tensors move: the lengths of a packed sequence do not
-    if isinstance(value, tuple):
-        items = [_mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(_mapped(item, function) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, _mapped(getattr(value, field.name), function))
-        return copied
-    return value
+    if callable(getattr(type(value), "to", None)) and not isinstance(value, MutableMapping):
+        return value  # its `to` decides which tensors move: the lengths of a packed sequence stay on the host
+    mapped = map_items(value, lambda item: _mapped(item, function))
+    return value if mapped is None else mapped

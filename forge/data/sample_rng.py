@@ -1,4 +1,4 @@
-"""Seeding and keeping the generators that user code may draw from, for loaders."""
+"""Seed and restore the random generators that user code may draw from, for loaders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from forge.rng import RNGState
 def seed_generators(word: int) -> None:
     """Seed python's, numpy's and torch's CPU generator from one word of 64 bits."""
     random.seed(word)
-    np.random.seed(word >> 32)  # numpy and torch share an algorithm: with other bits they give other numbers
+    np.random.seed(word >> 32)  # other bits than torch, which uses the same algorithm
     torch.default_generator.manual_seed(word & 0xFFFFFFFF)  # torch.manual_seed would reseed every accelerator too
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put every generator on the host back as it was, whatever happens."""
+def restored_generators() -> Iterator[None]:
+    """Restore every generator on the host afterwards."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -33,7 +33,7 @@ def kept_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded(word: int, device: torch.device) -> Iterator[None]:
-    """Inside, every generator is seeded, the device's too; after it, all are as they were before."""
+    """Seed every generator, the device's too, and restore all of them afterwards."""
     kept = RNGState.capture(device)
     try:
         seed_generators(word)
@@ -47,16 +47,15 @@ def seeded(word: int, device: torch.device) -> Iterator[None]:
 
 
 class OwnSeed:
-    """What loaders that can be given a seed share: without one they use the Trainer's."""
+    """The seed of a loader: its own, or the Trainer's."""
 
     own_seed: int | None = None
     default_seed: int = 0
 
     @property
     def seed(self) -> int:
-        """The loader's own seed, or the Trainer's."""
         return self.default_seed if self.own_seed is None else self.own_seed
 
     def set_default_seed(self, seed: int) -> None:
-        """The seed to use where the loader was made without one; the Trainer hands on its own."""
+        """Set the seed of a loader without its own; the Trainer passes its seed."""
         self.default_seed = seed

@@ -1,8 +1,8 @@
-"""Seeding per sample: what a dataset draws at random depends on (seed, epoch, index) and on nothing else.
+"""Seeding per sample: a dataset's random numbers depend on (seed, epoch, index) only.
 
 Every generator that an augmentation may use (python's, numpy's legacy global one, torch's CPU one) is seeded before
 each sample, so workers, prefetch, batch size and the place in a batch change nothing. In the main process the
-generators are put back after each batch. `torch.manual_seed` is never called: it would reseed CUDA too.
+generators are restored after each batch. `torch.manual_seed` is never called: it would reseed CUDA too.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch.utils.data import (
 )
 
 from forge.data.collate import pad_collate
-from forge.data.sample_rng import kept_generators, seed_generators
+from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
 
 _COLLATE = 0xC011A7E
-"""Sets a batch's seed apart from that of its first sample."""
+"""Makes a batch's seed differ from that of its first sample."""
 
 
 class Draw(NamedTuple):
-    """What a worker needs to make one batch; it travels with the indices, so persistent workers stay up to date."""
+    """The request for one batch: seed and epoch travel with the indices, so persistent workers stay up to date."""
 
     seed: int
     epoch: int
     indices: Sequence[int]
     repeats: Sequence[int] | None = None
-    "How many times each index came earlier in the epoch, where that can happen."
+    "How often each index occurred earlier in the epoch, if that can happen."
 
 
 def number_of(index: Any) -> int:
-    """An index as an integer; a user's own sampler may give a dataset other keys."""
+    """Return an index as an integer; a user's sampler may yield other keys."""
     try:
         return operator.index(index)
     except TypeError:
@@ -52,10 +52,10 @@ def number_of(index: Any) -> int:
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether a dataset is known to draw nothing at random: it says so (`pure = True`), or torch wrote it."""
-    said = getattr(dataset, "pure", None)
-    if isinstance(said, bool):
-        return said
+    """Whether a dataset is known to draw no random numbers: by `pure = True`, or as one of torch's own."""
+    declared = getattr(dataset, "pure", None)
+    if isinstance(declared, bool):
+        return declared
     kind = type(dataset)  # a subclass may do anything in its __getitem__
     if kind is Subset:
         return is_pure(dataset.dataset)
@@ -65,13 +65,13 @@ def is_pure(dataset: Any) -> bool:
 
 
 def is_pure_collate(collate: Callable[..., Any]) -> bool:
-    """Whether a collate function is known to draw nothing at random: torch's, forge's, or one with `pure = True`."""
+    """Whether a collate function is known to draw no random numbers: torch's, forge's, or one with `pure = True`."""
     known = collate.func if isinstance(collate, partial) else collate
     return known in (default_collate, default_convert, pad_collate) or getattr(collate, "pure", False) is True
 
 
 class Failure:
-    """An error on its way from a worker to the main process: what to say, and the traceback as text."""
+    """An error sent from a worker to the main process: its message, and the traceback as text."""
 
     def __init__(self, message: str, trace: str):
         self.message, self.trace = message, trace
@@ -83,25 +83,25 @@ class Failure:
 
 
 def failed(message: str, error: Exception) -> Failure:
-    """Raise in the main process, with the cause attached; in a worker, whose exceptions travel badly, hand it over."""
+    """Raise in the main process, with the cause attached; return a `Failure` in a worker: exceptions pickle badly."""
     if get_worker_info() is None:
         raise DataError(message) from error
     return Failure(message, "".join(traceback.format_exception(error)).rstrip())
 
 
 def where() -> str:
-    """The process that this runs in, for an error message."""
+    """Return the name of this process, for an error message."""
     worker = get_worker_info()
     return "in the main process" if worker is None else f"in worker {worker.id}"
 
 
 def what(error: Exception) -> str:
-    """An exception's type and message, as one piece of a sentence."""
+    """Return an exception's type and message, as a part of a sentence."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 class Seeded(Dataset[Any]):
-    """Whole batches of a map-style dataset: fetched, seeded where that is needed, and collated, wherever this runs."""
+    """Whole batches of a map-style dataset: fetched, seeded if needed, and collated, in a worker or not."""
 
     def __init__(self, dataset: Any, collate: Callable[..., Any], pure: bool | None, batched: bool = True):
         self.dataset, self.collate, self.batched = dataset, collate, batched
@@ -110,10 +110,10 @@ class Seeded(Dataset[Any]):
         self._fetch_many = getattr(dataset, "__getitems__", None) if self.pure else None
 
     def __getitems__(self, draw: Draw) -> Any:
-        """One batch, collated; a `Failure` in its place where a worker met an error."""
+        """Return one collated batch, or a `Failure` if a worker met an error."""
         if (self.pure and self.pure_collate) or get_worker_info() is not None:
             return self._batch(draw)
-        with kept_generators():
+        with restored_generators():
             return self._batch(draw)
 
     def _batch(self, draw: Draw) -> Any:
@@ -125,7 +125,7 @@ class Seeded(Dataset[Any]):
             try:
                 return self._fetch_many(indices)
             except Exception as error:
-                return self._failed(error, self._guilty(indices))
+                return self._failed(error, self._failing(indices))
         dataset, samples, index = self.dataset, [], -1
         try:
             for index in indices:
@@ -134,8 +134,8 @@ class Seeded(Dataset[Any]):
             return self._failed(error, [index])
         return samples
 
-    def _guilty(self, indices: Sequence[int]) -> Sequence[int]:
-        """Which of these raises when it is asked for alone; all, where none does."""
+    def _failing(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the index that raises when read alone; all, if none does."""
         for index in indices:
             try:
                 self.dataset[index]

@@ -1,35 +1,31 @@
-"""Shares: every rank trains on its part of each global batch, so that all ranks together follow one order.
+"""Sharding: every rank trains on its part of each global batch, so that all ranks together follow one order.
 
-A batch of n samples is divided into contiguous shares whose sizes differ by one at most. A share of a small last batch
-may be empty: its rank then runs one sample that belongs to another, at weight 0, so that every rank makes as many
-updates, no sample counts twice and none is lost.
+A batch of n samples is divided into contiguous parts whose sizes differ by one at most. A part of a small last batch
+may be empty: its rank then runs a padding batch, one sample of another rank at weight 0, so that every rank makes as
+many updates, no sample counts twice and none is lost.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from forge.data.windows import batch_size
-from forge.env import Env
+from forge.env import Env, map_items
 from forge.errors import DataError
-
-Agree = Callable[[Sequence[int]], list[int]]
-"""The largest of each number over all ranks: `env.all_max`."""
 
 
 class Portion(NamedTuple):
-    """One rank's share of a global batch."""
+    """One rank's part of a global batch."""
 
     batch: Any
     samples: int
-    "How many of its samples count here; 0 where the batch is borrowed."
+    "How many of its samples count; 0 for a padding batch."
     total: int
     "How many samples the global batch has."
 
@@ -47,95 +43,86 @@ class RankWindow(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """From where to where a share goes, and how many of these samples count."""
+    """The range of one rank's part, and how many of its samples count."""
 
     begin: int
     end: int
     samples: int
 
 
-def cut(begin: int, end: int, share: int, shares: int) -> Cut:
-    """A share of the samples from `begin` to `end`; where it would be empty, the first sample is borrowed."""
+def cut(begin: int, end: int, data_rank: int, data_world: int) -> Cut:
+    """Return one rank's part of the samples from `begin` to `end`; the first sample as padding if it is empty."""
     size = end - begin
-    first, last = begin + size * share // shares, begin + size * (share + 1) // shares
+    first, last = begin + size * data_rank // data_world, begin + size * (data_rank + 1) // data_world
     return Cut(first, last, last - first) if last > first else Cut(begin, begin + 1, 0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ranges:
-    """From where to where the batches of an epoch go: any number of them in no memory, and as often as needed."""
-
-    start: int
-    stop: int
-    size: int
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((first, min(first + self.size, self.stop)) for first in range(self.start, self.stop, self.size))
-
-    def of(self, share: int, shares: int) -> Iterator[tuple[int, int]]:
-        """The same for one share of every batch."""
-        return (cut(begin, end, share, shares)[:2] for begin, end in self)
+def rank_portions(
+    fetch: Callable[[Iterator[tuple[int, int]]], Iterator[Any]],
+    ranges: Iterator[tuple[int, int]],
+    data_rank: int,
+    data_world: int,
+) -> Iterator[Portion]:
+    """Cut the ranges of global batches, fetch one rank's part of each, and count its samples."""
+    ahead, ranges = itertools.tee(ranges)
+    batches = fetch(cut(begin, end, data_rank, data_world)[:2] for begin, end in ahead)
+    counts = ((cut(begin, end, data_rank, data_world).samples, end - begin) for begin, end in ranges)
+    return (Portion(batch, *count) for batch, count in zip(batches, counts, strict=True))
 
 
-def portions(batches: Iterator[Any], ranges: Iterable[tuple[int, int]], share: int, shares: int) -> Iterator[Portion]:
-    """Batches that were read for one share, with how many samples count in each."""
-    for batch, (begin, end) in zip(batches, ranges, strict=True):
-        yield Portion(batch, cut(begin, end, share, shares).samples, end - begin)
+class RankLoader:
+    """Yields one rank's portions of a loader's global batches; all other attributes are the inner loader's.
 
-
-class SharedLoader:
-    """A loader of global batches that gives one rank's portions of them; everything else is the inner loader's.
-
-    A loader with `iter_share(share, shares)` reads only what it gives. From any other, whole batches are read on every
-    rank and cut.
+    A loader with `iter_rank(data_rank, data_world)` reads only this rank's samples. Of any other loader, every rank
+    reads whole batches and cuts them.
     """
 
-    def __init__(self, loader: Any, share: int, shares: int, stage: str, agree: Agree | None = None):
+    def __init__(self, loader: Any, data_rank: int, data_world: int, stage: str, env: Env | None = None):
         _refuse_divided(loader, stage)
-        self.loader, self.share, self.shares, self.stage = loader, share, shares, stage
-        self._agree = agree
+        self.loader, self.data_rank, self.data_world, self.stage = loader, data_rank, data_world, stage
+        self._env = env
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Portion]:
-        if hasattr(type(self.loader), "iter_share"):
-            return self.loader.iter_share(self.share, self.shares)
+        if hasattr(type(self.loader), "iter_rank"):
+            return self.loader.iter_rank(self.data_rank, self.data_world)
         return self._cut_batches(iter(self.loader))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "__setstate__"):  # asked for by copy, before there is an inner loader
+        if name in ("loader", "__setstate__"):  # read by copy, before the inner loader is set
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Portion]:
         for number, batch in enumerate(batches):
             size = batch_size(batch)
-            if number == 0 and self._agree is not None:
-                self._refuse_another_order(batch, self._agree)
+            if number == 0 and self._env is not None:
+                self._refuse_another_order(batch, self._env)
             if not size:
                 raise DataError(
-                    f"The {self.stage} loader gives a {type(batch).__name__}, which cannot be divided among "
-                    f"{self.shares} ranks: forge does not know how many samples it has. Use forge.data.Loader."
+                    f"The {self.stage} loader yields a {type(batch).__name__}, which cannot be divided among "
+                    f"{self.data_world} ranks: its number of samples is not known. Use forge.data.Loader."
                 )
-            place = cut(0, size, self.share, self.shares)
+            place = cut(0, size, self.data_rank, self.data_world)
             yield Portion(_part(batch, place, size), place.samples, size)
 
-    def _refuse_another_order(self, batch: Any, agree: Agree) -> None:
-        """A loader that draws its order from the process's own random numbers gives each rank another one."""
+    def _refuse_another_order(self, batch: Any, env: Env) -> None:
+        """Refuse a loader that draws its order from the process's random numbers, which differ between ranks."""
         word = _digest(batch)
-        most = agree([word, -word])
-        if most[0] != -most[1]:
+        largest, negated = env.all_max([word, -word])
+        if largest != -negated:
             given = getattr(self.loader, "loader", self.loader)
             raise DataError(
                 f"The {self.stage} loader {type(given).__name__} gives other batches on another rank: it draws "
-                "its order from random numbers, of which every rank has its own. Use forge.data.Loader(shuffle=True), "
+                "its order from random numbers, which differ between ranks. Use forge.data.Loader(shuffle=True), "
                 "or draw from a generator that is seeded with the epoch."
             )
 
 
 def _digest(batch: Any) -> int:
-    """A number for the first tensor of a batch: another one has another."""
+    """Return a checksum of the first tensor of a batch."""
     if isinstance(batch, torch.Tensor):
         plain = torch.view_as_real(batch) if batch.is_complex() else batch
         raw = plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -145,29 +132,19 @@ def _digest(batch: Any) -> int:
 
 
 def _part(value: Any, place: Cut, size: int) -> Any:
-    """The samples of a share out of a collated batch: whatever has one entry a sample is sliced, the rest is kept."""
+    """Return one rank's samples of a collated batch: slice what has one entry per sample, keep the rest."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, torch.Tensor):
         return value[place.begin : place.end] if value.ndim and value.size(0) == size else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_part(item, place, size) for item in value))
-    if isinstance(value, (list, tuple)):
-        if len(value) == size and not any(batch_size([item]) == size for item in value):
-            return value[place.begin : place.end]  # one entry a sample: texts, paths, boxes
-        return type(value)(_part(item, place, size) for item in value)
-    if isinstance(value, MutableMapping):
-        part = copy.copy(value)
-        for key, item in value.items():
-            part[key] = _part(item, place, size)
+    is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    if is_list and len(value) == size and not any(batch_size([item]) == size for item in value):
+        return value[place.begin : place.end]  # one entry per sample: texts, paths, boxes
+    part = map_items(value, lambda item: _part(item, place, size))
+    if part is not None:
         return part
     if isinstance(value, Mapping):
         return {key: _part(item, place, size) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        part = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(part, field.name, _part(getattr(value, field.name), place, size))
-        return part
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     raise DataError(
         f"A batch with a {type(value).__name__} in it cannot be divided among ranks. Use forge.data.Loader, which "
         "divides before it collates."
@@ -175,20 +152,19 @@ def _part(value: Any, place: Cut, size: int) -> Any:
 
 
 def _refuse_divided(loader: Any, stage: str) -> None:
-    """A loader that divides its data among ranks by itself would be divided twice."""
+    """Refuse a loader that divides its data among ranks itself: it would be divided twice."""
     order = getattr(loader, "order", None)
     inner = getattr(loader, "loader", loader)
     sampler = getattr(inner, "sampler", None) if isinstance(inner, DataLoader) else None
     if isinstance(sampler, DistributedSampler) or getattr(order, "kind", None) == "distributed":
         raise DataError(
-            f"The {stage} loader has a DistributedSampler, and forge divides every batch among the ranks itself. Leave "
-            "the sampler out (shuffle=True where it shuffled), and give the global batch size."
+            f"The {stage} loader has a DistributedSampler, but forge divides every batch among the ranks itself. Leave "
+            "the sampler out (pass shuffle=True if it shuffled), and use the global batch size."
         )
 
 
 def rank_window(portions: list[Portion], env: Env, num_items: Callable[[Any], Any] | None) -> RankWindow:
-    """Return a rank's window with its weights. Sample counts follow by arithmetic; only the `num_items` of a task that
-    defines it costs a reduction."""
+    """Return a rank's window with its weights; only the `num_items` of a task that defines it needs a reduction."""
     batches, samples = [portion.batch for portion in portions], sum(portion.total for portion in portions)
     if num_items is None:
         for portion in portions:
@@ -196,20 +172,19 @@ def rank_window(portions: list[Portion], env: Env, num_items: Callable[[Any], An
         return RankWindow(batches, [portion.samples for portion in portions], samples, samples)
     items = [num_items(portion.batch) if portion.samples else 0 for portion in portions]
     on_host = env.device.type == "cpu"
-    kind = torch.float64 if on_host else torch.float32  # on the host there is no reason to round
+    kind = torch.float64 if on_host else torch.float32  # no reason to round on the host
     own = torch.stack([torch.as_tensor(n, dtype=kind).reshape(()) for n in items]).to(env.device, non_blocking=True)
     total = env.sum(own.sum()) * env.data_world / env.world
-    if on_host:  # a total of 0 divides nothing: weigh as one process would
+    if on_host:  # with a total of 0, weigh as one process would
         return RankWindow(batches, own.tolist(), samples, float(total) or None)
     return RankWindow(batches, list(own), samples, total.clamp(min=1e-30))  # 0 items weigh 0, and not 0/0
 
 
 def _refuse_other_size(portion: Portion) -> None:
-    """Refuse a batch with another number of samples than were read for it: ranks know each other's by arithmetic."""
+    """Refuse a batch whose number of samples changed in collate: ranks compute each other's counts."""
     size = batch_size(portion.batch)
     if size is not None and portion.samples and size != portion.samples:
         raise DataError(
-            f"A batch of {portion.samples} samples came out of its collate_fn with {size}: on several ranks forge "
-            "cannot tell how the others' count. Say it yourself: define num_items(batch) on the task, as in "
-            "`return len(batch[0])`."
+            f"collate_fn turned {portion.samples} samples into {size}: on several ranks forge cannot infer the counts "
+            "of the others. Define num_items(batch) on the task, as in `return len(batch[0])`."
         )

@@ -38,16 +38,16 @@ _COMPRESSED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"
 
 
 def decode_basic(sample: Sample) -> Sample:
-    """The default decoding: `txt` to str, `json` to plain data, `cls` to int, `npy` to an array; the rest stays bytes.
+    """Decode `txt` to str, `json` to plain data, `cls` to int, `npy` to an array; the rest stays bytes.
 
-    What decides is the last part of an extension, so `meta.json` is json. Arrays of Python objects are refused, for
-    reading them would run whatever code is in the file.
+    The last part of an extension counts, so `meta.json` is json. Arrays of Python objects are refused, since reading
+    them would run code from the file.
     """
     return {key: _decoded(key, value) for key, value in sample.items()}
 
 
 class TarShards(Dataset[Any]):
-    """The samples in tar archives whose files are named `key.ext`: all files of one key in a shard are one sample.
+    """The samples of tar archives whose files are named `key.ext`: all files of one key in a shard are one sample.
 
     ::
 
@@ -55,11 +55,11 @@ class TarShards(Dataset[Any]):
         loader = forge.data.Loader(shards, batch_size=64, shuffle=True, num_workers=4)
 
     `paths` is a name with braces (`{000..012}`, `{a,b}`) or wildcards, or a list of such names. A sample is a dict,
-    `{"__key__": key, "jpg": bytes, "cls": bytes}`, which `decode` maps to what is wanted; without it, `decode_basic`
-    does. Names inside an archive are only keys, whatever they say: nothing is written anywhere.
+    `{"__key__": key, "jpg": bytes, "cls": bytes}`, that `decode` maps to the result; the default is `decode_basic`.
+    Names inside an archive are only keys: nothing is written to disk.
 
-    The headers are read once, at the first use; then a sample is one read at a known place, in any process. Files
-    without an extension, hidden files and directories are passed over. Archives must be uncompressed.
+    The headers are read once, at the first use; then a sample is one read at a known offset, in any process. Files
+    without an extension, hidden files and directories are skipped. Archives must be uncompressed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TarShards(Dataset[Any]):
             raise DataError("TarShards got an empty list of archives. Check the pattern that made it.")
         self.decode, self.shuffle_block = decode, shuffle_block
         self.pure = decode is None
-        "Whether reading draws no random numbers; set it to True if `decode` draws none, and no time is spent on seeds."
+        "Whether reading draws no random numbers; set it to True if `decode` draws none, to save the time of seeding."
         self._index: _Index | None = None
         self._open: OrderedDict[int, _Handle] = OrderedDict()
 
@@ -87,7 +87,7 @@ class TarShards(Dataset[Any]):
     def __getitem__(self, position: int) -> Any:
         index = self.index
         if not -len(self) <= position < len(self):
-            raise IndexError(f"TarShards has {len(self)} samples; there is no sample {position}.")
+            raise IndexError(f"TarShards has {len(self)} samples; {position} is out of range.")
         position %= len(self)
         shard, key = int(index.shard[position]), index.key(position)
         handle = self._handle(shard)
@@ -104,7 +104,7 @@ class TarShards(Dataset[Any]):
             raise
 
     def shuffled(self, seed: int, epoch: int) -> torch.Tensor:
-        """Every index once, in an order that reads nearly sequentially and depends on nothing but (seed, epoch).
+        """Return every index once, in an order that reads nearly sequentially and depends on (seed, epoch) only.
 
         Shards come in random order; inside a shard, samples are shuffled in blocks of `shuffle_block`.
         """
@@ -119,13 +119,13 @@ class TarShards(Dataset[Any]):
 
     @property
     def index(self) -> _Index:
-        """Where every file of every sample is; made at the first use."""
+        """The location of every file of every sample, read at the first use."""
         if self._index is None:
             self._index = _Index.of(self.shards)
         return self._index
 
     def _handle(self, shard: int) -> _Handle:
-        """The open archive. The longest unused is dropped beyond a number, since a process may not open all of many."""
+        """Return the open archive; close the least recently used one beyond the limit of open files."""
         handle = self._open.pop(shard, None) or _Handle(self.shards[shard], self.index.sizes[shard])
         self._open[shard] = handle
         if len(self._open) > _OPEN_AT_ONCE:
@@ -133,18 +133,18 @@ class TarShards(Dataset[Any]):
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the index, so that no worker has to make it again, and without open files."""
+        """Pickle the index, so that workers need not read it again, and no open files."""
         return self.__dict__ | {"_open": OrderedDict()}
 
 
 class _Handle:
-    """An archive open for reading at given places: no position that threads or forked processes could disturb."""
+    """An archive open for reading at given offsets, without a file position that threads or forks could disturb."""
 
     def __init__(self, path: str, size: int):
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         if os.fstat(self.descriptor).st_size != size:
-            raise DataError(f"TarShards: {path!r} changed its size since it was indexed. Make the dataset anew.")
+            raise DataError(f"TarShards: {path!r} changed its size since it was indexed. Create the dataset again.")
 
     def read(self, offset: int, size: int, member: str) -> bytes:
         parts: list[bytes] = []
@@ -161,13 +161,9 @@ class _Handle:
             os.close(self.descriptor)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The index
-
-
 @dataclass(slots=True)
 class _Index:
-    """Where everything is, in flat arrays: millions of samples stay small, and forked workers share them."""
+    """The location of every file, in flat arrays: small for millions of samples, and shared with forked workers."""
 
     shard: np.ndarray
     "The shard of each sample."
@@ -205,7 +201,7 @@ class _Index:
                     extension.append(numbers.setdefault(name, len(numbers)))
                 files_in.append(len(offsets))
         if not offsets:
-            raise DataError(f"TarShards: there is no file named key.ext in {', '.join(map(repr, shards[:3]))}.")
+            raise DataError(f"TarShards: no file named key.ext in {', '.join(map(repr, shards[:3]))}.")
         return cls(
             shard=np.repeat(np.arange(len(shards), dtype=np.int32), samples_in),
             first_samples=list(itertools.accumulate(samples_in, initial=0)),
@@ -223,7 +219,7 @@ class _Index:
         return self.names[self.name_ends[sample] : self.name_ends[sample + 1]].decode("utf-8", "surrogateescape")
 
     def files(self, sample: int) -> Iterator[tuple[str, int, int]]:
-        """(extension, offset, size) of each file of a sample."""
+        """Yield (extension, offset, size) of each file of a sample."""
         here = slice(self.first_files[sample], self.first_files[sample + 1])
         for number, offset, size in zip(
             self.extension[here].tolist(), self.offsets[here].tolist(), self.lengths[here].tolist(), strict=True
@@ -240,7 +236,7 @@ class _Member(NamedTuple):
 
 
 def _samples(path: str) -> dict[str, dict[str, _Member]]:
-    """The files of each key, by extension. Samples stand in the order in which their keys first appear."""
+    """Return the files of each key, by extension, in the order in which keys first appear."""
     samples: dict[str, dict[str, _Member]] = {}
     for member in _members(path):
         parts = _EXTENSION.fullmatch(member.name)
@@ -248,47 +244,47 @@ def _samples(path: str) -> dict[str, dict[str, _Member]]:
             continue
         key, extension = parts[1], parts[2].lower()
         if extension == KEY:
-            raise _bad(path, member.name, f"has the extension {KEY!r}, which is kept for the key. Rename it.")
+            raise _bad(path, member.name, f"has the extension {KEY!r}, which is reserved for the key. Rename it.")
         files = samples.setdefault(key, {})
         if extension in files:
-            raise _bad(path, member.name, "is there twice (extensions are compared in lower case). Keep one of them.")
+            raise _bad(path, member.name, "occurs twice (extensions are compared in lower case). Keep one of them.")
         files[extension] = member
     return samples
 
 
 def _members(path: str) -> Iterator[_Member]:
-    """The regular files of an archive, from its headers alone. What a header says is believed only if it can be."""
+    """Yield the regular files of an archive, by its headers alone, which are checked for plausibility."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         _refuse_compressed(path, file.read(_BLOCK))
-        offset, said = 0, {}  # said: what extended headers say of the member that follows them
+        offset, extended = 0, {}  # extended: the records of extended headers for the next member
         while (header := _header(path, file, offset, size)) is not None:
             extends = header.type == _LONG_NAME or header.type in _PAX or header.type in _NOT_USED
-            name = header.name if extends else said.get("path", header.name)
-            start, length = offset + _BLOCK, header.size if extends else int(said.get("size", header.size))
+            name = header.name if extends else extended.get("path", header.name)
+            start, length = offset + _BLOCK, header.size if extends else int(extended.get("size", header.size))
             if header.type == tarfile.DIRTYPE:
-                length = 0  # its size, where it has one, is no data
+                length = 0  # a directory's size is no data
             if length < 0 or start + length > size:
-                raise _bad(path, name, f"should have {length} bytes, and the archive ends before. Fetch it again.")
+                raise _bad(path, name, f"should have {length} bytes, but the archive ends before. Fetch it again.")
             offset = start + -(-length // _BLOCK) * _BLOCK
             if header.type == _LONG_NAME:
-                said["path"] = _text(_extra(path, file, length)).rstrip("\0")
+                extended["path"] = _text(_extra(path, file, length)).rstrip("\0")
             elif header.type in _PAX:
-                said |= _pax_records(path, _extra(path, file, length))
+                extended |= _pax_records(path, _extra(path, file, length))
             elif not extends:
-                if _is_regular(path, name, header, said):
+                if _is_regular(path, name, header, extended):
                     yield _Member(name, start, length)
-                said = {}
+                extended = {}
 
 
 def _header(path: str, file: io.BufferedReader, offset: int, size: int) -> tarfile.TarInfo | None:
-    """The header at `offset`, or None at the mark that ends an archive."""
+    """Return the header at `offset`, or None at the end-of-archive mark."""
     file.seek(offset)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
         raise DataError(
-            f"TarShards: {path!r} is cut short: after {size} bytes there is no end-of-archive mark. Fetch it again, or "
-            "close the writer that made it."
+            f"TarShards: {path!r} is cut short: no end-of-archive mark after {size} bytes. Fetch it again, or close "
+            "the writer that made it."
         )
     if not any(block):
         return None
@@ -299,14 +295,14 @@ def _header(path: str, file: io.BufferedReader, offset: int, size: int) -> tarfi
 
 
 def _extra(path: str, file: io.BufferedReader, length: int) -> bytes:
-    """The data of a header that only describes the next one."""
+    """Read the data of a header that describes the next one."""
     if length > _LONGEST_NAME:
-        raise DataError(f"TarShards: {path!r} has a header of {length} bytes: damaged, or made to do harm.")
+        raise DataError(f"TarShards: {path!r} has a header of {length} bytes: damaged, or malicious.")
     return file.read(length)
 
 
 def _pax_records(path: str, data: bytes) -> dict[str, str]:
-    """`path`, `size` and signs of sparse files out of a PAX header: lines of `length key=value`."""
+    """Return `path`, `size` and the marks of sparse files from a PAX header: lines of `length key=value`."""
     records: dict[str, str] = {}
     place, end = 0, len(data.rstrip(b"\0"))
     while place < end:
@@ -323,22 +319,22 @@ def _pax_records(path: str, data: bytes) -> dict[str, str]:
     return records
 
 
-def _is_regular(path: str, name: str, header: tarfile.TarInfo, said: dict[str, str]) -> bool:
-    """Whether a member has data here; a directory has none, and anything else is refused."""
-    sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in said)
+def _is_regular(path: str, name: str, header: tarfile.TarInfo, extended: dict[str, str]) -> bool:
+    """Whether a member is a file rather than a directory; anything else is refused."""
+    sparse = header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in extended)
     if header.type in tarfile.REGULAR_TYPES and not sparse:
         return True
     if header.type == tarfile.DIRTYPE:
         return False
     fix = "Pack the file itself: tar --dereference --hard-dereference."
-    raise _bad(path, name, f"is a link, a device or a sparse file, whose data is not here. {fix}")
+    raise _bad(path, name, f"is a link, a device or a sparse file, without data of its own. {fix}")
 
 
 def _refuse_compressed(path: str, head: bytes) -> None:
     for magic, tool in _COMPRESSED.items():
         if head.startswith(magic):
             raise DataError(
-                f"TarShards: {path!r} is compressed, so no place in it can be read alone. Unpack it once: {tool} {path}"
+                f"TarShards: {path!r} is compressed, so samples cannot be read alone. Unpack it once: {tool} {path}"
             )
 
 
@@ -350,17 +346,13 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names and values
-
-
 def _expanded(pattern: str) -> list[str]:
-    """The archives that a name with braces or wildcards stands for, sorted where wildcards found them."""
+    """Return the archives of a name with braces or wildcards; matches of wildcards are sorted."""
     found: list[str] = []
     for name in _without_braces(pattern):
         matches = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
         if not matches or not all(map(os.path.isfile, matches)):
-            raise DataError(f"TarShards: there is no archive {name!r}. Check the path and the working directory.")
+            raise DataError(f"TarShards: no archive {name!r}. Check the path and the working directory.")
         found += matches
     return found
 

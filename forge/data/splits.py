@@ -1,4 +1,4 @@
-"""Splits: what a data function returns, one loader per stage."""
+"""Splits: the result of a data function, one loader per stage."""
 
 from __future__ import annotations
 

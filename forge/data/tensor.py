@@ -1,4 +1,4 @@
-"""TensorLoader: batches gathered from tensors that are resident in memory, one `index_select` per tensor and batch."""
+"""TensorLoader: batches gathered from tensors in memory, by one `index_select` per tensor and batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class TensorLoader(SeekableLoader):
 
         TensorLoader(images, labels, batch_size=64, shuffle=True)
 
-    yields `(images[i], labels[i])`, gathered where the tensors live; `device="cuda"` moves them there, once. The order
-    of an epoch is a function of (seed, epoch); without a `seed` of its own the loader uses the Trainer's. A batch is a
-    copy, so it may be changed in place.
+    yields `(images[i], labels[i])`, gathered on the tensors' device; `device="cuda"` moves them there, once. The order
+    of an epoch is a function of (seed, epoch); without a `seed` the loader uses the Trainer's. A batch is a copy, so it
+    may be changed in place.
 
-    `transform` maps a whole batch (its tensors as arguments) to what is yielded. Whatever random numbers it draws from
-    python, numpy or torch are a function of (seed, epoch, position in the epoch), and the global generators are put
-    back after it.
+    `transform` maps a whole batch (its tensors as arguments) to the result. Its random numbers from python, numpy and
+    torch are a function of (seed, epoch, position in the epoch), and the global generators are restored after it.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class TensorLoader(SeekableLoader):
         self.device = tensors[0].device
         if any(tensor.device != self.device for tensor in tensors):
             places = ", ".join(str(tensor.device) for tensor in tensors)
-            raise DataError(f"TensorLoader got tensors on different devices ({places}). Say where: device='cuda'.")
+            raise DataError(f"TensorLoader got tensors on different devices ({places}). Pass one: device='cuda'.")
         self.tensors, self.shuffle, self.transform = tensors, shuffle, transform
         self.order = "shuffled" if shuffle else "sequential"
 
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """The indices into the tensors at these positions of an epoch."""
+        """Return the indices into the tensors at these positions of an epoch."""
         if not self.shuffle:
             return list(range(self.samples)[start:stop])
         return epoch_order(self.samples, self.seed, epoch)[start:stop].tolist()
@@ -75,7 +74,7 @@ class TensorLoader(SeekableLoader):
     def _sliced(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, ...]]:
         tensors = self.tensors
         for first, last in ranges:
-            # copied, as by index_select: a task that changes its batch in place must not change the data
+            # a copy, as of index_select: a task that changes its batch in place must not change the data
             yield tuple([tensor[first:last].clone() for tensor in tensors])
 
     def _transformed(
@@ -90,7 +89,7 @@ class TensorLoader(SeekableLoader):
 
 
 def _check_tensors(tensors: tuple[Any, ...]) -> None:
-    """Refuse what cannot be gathered from."""
+    """Raise DataError for anything but tensors with samples, of one length."""
     if not tensors:
         raise DataError("TensorLoader got no tensors. Pass one or more: TensorLoader(images, labels, batch_size=64).")
     for position, tensor in enumerate(tensors):
@@ -98,7 +97,7 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
             what = "a tensor without dimensions" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
             raise DataError(
                 f"TensorLoader: argument {position} is {what}. Pass tensors whose first dimension counts the samples "
-                "(torch.as_tensor makes one of an array)."
+                "(torch.as_tensor converts an array)."
             )
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len({shape[0] for shape in shapes}) != 1:

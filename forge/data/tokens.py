@@ -31,16 +31,16 @@ class TokenStream(SeekableLoader):
         TokenStream(["a.bin", "b.bin"], window=1024, batch_size=16, mode="shuffled")
         TokenStream("val.bin", window=1024, batch_size=16, mode="sequential")
 
-    A file holds raw little-endian tokens of `dtype`; it is mapped, never read as a whole, and may be of any length.
-    Several files are one stream in which no window crosses from one file into the next. Arrays and tensors of integers
-    are taken as they are. An epoch of mode
+    A file holds raw little-endian tokens of `dtype`; it is memory-mapped, and may be of any length. Several files are
+    one stream in which no window crosses from one file into the next. Arrays and tensors of integers are used
+    unchanged. An epoch of mode
 
     - `sequential` is every window, one after the other, without overlap;
     - `shuffled` is the same windows in an order that is a function of (seed, epoch);
     - `random` is windows that begin anywhere, each a function of (seed, epoch, position in the epoch); as many as fit
       without overlap, or `samples` of them.
 
-    Without a `seed` of its own the stream uses the Trainer's.
+    Without a `seed` the stream uses the Trainer's.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class TokenStream(SeekableLoader):
         self.window, self.mode, self.order = window, mode, mode
         self.tokens = sum(source.length for source in self._sources)
         self._token_bases = _cumulated([source.length for source in self._sources])
-        # where each file begins in the count of all windows, or of all places at which a random one may begin
+        # the first window of each file, or in mode random the first token at which a window may begin
         fits = [source.length - window if mode == "random" else _windows(source, window) for source in self._sources]
         self._bases = _cumulated(fits)
         windows = sum(_windows(source, window) for source in self._sources)
         super().__init__(windows if samples is None else samples, batch_size, drop_last, seed)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued."""
+        """Return what must be equal for a run to resume."""
         return {**super().fingerprint(), "window": self.window, "tokens": self.tokens, "files": len(self._sources)}
 
     def sample_indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Where the windows at these positions of an epoch begin: tokens, counted over all files."""
+        """Return the first tokens of the windows at these positions of an epoch, counted over all files."""
         places = range(self.samples)[start:stop]
         chosen = self._chosen(epoch, self._permutation(epoch), places.start, places.stop)
         files, starts = self._located(chosen)
@@ -85,31 +85,29 @@ class TokenStream(SeekableLoader):
         permutation = self._permutation(epoch)
         for first, stop in ranges:
             rows = self._read(self._chosen(epoch, permutation, first, stop))
-            # two copies: views of one buffer would not be contiguous, and would share what is changed in place
+            # two copies: views of one buffer would not be contiguous, and would share changes in place
             yield torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
     def _permutation(self, epoch: int) -> Array | None:
         return epoch_order(self.samples, self.seed, epoch).numpy() if self.mode == "shuffled" else None
 
     def _chosen(self, epoch: int, permutation: Array | None, start: int, stop: int) -> Array:
-        """The numbers of the windows at these positions; in mode random, of the places where they begin."""
+        """Return the numbers of the windows at these positions; in mode random, of their first tokens."""
         if permutation is not None:
             return permutation[start:stop]
         positions = np.arange(start, stop, dtype=np.int64)
-        return (
-            _drawn(combine_seeds(self.seed, epoch), positions, int(self._bases[-1]))
-            if self.mode == "random"
-            else positions
-        )
+        if self.mode == "random":
+            return _drawn(combine_seeds(self.seed, epoch), positions, int(self._bases[-1]))
+        return positions
 
     def _located(self, chosen: Array) -> tuple[Array, Array]:
-        """For each number, its file and the token in that file at which its window begins."""
+        """Return for each number its file and the first token of its window in that file."""
         files = np.searchsorted(self._bases, chosen, side="right") - 1
         within = chosen - self._bases[files]
         return files, within if self.mode == "random" else within * self.window
 
     def _read(self, chosen: Array) -> Array:
-        """One row of window + 1 tokens for each number."""
+        """Return one row of window + 1 tokens for each number."""
         if len(self._sources) == 1:
             starts = chosen if self.mode == "random" else chosen * self.window
             return self._sources[0].rows(starts, self.window)
@@ -136,7 +134,7 @@ class _Tokens:
             self.length = len(self._tokens)
 
     def rows(self, starts: Array, window: int) -> Array:
-        """The tokens from each start to one past its window, one row each."""
+        """Return the tokens from each start to one past its window, one row each."""
         tokens = self._mapped() if self._tokens is None else self._tokens
         return np.lib.stride_tricks.sliding_window_view(tokens, window + 1)[starts]
 
@@ -150,31 +148,29 @@ class _Tokens:
 
     def _length_of_file(self, path: Path) -> int:
         if not path.is_file():
-            raise DataError(f"TokenStream: there is no file {str(path)!r}. Check the path and the working directory.")
+            raise DataError(f"TokenStream: no file {str(path)!r}. Check the path and the working directory.")
         size, rest = divmod(path.stat().st_size, self.dtype.itemsize)
         if rest:
             raise DataError(
                 f"TokenStream: {str(path)!r} has {path.stat().st_size} bytes, no whole number of {self.dtype.itemsize}-"
-                f"byte tokens. Was it cut short, has it a header, or is its dtype not {self.dtype.name}?"
+                f"byte tokens. Was it cut short, does it have a header, or is its dtype not {self.dtype.name}?"
             )
         return size
 
     def _mapped(self) -> Array:
         assert self.path is not None
         if self._length_of_file(self.path) != self.length:
-            raise DataError(
-                f"TokenStream: {str(self.path)!r} changed its size since this stream was made. Make it anew."
-            )
+            raise DataError(f"TokenStream: {str(self.path)!r} changed its size since it was opened. Open it again.")
         self._tokens = np.memmap(self.path, self.dtype, mode="r").view(np.ndarray)
         return self._tokens
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mapping, which would be pickled as a copy of the file."""
+        """Pickle without the mapping, which would be a copy of the file."""
         return self.__dict__ | ({} if self.path is None else {"_tokens": None})
 
 
 def _drawn(key: int, positions: Array, places: int) -> Array:
-    """For each position a number below `places`, by hashing (splitmix64): any position costs the same."""
+    """Return for each position a number below `places`, by hashing (splitmix64): any position costs the same."""
     mixed = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -183,7 +179,7 @@ def _drawn(key: int, positions: Array, places: int) -> Array:
 
 
 def _windows(source: _Tokens, window: int) -> int:
-    """How many windows fit without overlap; the last token is a target only."""
+    """Return how many windows fit without overlap; the last token is a target only."""
     return (source.length - 1) // window
 
 
@@ -207,9 +203,9 @@ def _check_options(window: int, mode: str, dtype: str, samples: int | None) -> N
     if window < 1:
         raise DataError(f"TokenStream: window is {window}; it must be at least 1.")
     if mode not in _MODES:
-        raise DataError(f"TokenStream: there is no mode {mode!r}.{did_you_mean(mode, _MODES)}")
+        raise DataError(f"TokenStream: unknown mode {mode!r}.{did_you_mean(mode, _MODES)}")
     if dtype not in _DTYPES:
-        raise DataError(f"TokenStream: files of {dtype!r} are not read.{did_you_mean(dtype, _DTYPES)}")
+        raise DataError(f"TokenStream: dtype {dtype!r} is not supported.{did_you_mean(dtype, _DTYPES)}")
     if samples is not None and mode != "random":
         raise DataError(f"TokenStream: samples is for mode='random'; an epoch of mode={mode!r} is every window once.")
     if samples is not None and samples < 1:

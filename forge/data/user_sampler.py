@@ -1,4 +1,4 @@
-"""A user's own sampler: an epoch's indices are drawn at its start, under a seed of their own, and checked on resume."""
+"""A user's own sampler: draw an epoch's indices at its start, under their own seed, and check them on resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from forge.data.sample_rng import kept_generators, seed_generators
+from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sample_seeding import Draw, Seeded, number_of
 from forge.data.sharding import Portion, cut
 from forge.data.windows import is_stateful
@@ -21,10 +21,10 @@ from forge.rng import combine_seeds, fold
 
 
 class SampledLoader:
-    """A torch DataLoader with a sampler, a batch sampler or samples of the user's own making, made resumable.
+    """A torch DataLoader with a sampler or a batch sampler of the user's own, made resumable.
 
-    Before an epoch all of its indices are drawn, with every generator on the host seeded from (seed, epoch) and put
-    back after. The state holds their checksum: where a resumed sampler draws others, the run is refused, not continued.
+    Before an epoch all of its indices are drawn, with every generator on the host seeded from (seed, epoch) and
+    restored after. The state holds their checksum: if a resumed sampler draws others, the run is refused.
     """
 
     def __init__(self, given: DataLoader[Any], data_timeout: float, **options: Any):
@@ -38,28 +38,28 @@ class SampledLoader:
         self.seed = 0
         self._epoch: int | None = None
         self._given = 0
-        "Batches of the current epoch that were handed out."
+        "Batches of the current epoch that were yielded."
         self._drawn: dict[str, Any] = {"epoch": 0, "order": None, "samplers": []}
         self._resume: Mapping[str, Any] | None = None
 
     def set_default_seed(self, seed: int) -> None:
-        """The seed of the order and of augmentation; the Trainer hands on its own."""
+        """Set the seed of the order and of augmentation; the Trainer passes its seed."""
         self.seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch."""
+        """Make the next pass this epoch."""
         self._epoch = epoch
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a run to be continued with this loader."""
+        """Return what must be equal for a run to resume with this loader."""
         return {"order": type(self._sampler).__name__, "batches": len(self), "seed": self.seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches of the epoch were handed out, and what its order was."""
+        """Return how many batches of the epoch were yielded, and the checksum of its order."""
         return {**self._drawn, "batches": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass continues there; where that was the end of an epoch, it is the next epoch."""
+        """Continue there in the next pass, or with the next epoch if that was the end of one."""
         self._resume = dict(state)
         if state["batches"] < len(self):
             self._epoch = state["epoch"]
@@ -70,22 +70,21 @@ class SampledLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._fetch(self._begin())
 
-    def iter_share(self, share: int, shares: int) -> Iterator[Portion]:
-        """One share of every batch from here on; the samples of other shares are not read."""
+    def iter_rank(self, data_rank: int, data_world: int) -> Iterator[Portion]:
+        """Iterate over one rank's part of every batch; the samples of other ranks are not read."""
         indices = self._begin()
         if not self._batched:
             raise DataError(
-                f"A DataLoader with batch_size=None gives batches that only its dataset {type(self.dataset).__name__} "
-                "understands, so forge cannot divide them among ranks. Give a batch_size."
+                f"A DataLoader with batch_size=None yields samples of {type(self.dataset).__name__}, which cannot be "
+                "divided among ranks. Pass a batch_size."
             )
-        places = [cut(0, len(batch), share, shares) for batch in indices]
+        places = [cut(0, len(batch), data_rank, data_world) for batch in indices]
         counts = [(place.samples, len(batch)) for place, batch in zip(places, indices, strict=True)]
         own = [batch[place.begin : place.end] for place, batch in zip(places, indices, strict=True)]
-        batches = zip(self._fetch(own), counts[self._given :], strict=True)
-        return (Portion(batch, *count) for batch, count in batches)
+        return (Portion(batch, *count) for batch, count in zip(self._fetch(own), counts[self._given :], strict=True))
 
     def _begin(self) -> list[list[Any]]:
-        """The batches of the epoch as indices; `_given` of them are behind."""
+        """Return the batches of the epoch as indices; the first `_given` of them are consumed."""
         resume, self._resume = self._resume, None
         indices, self._given = None, 0
         if resume is not None and resume["order"] is not None:
@@ -93,7 +92,7 @@ class SampledLoader:
             if resume["batches"] < len(self) if self._epoch is None else resume["epoch"] == self._epoch:
                 self._given = resume["batches"]
             else:
-                indices = None  # its epoch was over; that it was drawn again has moved the sampler on
+                indices = None  # its epoch was over; drawing it again has advanced the sampler
         if indices is None:
             indices = self._draw(self._epoch or 0)
         return indices
@@ -114,7 +113,7 @@ class SampledLoader:
         return indices
 
     def _draw_again(self, resume: Mapping[str, Any]) -> list[list[Any]]:
-        """The order of a state's epoch; it must be the one that it was."""
+        """Return the order of a saved epoch; refuse another one than was saved."""
         for part, state in zip(self._parts(), resume["samplers"], strict=False):
             if state is not None and is_stateful(part):
                 part.load_state_dict(state)
@@ -129,9 +128,9 @@ class SampledLoader:
         return indices
 
     def _indices(self, epoch: int) -> list[list[Any]]:
-        """What the sampler gives for this epoch, with every generator that it may draw from seeded for it."""
+        """Return the sampler's indices for this epoch, with every generator that it may draw from seeded."""
         word = combine_seeds(self.seed, epoch)
-        with kept_generators():
+        with restored_generators():
             seed_generators(word)
             for generator, own in self._generators.values():
                 generator.manual_seed(fold(word, own) >> 1)
@@ -141,7 +140,7 @@ class SampledLoader:
             return [list(batch) if self._batched else [batch] for batch in self._sampler]
 
     def _parts(self) -> list[Any]:
-        """The sampler, and the one inside a batch sampler."""
+        """Return the sampler, and the one inside a batch sampler."""
         inner = getattr(self._sampler, "sampler", None)
         return [self._sampler] if inner is None else [self._sampler, inner]
 

@@ -1,7 +1,7 @@
-"""Feed: windows of batches out of any loader, epoch after epoch.
+"""Feed: windows of batches from any loader, epoch after epoch.
 
-A loader is anything that can be iterated: a DataLoader, a forge loader, a list of batches, an object with `__iter__`.
-The feed knows before a window's first backward how long the window is and whether it ends the epoch.
+A loader is any iterable: a DataLoader, a forge loader, a list of batches, an object with `__iter__`. The feed knows
+before a window's first backward how long the window is and whether it ends the epoch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
-from forge.data.sample_rng import kept_generators, seed_generators
+from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds
 
 
 def length_of(loader: Any) -> int | None:
-    """How many batches a loader says it gives, or None if it does not know."""
+    """Return a loader's number of batches, or None if it does not know."""
     try:
         return len(loader)
     except TypeError:  # no __len__, or a DataLoader over an IterableDataset without one
@@ -30,7 +30,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batch_size(batch: Any) -> int | None:
-    """The number of samples in a batch: the first dimension of the first tensor found in it, or None."""
+    """Return the number of samples in a batch: the first dimension of its first tensor, or None."""
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])  # these are always on the host
     if isinstance(batch, (tuple, list)):
@@ -53,7 +53,7 @@ def batch_size(batch: Any) -> int | None:
 
 
 def count_samples(window: list[Any], items: list[Any]) -> int:
-    """Samples in a window whose task weighs batches by something else; a batch of unknown size counts its items."""
+    """Return the samples in a window whose task defines its own weights; a batch of unknown size counts its items."""
     counted = 0
     for batch, n in zip(window, items, strict=True):
         size = batch_size(batch)
@@ -64,12 +64,12 @@ def count_samples(window: list[Any], items: list[Any]) -> int:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader can say where it is and be put back there."""
+    """Whether a loader has `state_dict` and `load_state_dict`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def check_loader(loader: Any, stage: str) -> None:
-    """Refuse what cannot feed a stage, by name."""
+    """Raise DataError for an object that is not a loader, or an empty one."""
     if isinstance(loader, Dataset):
         raise DataError(
             f"{stage} got the dataset {type(loader).__name__} itself. Wrap it in a loader: "
@@ -78,30 +78,30 @@ def check_loader(loader: Any, stage: str) -> None:
     if not hasattr(loader, "__iter__"):
         raise DataError(f"{stage} got a {type(loader).__name__}, which cannot be iterated. Pass a loader.")
     if length_of(loader) == 0:
-        raise DataError(f"The {stage} loader is empty: it has no batch to give.")
+        raise DataError(f"The {stage} loader is empty. Check its dataset, sampler and drop_last.")
 
 
 class Feed:
-    """Windows of batches from a training loader, and where in the epoch the run is."""
+    """Windows of batches from a training loader, and the position of the run in the epoch."""
 
     def __init__(self, loader: Any):
         check_loader(loader, "train")
         self.loader = loader
         self.length = length_of(loader)
         self.batches = 0
-        "Batches of the current epoch that have been handed out in windows."
+        "Batches of the current epoch that have been yielded in windows."
         self.samples = 0
-        "Samples of the current epoch that have been handed out; the Trainer counts them."
+        "Samples of the current epoch that have been yielded; the Trainer counts them."
         self._stateful = not hasattr(loader, "seek") and is_stateful(loader)
         self._state: Any = None
         self._used_up = False
         self._resuming = False
 
     def epoch(self, number: int, plan: Callable[[], int]) -> Iterator[tuple[list[Any], bool]]:
-        """The windows of one epoch: (batches, whether this is the last). `plan` says how many batches come next.
+        """Yield the windows of one epoch: (batches, whether this is the last). `plan` returns the next window's length.
 
         A window is shorter than planned only at the end, and never empty. A loader without a length is read one batch
-        ahead; one with a length is not, so no sample is drawn before its turn.
+        ahead; one with a length is not, so no sample is drawn early.
         """
         batches, length = self._start(number), self.length
         ahead: list[Any] = []
@@ -110,7 +110,7 @@ class Feed:
             window, ahead = ahead, []
             count = plan() if length is None else min(plan(), length - self.batches)
             if count < 1:
-                raise DataError(f"forge_plan_step asked for a window of {count} micro-batches; it must be at least 1.")
+                raise DataError(f"forge_plan_step returned a window of {count} micro-batches; it must be at least 1.")
             try:
                 while len(window) < count:
                     window.append(next(batches))
@@ -119,7 +119,7 @@ class Feed:
             self.batches += len(window)
             if length is None or self.batches == length:
                 if self._stateful:
-                    self._state = self._loader_state()  # before the look ahead moves it on
+                    self._state = self._loader_state()  # before reading ahead changes it
                 last = not self._look_ahead(batches, ahead)
             if last:
                 self.batches = self.samples = 0
@@ -127,27 +127,24 @@ class Feed:
                     self._state = self._loader_state()
             yield window, last
 
-    # -- where the run is, in a checkpoint ----------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last window handed out, and the loader's own state where it has one."""
+        """Return the position after the last window, and the loader's own state if it has one."""
         state = self._state
         if self._stateful and self.length is not None and self.batches and not self._resuming:
             state = self._loader_state()  # nothing was read ahead
         return {"batches": self.batches, "samples": self.samples, "loader": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next epoch to be started begins at this position."""
+        """Start the next epoch at this position."""
         self.batches, self.samples, self._state = state["batches"], state["samples"], state["loader"]
         self._resuming = True
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must not change when a run is continued: the loader's own words, else its number of batches."""
-        tell = getattr(self.loader, "fingerprint", None)
-        return tell() if tell is not None else {"batches": self.length}
+        """Return what must not change when a run resumes: the loader's fingerprint, else its number of batches."""
+        return self.loader.fingerprint() if hasattr(self.loader, "fingerprint") else {"batches": self.length}
 
     def _start(self, number: int) -> Iterator[Any]:
-        """Tell the loader, or its sampler, which epoch begins, and where; then begin it."""
+        """Set the loader, or its sampler, to this epoch and position, and start iterating."""
         resuming, self._resuming = self._resuming, False
         if not resuming:
             self.batches = self.samples = 0
@@ -157,44 +154,43 @@ class Feed:
         elif resuming and self._stateful and self._state is not None:
             return self._continue(number)
         elif resuming and self.batches:
-            raise DataError(f"{type(self.loader).__name__} cannot be continued in the middle of an epoch.")
+            raise DataError(f"{type(self.loader).__name__} cannot resume in the middle of an epoch.")
         batches = self._begin(number)
         if batches is self.loader and self._used_up:
             raise DataError(
-                f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is used up. Pass a "
+                f"train is a one-shot iterator ({type(self.loader).__name__}) and its one epoch is consumed. Pass a "
                 "loader or a list that can be iterated again, or set max_epochs=1."
             )
         self._used_up = True
         return batches
 
     def _position(self, number: int) -> int:
-        """Samples consumed in this epoch. A loader that can tell knows better than the shapes of its batches."""
-        tell = getattr(self.loader, "position", None)
-        return self.samples if tell is None else tell(number, self.batches)
+        """Return the samples consumed in this epoch; the loader's own count is better than the shapes of batches."""
+        return self.loader.position(number, self.batches) if hasattr(self.loader, "position") else self.samples
 
     def _loader_state(self) -> Any:
-        """What a stateful loader says, in a copy: it may be the very object that the loader goes on changing."""
+        """Return a copy of a loader's state, which the loader may go on changing."""
         return copy.deepcopy(self.loader.state_dict())
 
     def _begin(self, number: int) -> Iterator[Any]:
-        """A new pass over the loader.
+        """Start a new pass over the loader.
 
-        A loader with a state may draw as its pass begins (torch's workers need a seed), and one that was resumed begins
-        more often than one that ran straight. So what it draws is a function of the run's seed and the epoch, and the
-        run's own random numbers stay where they are.
+        A loader with a state may draw random numbers as its pass begins (torch's workers need a seed), and a resumed
+        one begins more often. So these are seeded from the run's seed and the epoch, and the run's own generators are
+        restored.
         """
         if not self._stateful:
             return iter(self.loader)
-        with kept_generators():
+        with restored_generators():
             seed_generators(combine_seeds(torch.initial_seed(), number))
             return iter(self.loader)
 
     def _continue(self, number: int) -> Iterator[Any]:
-        """A stateful loader from where it was; one that was at the end of an epoch begins the next."""
+        """Continue a stateful loader from its saved state; one that was at the end of an epoch begins the next."""
         self.loader.load_state_dict(copy.deepcopy(self._state))
         if self.batches:
             return self._begin(number)
-        set_epoch(self.loader, number)  # the state may have brought back the epoch that is over
+        set_epoch(self.loader, number)  # the state may have restored the epoch that is over
         batches = self._begin(number)
         try:
             return itertools.chain([next(batches)], batches)
@@ -203,37 +199,37 @@ class Feed:
             return self._begin(number)
 
     def _look_ahead(self, batches: Iterator[Any], ahead: list[Any]) -> bool:
-        """Whether there is another batch; it is kept in `ahead`."""
+        """Read the next batch into `ahead`; return whether it exists."""
         try:
             ahead.append(next(batches))
         except StopIteration:
             return False
         if self.length is not None:
             raise DataError(
-                f"The train loader gave more than the {self.length} batches that its length says. "
-                "Mend its __len__, or remove it for an endless stream."
+                f"The train loader gave more batches than its length of {self.length}. "
+                "Fix its __len__, or remove it for an endless stream."
             )
         return True
 
     def _refuse_short_epoch(self, given: int, stop: StopIteration) -> None:
-        """An epoch may end before a window is full; not before its length says, and not before a window has begun."""
+        """Refuse an epoch that ends before its length, or before its first window."""
         if self.length is not None:
             raise DataError(
-                f"The train loader gave {self.batches + given} batches in this epoch, but its length says "
-                f"{self.length}. Mend its __len__{_raised_by(stop)}."
+                f"The train loader gave {self.batches + given} batches in this epoch, but its length is "
+                f"{self.length}. Fix its __len__{_raised_by(stop)}."
             ) from stop
         if given == 0 and self.batches:
             raise DataError(
                 f"The train loader {type(self.loader).__name__} gave no more batches in this epoch after it was "
-                f"resumed at batch {self.batches}, but there were more when the run was saved. Check its "
-                "load_state_dict or seek, and whether the data are those that the run began with."
+                f"resumed at batch {self.batches}, although the run was saved before the epoch's end. Check its "
+                "load_state_dict or seek, and that the data are those that the run began with."
             )
         if given == 0:
             raise DataError("The train loader gave no batch in this epoch. Check its dataset, sampler and drop_last.")
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, or the sampler inside a DataLoader, which epoch begins."""
+    """Set the epoch of a loader, or of the sampler inside a DataLoader."""
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     for candidate in (loader, sampler, inner):
@@ -243,22 +239,22 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _raised_by(stop: StopIteration) -> str:
-    """Where a StopIteration came from, when it was raised inside user code rather than by the iterator's end."""
+    """Return where a StopIteration was raised, if by user code rather than by the iterator's end."""
     trace = stop.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or trace.tb_frame.f_code is Feed.epoch.__code__:
         return ""
     code = trace.tb_frame.f_code
-    return f", or mend {code.co_qualname} ({code.co_filename}:{trace.tb_lineno}), which raised StopIteration"
+    return f", or fix {code.co_qualname} ({code.co_filename}:{trace.tb_lineno}), which raised StopIteration"
 
 
 def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float | torch.Tensor] | None]:
-    """Return how the micro-batches of a window count: (divisor, None) if all weigh the same, else (1, factors).
+    """Return the weights of a window's micro-batches: (divisor, None) if all are equal, else (1, factors).
 
-    Tensors are never compared, because that would read the device.
+    Tensors are never compared, because that would synchronise with the device.
     """
-    if len(items) < 2:  # a single batch counts fully, whatever its weight
+    if len(items) < 2:  # a single batch counts fully, at any weight
         return 1, None
     if set(map(type, items)) == {int} and items[0] and items.count(items[0]) == len(items):
         return len(items), None  # the usual case
@@ -267,7 +263,7 @@ def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float
         return 1, [n / total for n in items]
     total = sum(items)
     if total == 0 and len(items) > 1:
-        raise DataError("num_items gave 0 for every micro-batch of a window: there is nothing to average.")
+        raise DataError("num_items returned 0 for every micro-batch of a window: nothing to average.")
     if all(n == items[0] for n in items):
         return len(items), None
     return 1, [n / total for n in items]
@@ -276,11 +272,10 @@ def window_weights(items: Sequence[int | torch.Tensor]) -> tuple[int, list[float
 def shared_weights(
     items: Sequence[int | torch.Tensor], total: int | torch.Tensor, data_world: int
 ) -> tuple[int, list[float | torch.Tensor] | None]:
-    """`window_weights` on one of several ranks, whose strategy averages gradients: `total` counts the items of the
-    window over all of them."""
+    """Return `window_weights` for one of several ranks; `total` counts the window's items over all of them."""
     if isinstance(total, int):
         if total == 0:
-            raise DataError("num_items gave 0 for every micro-batch of a window, on every rank: nothing to average.")
+            raise DataError("num_items returned 0 for every micro-batch of a window, on every rank.")
         if all(n * data_world * len(items) == total for n in items):
             return len(items), None
     return 1, [n * data_world / total for n in items]

@@ -1,8 +1,8 @@
-"""Worker processes: torch's DataLoader underneath, and everything about workers that it leaves open.
+"""Worker processes: torch's DataLoader, with handling of signals, dead workers and hanging ones.
 
-Workers ignore SIGINT, SIGTERM and SIGUSR1 (a scheduler sends them to the whole group; the main process decides), end
+Workers ignore SIGINT, SIGTERM and SIGUSR1 (a scheduler sends them to the whole group; the main process decides), exit
 when the main process is gone, and never keep it from exiting. A worker that dies or hangs becomes a `DataError` that
-names it, raised where the next batch was asked for and nowhere else.
+names it, raised only where the next batch is read.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from forge.data.sample_seeding import Failure, what
 from forge.errors import DataError
 
 DATA_TIMEOUT = 600.0
-"""Seconds without a batch from any worker after which one is taken to hang."""
+"""Seconds without a batch from any worker after which one counts as hanging."""
 
 _LOOK_EVERY = 5.0
 _LOST = (RuntimeError, OSError, EOFError)
-"""How torch says that a worker is gone: by itself, or because the tensors that it had made are gone with it."""
+"""Raised by torch for a lost worker, or for the shared tensors that were lost with it."""
 _LEFT_TO_MAIN = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _HELD_AT_START = [*_LEFT_TO_MAIN, *([signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else [])]
 _CAUSES = (
-    "What usually kills workers: SIGKILL: memory ran out (the kernel's log or the job's scheduler says so; take fewer "
-    "workers, a smaller prefetch_factor or smaller batches); SIGBUS: shared memory ran out (enlarge /dev/shm); SIGSEGV "
-    "and SIGABRT: native code in the dataset (run it with num_workers=0 to see where)."
+    "Usual causes: SIGKILL: out of memory (see the log of the kernel or the scheduler; use fewer workers, a smaller "
+    "prefetch_factor or smaller batches); SIGBUS: out of shared memory (enlarge /dev/shm); SIGSEGV and SIGABRT: native "
+    "code in the dataset (run it with num_workers=0 to see where)."
 )
 _SHOW_STACK = getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") else None
 
 
 class Pool:
-    """A DataLoader that is fed with draws: `pool.run(draws)` gives one batch for each, in order.
+    """A DataLoader over draws: `pool.run(draws)` yields one batch for each, in order.
 
-    `dataset.__getitems__(draw)` makes a whole batch, so whatever a worker must know travels with the draw, and
-    persistent workers serve every epoch.
+    `dataset.__getitems__(draw)` makes a whole batch. Seed and epoch travel with the draw, so persistent workers serve
+    every epoch.
     """
 
     def __init__(self, dataset: Dataset[Any], name: str, num_workers: int, data_timeout: float, **options: Any):
@@ -54,28 +54,28 @@ class Pool:
             raise DataError(f"data_timeout={data_timeout}: it must be a number of seconds above 0.")
         self.name, self.num_workers, self.data_timeout = name, num_workers, data_timeout
         self._feed = _Draws()
-        # a generator of its own: iter(DataLoader) would draw its workers' base seed from the global RNG
+        # a private generator: iter(DataLoader) would draw its workers' base seed from the global RNG
         self._generator = torch.Generator()
         self._pass = 0
         self._end: weakref.finalize[..., Any] | None = None
         if num_workers:
             options.setdefault("persistent_workers", True)
-            self._stacks, told = multiprocessing.Pipe(duplex=False)
+            self._stacks, writer = multiprocessing.Pipe(duplex=False)
             os.set_blocking(self._stacks.fileno(), False)
-            os.set_blocking(told.fileno(), False)
-            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"), told)
+            os.set_blocking(writer.fileno(), False)
+            options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"), writer)
             options["timeout"] = data_timeout
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._feed,  # pyright: ignore[reportArgumentType]
             num_workers=num_workers,
-            collate_fn=as_it_is,
+            collate_fn=unchanged,
             generator=self._generator,
             **options,
         )
 
     def run(self, draws: Iterator[Any], seed: int) -> Iterator[Any]:
-        """Batches for these draws. With persistent workers a new run ends the one before it."""
+        """Yield the batches of these draws. With persistent workers a new run ends the one before it."""
         self._feed.draws = draws
         self._generator.manual_seed(seed % 2**63)
         if not self.num_workers:
@@ -84,19 +84,19 @@ class Pool:
         return self._watched(self._start(), self._pass)
 
     def _start(self) -> Any:
-        """Begin a pass. Until a new worker ignores signals, it has them blocked."""
+        """Begin a pass. A new worker has signals blocked until it ignores them."""
         running = getattr(self.loader, "_iterator", None)
         try:
             with _blocked(_HELD_AT_START):
                 if running is not None:
-                    running._timeout = self.data_timeout  # what was prefetched for the last pass is finished first
+                    running._timeout = self.data_timeout  # batches prefetched for the last pass are finished first
                     _report_deaths(running, True)
                 batches: Any = iter(self.loader)
-                _report_deaths(batches, False)  # one that died already is told when its batch is asked for
+                _report_deaths(batches, False)  # a death is reported when its batch is read
         except _LOST as error:
             if running is not None:
                 self._explain(running, error)
-            if str(error).startswith("DataLoader worker"):  # another thread took the signal that was held here
+            if str(error).startswith("DataLoader worker"):  # another thread received the signal that is blocked here
                 raise DataError(
                     f"A worker of the loader over {self.name} died as it began. {error} {_CAUSES}"
                 ) from error
@@ -106,11 +106,11 @@ class Pool:
             return batches
         batches._workers_done_event = _Done(batches._workers_done_event, batches._workers)
         if self.loader.persistent_workers:
-            # torch ends workers in __del__: too late where the loader is part of a cycle, whose queues go first
+            # torch ends workers in __del__: too late for a loader in a cycle, whose queues are freed first
             self._end = weakref.finalize(self, batches._shutdown_workers)
             self._end.atexit = False
         for worker in batches._workers:
-            # they ignore SIGTERM, which torch and multiprocessing send to what is stuck
+            # they ignore SIGTERM, which torch and multiprocessing send to stuck workers
             worker.terminate, worker._popen.terminate = worker.kill, worker._popen.kill
         return batches
 
@@ -119,7 +119,7 @@ class Pool:
         while True:
             if shared and number != self._pass:
                 raise DataError(
-                    f"The loader over {self.name} was iterated again before this pass was over, and persistent workers "
+                    f"The loader over {self.name} was iterated again during this pass, but persistent workers "
                     "serve one pass at a time. Set persistent_workers=False, or use two loaders."
                 )
             try:
@@ -137,38 +137,36 @@ class Pool:
             yield batch
 
     def _next(self, batches: Any) -> Any:
-        """The next batch. The dead are looked for every few seconds: no signal tells a thread other than the main."""
+        """Return the next batch; look for dead workers every few seconds, as only the main thread gets a signal."""
         until = time.monotonic() + self.data_timeout
         while True:
             try:
                 return next(batches)
-            except RuntimeError as error:  # it waits where it was when asked again
+            except RuntimeError as error:  # the next call continues to wait
                 if not _timed_out(error) or any(worker.exitcode for worker in batches._workers):
                     raise
                 if time.monotonic() >= until:
                     raise
 
-    # -- what went wrong ----------------------------------------------------------------------------------------------
-
     def _explain(self, batches: Any, error: Exception) -> None:
-        """Raise what is known about a dead or hanging worker; return where it is neither."""
-        if not isinstance(error, RuntimeError):  # what a dying worker had made could not be fetched from it
+        """Raise DataError for a dead or hanging worker; return for any other error."""
+        if not isinstance(error, RuntimeError):  # the batch of a dying worker could not be fetched
             _report_deaths(batches, False)
             ending = wait([worker.sentinel for worker in batches._workers], timeout=_LOOK_EVERY)
             for worker in batches._workers:
-                if worker.sentinel in ending:  # its end is seen a moment before its exit code
+                if worker.sentinel in ending:  # the sentinel is ready a moment before the exit code
                     worker.join(_LOOK_EVERY)
         dead = [(number, worker) for number, worker in enumerate(batches._workers) if worker.exitcode]
         if dead:
-            message = self._tell_death(*dead[0])
+            message = self._death_message(*dead[0])
         elif _timed_out(error):
-            message = self._tell_hang(batches)
+            message = self._hang_message(batches)
         else:
             return
         self._discard(batches)
         raise DataError(message) from error
 
-    def _tell_death(self, number: int, worker: Any) -> str:
+    def _death_message(self, number: int, worker: Any) -> str:
         code = worker.exitcode
         if code > 0:
             return (
@@ -180,40 +178,40 @@ class Pool:
             f"{_CAUSES}"
         )
 
-    def _tell_hang(self, batches: Any) -> str:
+    def _hang_message(self, batches: Any) -> str:
         number = batches._task_info[batches._rcvd_idx][0]
         worker = batches._workers[number]
         stack = self._stack_of(worker.pid)
         return (
             f"Worker {number} (pid {worker.pid}) of the loader over {self.name} has given no batch for "
             f"{self.data_timeout:g} seconds (data_timeout). "
-            + (f"It stands here:\n{stack}" if stack else "It does not answer, so where it stands is not known.")
+            + (f"Its stack:\n{stack}" if stack else "It does not answer, so its stack is not known.")
             + "\nIf the data are just slow, raise data_timeout; for a lock or a library that does not survive a fork, "
             "set multiprocessing_context='spawn'."
         )
 
     def _stack_of(self, pid: int) -> str:
-        """Ask a worker for its Python stack; its faulthandler answers even when Python code does not."""
+        """Read a worker's Python stack from its faulthandler, which answers even if Python code does not."""
         if _SHOW_STACK is None:
             return ""
-        self._read_stacks(0)  # what somebody else's signal left there
+        self._read_stacks(0)  # drop the output of other signals
         os.kill(pid, _SHOW_STACK)
-        told = self._read_stacks(5)
-        # the thread that works comes last; beneath the worker's loop there is only how it was started
-        return told[told.find("Current thread") :].partition('worker.py"')[0].rpartition("\n")[0]
+        text = self._read_stacks(5)
+        # the working thread comes last; below the worker's loop is only its start
+        return text[text.find("Current thread") :].partition('worker.py"')[0].rpartition("\n")[0]
 
-    def _read_stacks(self, patience: float) -> str:
+    def _read_stacks(self, timeout: float) -> str:
         text = b""
-        while self._stacks.poll(patience):
+        while self._stacks.poll(timeout):
             try:
                 text += os.read(self._stacks.fileno(), 65536)
             except BlockingIOError:
                 break
-            patience = 0.2
+            timeout = 0.2
         return text.decode(errors="replace")
 
     def _discard(self, batches: Any) -> None:
-        """End all workers at once; the next pass starts new ones. torch's own shutdown would wait for the dead."""
+        """Kill all workers; the next pass starts new ones. torch's own shutdown would wait for dead ones."""
         _report_deaths(batches, False)
         if self._end is not None:
             self._end.detach()
@@ -228,11 +226,11 @@ class Pool:
 
 
 class _Done:
-    """The event by which torch tells its workers that all is over, as the main process uses it.
+    """The event by which torch ends its workers, as the main process uses it.
 
-    Its lock goes with a worker that is killed while it looks, and torch would wait for it forever: to mark the worker
-    as dead, and to end the others. Only the main process sets the event, so it knows without asking; where the lock
-    does not come back, the workers that wait for it too are ended at once.
+    Its lock is lost with a worker that is killed while holding it, and torch would wait for it forever: to mark the
+    worker as dead, and to end the others. Only the main process sets the event, so it knows its value without the lock;
+    if the lock is lost, the workers that wait for it too are killed.
     """
 
     def __init__(self, event: Any, workers: list[Any]):
@@ -246,7 +244,7 @@ class _Done:
         self._is_set = True
         lock = self._event._cond
         if lock.acquire(timeout=_LOOK_EVERY):
-            self._event._flag.release()  # what its own `set` does, which would take the lock without a limit
+            self._event._flag.release()  # as its own `set` does, which takes the lock without a timeout
             lock.release()
             return
         for worker in self._workers:
@@ -254,7 +252,7 @@ class _Done:
 
 
 class WorkerStart:
-    """What a worker does first: leave signals to the main process, watch it, offer its stack; then the user's own."""
+    """Initialise a worker: ignore signals, watch the main process, register its stack; then the user's function."""
 
     def __init__(self, then: Callable[[int], None] | None, stacks: Connection):
         self.then, self.stacks = then, stacks
@@ -277,7 +275,7 @@ class WorkerStart:
 
 
 class _Draws:
-    """Hands the current pass's draws to torch, which asks for them as a batch sampler."""
+    """The current pass's draws as a batch sampler for torch."""
 
     draws: Iterator[Any]
 
@@ -285,13 +283,13 @@ class _Draws:
         return self.draws
 
 
-def as_it_is(batch: Any) -> Any:
-    """The collate function where batches arrive whole."""
+def unchanged(batch: Any) -> Any:
+    """The collate function for whole batches."""
     return batch
 
 
 def _end_with_main() -> None:
-    """Wait until the main process is gone, then go too, whatever the dataset is doing."""
+    """Wait until the main process is gone, then kill this one, even inside the dataset's code."""
     main = multiprocessing.parent_process()
     assert main is not None
     assert main.pid is not None
@@ -309,13 +307,13 @@ def _end_with_main() -> None:
 
 
 def _report_deaths(batches: Any, on: bool) -> None:
-    """Have torch raise when a worker dies, or not. It would do so wherever the main thread is: in a step, in a save."""
+    """Let torch raise when a worker dies, or not: it would raise anywhere in the main thread, even in a save."""
     if on == batches._worker_pids_set or (on and batches._shutdown):
         return
     if on:
         signal_handling._set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         batches._worker_pids_set = True
-        signal_handling._error_if_any_worker_fails()  # those that died meanwhile
+        signal_handling._error_if_any_worker_fails()  # for those that died meanwhile
     else:
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
@@ -323,7 +321,7 @@ def _report_deaths(batches: Any, on: bool) -> None:
 
 @contextmanager
 def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """Signals wait meanwhile, here and in processes that are started."""
+    """Block signals, here and in processes started meanwhile."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

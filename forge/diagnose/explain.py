@@ -66,16 +66,16 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
 
 def first_cause(trainer: Run, error: BaseException) -> BaseException:
     """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
-    watch = getattr(getattr(trainer, "env", None), "watch", None)
-    return error if watch is None else watch.judge(error)
+    heartbeat = getattr(getattr(trainer, "env", None), "heartbeat", None)
+    return error if heartbeat is None else heartbeat.judge(error)
 
 
 def stop_watching(trainer: Run) -> None:
-    """A run that has failed is over on this rank; one that went well has stopped its watch already."""
+    """A run that has failed is over on this rank; one that went well has stopped its heartbeat already."""
     env: Any = getattr(trainer, "env", None)
-    if getattr(env, "watch", None) is not None:
-        env.watch.stop()
-        env.watch = None
+    if getattr(env, "heartbeat", None) is not None:
+        env.heartbeat.stop()
+        env.heartbeat = None
 
 
 def _where(trainer: Run, error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""Distributed training: the environment that strategies share, how ranks join, and what watches over them.
+"""Distributed training: the environment of strategies, joining and launching ranks, and detecting failed ones.
 
-Names load on first use: the command line asks for exit codes without importing torch.
+Names load on first use, so that the command line reads exit codes without importing torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge.distributed.rank_env import DistributedEnv
-    from forge.distributed.rank_info import Setting
+    from forge.distributed.rank_info import RankInfo
 
-__all__ = ["DistributedEnv", "Setting"]
+__all__ = ["DistributedEnv", "RankInfo"]
 
-_HOME = {"DistributedEnv": "forge.distributed.rank_env", "Setting": "forge.distributed.rank_info"}
+_HOME = {"DistributedEnv": "forge.distributed.rank_env", "RankInfo": "forge.distributed.rank_info"}
 
 
 def __getattr__(name: str) -> Any:

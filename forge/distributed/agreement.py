@@ -1,4 +1,4 @@
-"""Agreement: requests of any rank become requests of all, and all ranks go by rank 0's clock."""
+"""Agreement: share the requests of any rank with all ranks, and use rank 0's clock on all of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from forge.contract.step import Step
 
 AGREE_WITHIN = 2.0
-"""Seconds between two agreements, about: a signal waits so long at most, beside the update under way."""
+"""About how many seconds lie between two agreements: the longest that a signal waits after the current update."""
 
 
 class Agreement:
-    """When the ranks of a run agree, and on what. Rank 0 decides how many updates pass until the next agreement."""
+    """When and on what the ranks of a run agree. Rank 0 decides how many updates pass until the next agreement."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -24,12 +24,12 @@ class Agreement:
         self._last: tuple[int, float] | None = None
 
     def due(self, step: Step) -> bool:
-        """Every log, every end of an epoch, and often enough in between that a signal is heard in time."""
+        """Whether to agree at this step: at every log and end of an epoch, and in time for a signal in between."""
         update = self._run.progress.update
         return step.ends_epoch or update % self._run.log_every == 0 or update >= self._next
 
     def reach(self, skip_next: set[int]) -> tuple[float, set[int]]:
-        """Share the open requests; return rank 0's clock, and the windows that any rank wants to skip."""
+        """Share the open requests; return rank 0's clock and the windows that any rank wants to skip."""
         run, now = self._run, time.monotonic()
         env, requests, update = run.env, run.requests, run.progress.update
         spent = now - (self._last[1] if self._last else now)

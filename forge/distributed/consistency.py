@@ -1,4 +1,4 @@
-"""What ranks must have in common before they begin, compared once: a difference is named, and never waited for."""
+"""Compare what all ranks must have in common before training: raise on a difference instead of hanging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("forge")
 
 
 def refuse_different_models(trainer: Run) -> None:
-    """Compare the task's parameters over all ranks, before anything is sent from one to another."""
+    """Compare the task's parameters over all ranks, before the first collective on them."""
     shapes = {name: list(p.shape) for name, p in trainer.task.named_parameters() if not is_lazy(p)}
     by_rank = trainer.env.gather(shapes)
     for rank, theirs in enumerate(by_rank):
@@ -30,12 +30,12 @@ def refuse_different_models(trainer: Run) -> None:
         if odd:
             raise TaskError(
                 f"{type(trainer.task).__name__} is another model on rank {rank} than on rank 0: {', '.join(odd[:3])} "
-                f"{'differs' if len(odd) == 1 else 'differ'}. Build the same on every rank; ranks differ only in data."
+                f"{'differs' if len(odd) == 1 else 'differ'}. Build the same model on every rank."
             )
 
 
 def refuse_different_data(trainer: Run) -> None:
-    """Compare the number of batches of every loader over all ranks, and what decides their order."""
+    """Compare the number of batches and the order of every loader over all ranks."""
     named = {(stage, name): loader for stage, each in trainer.loaders.items() for name, loader in each.items()}
     lengths = {stage if name is None else f"{stage}/{name}": length_of(x) for (stage, name), x in named.items()}
     orders = {stage: _order(loader) for stage, loader in zip(lengths, named.values(), strict=True)}
@@ -43,9 +43,9 @@ def refuse_different_data(trainer: Run) -> None:
     for stage in lengths:
         counts = [theirs.get(stage) for theirs, _ in by_rank]
         if len(set(counts)) > 1:
-            told = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
+            found = ", ".join(f"rank {rank} has {count}" for rank, count in enumerate(counts))
             raise DataError(
-                f"The ranks disagree on the number of {stage} batches: {told}. Give every rank the same loader of "
+                f"The ranks disagree on the number of {stage} batches: {found}. Give every rank the same loader of "
                 "global batches; forge takes each rank's share of them."
             )
         for rank, (_, theirs) in enumerate(by_rank):
@@ -59,34 +59,33 @@ def refuse_different_data(trainer: Run) -> None:
 
 
 def _order(loader: Any) -> dict[str, Any]:
-    """What decides which samples a loader gives, and when, as far as it can be told."""
-    tell = getattr(loader, "fingerprint", None)
-    told: dict[str, Any] = dict(tell()) if tell is not None else {}
+    """Return what is known of a loader's order: its fingerprint, and the indices of its subsets."""
+    order: dict[str, Any] = dict(loader.fingerprint()) if hasattr(loader, "fingerprint") else {}
     dataset, depth = getattr(loader, "dataset", None), 0
     while isinstance(dataset, Subset):
-        told[f"subset {depth}"] = digest(torch.as_tensor(list(dataset.indices), dtype=torch.int64))
+        order[f"subset {depth}"] = digest(torch.as_tensor(list(dataset.indices), dtype=torch.int64))
         dataset, depth = dataset.dataset, depth + 1
-    return told
+    return order
 
 
 def refuse_different_windows(env: Env, batches: int, ends_epoch: bool) -> None:
-    """For a loader without a length: every rank must have as many batches in this window, and end with it or not."""
+    """For a loader without a length, compare the batches of this window and whether it ends the epoch."""
     own = (batches, int(ends_epoch))
     most = env.all_max([*own, *(-number for number in own)])
     if most[:2] == [-number for number in most[2:]]:
         return
-    told = "; ".join(
+    found = "; ".join(
         f"rank {rank} has {count} in its next window{' and then no more' if last else ''}"
         for rank, (count, last) in enumerate(env.gather(own))
     )
     raise DataError(
-        f"The ranks disagree on the number of batches: {told}. A loader without a length must give every rank the same "
-        "global batches; forge takes each rank's share of them."
+        f"The ranks disagree on the number of batches: {found}. A loader without a length must give every rank the "
+        "same global batches; forge takes each rank's share of them."
     )
 
 
-def tell_shares(trainer: Run) -> None:
-    """Say once, on rank 0, what a global batch comes to on each rank."""
+def log_batch_per_rank(trainer: Run) -> None:
+    """Log once, on rank 0, how many samples of a global batch each rank gets."""
     env, loader = trainer.env, trainer.loaders["train"][None]
     size = getattr(loader, "batch_size", None)
     if env.data_world == 1 or not env.is_main or not isinstance(size, int):
@@ -94,13 +93,8 @@ def tell_shares(trainer: Run) -> None:
     each, rest = divmod(size, env.data_world)
     if rest:
         logger.warning(
-            "A global batch of %d samples on %d ranks is %d or %d each: the others wait for those with more. A batch "
-            "size that is a multiple of %d wastes nothing.",
-            size,
-            env.data_world,
-            each,
-            each + 1,
-            env.data_world,
+            f"A global batch of {size} samples on {env.data_world} ranks is {each} or {each + 1} each: ranks with fewer"
+            f" wait for the others. Use a batch size that is a multiple of {env.data_world}."
         )
     else:
         logger.info("A global batch of %d samples is %d on each of %d ranks.", size, each, env.data_world)

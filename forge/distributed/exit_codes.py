@@ -1,7 +1,7 @@
-"""Outcome: how a worker tells the `forge … --nproc` that started it that it left because of a signal.
+"""Exit codes of workers that a signal ended, passed to the `forge … --nproc` that started them.
 
-The elastic agent takes every exit code but 0 for a failure: it would end the other ranks, in the middle of their saving
-perhaps, and start all of them again. So a worker that a signal has ended leaves with 0, and its true code in a file.
+The elastic agent treats every exit code but 0 as a failure: it would end the other ranks, perhaps while they save, and
+restart all of them. So a worker that a signal ended exits with 0 and writes its true code to a file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from forge.errors import Interrupted
 
 FOLDER = "FORGE_OUTCOME"
-"""The environment variable that names the folder; it is set for workers of `forge … --nproc` only."""
+"""The environment variable that names the folder, set for workers of `forge … --nproc` only."""
 
 
 def exit_code(code: int, message: str = "") -> int:
-    """The exit code of this process: as given, unless forge's own agent must not see it."""
+    """Return the exit code for this process: `code`, or 0 with the code in a file if the agent must not see it."""
     folder = os.environ.get(FOLDER)
     if folder is None or not (code == Interrupted.EXIT_CODE or code > 128):
         return code
@@ -28,15 +28,15 @@ def exit_code(code: int, message: str = "") -> int:
 
 
 def read_exit_code(folder: Path) -> int | None:
-    """The code that workers left with because of a signal; None where none did."""
+    """Return the exit code of workers that a signal ended, or None."""
     codes = [json.loads(path.read_text())["code"] for path in sorted(folder.glob("rank-*.json"))]
     return min(codes, default=None)
 
 
 def is_first_to_fail() -> bool:
-    """Whether this worker is the first of its host to fail; of several that make one mistake, one prints it.
+    """Whether this worker is the first of its host to fail, so that one of several prints a common mistake.
 
-    For what goes wrong before ranks can talk: the elastic agent gives all its workers one folder for their errors.
+    Works before the ranks have joined: the elastic agent gives all its workers one folder for their errors.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or int(os.environ.get("WORLD_SIZE", "1")) == 1:

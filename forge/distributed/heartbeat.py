@@ -1,13 +1,14 @@
-"""Watch: looks after one of several ranks, so that none waits for another that will not come.
+"""Heartbeats between ranks: detect a failed, lost or stalled rank, so that no rank waits for it forever.
 
-Each rank gives a sign of life every second and looks at its neighbours'. Whoever finds a failure names it in the store,
-where only one can be first; that rank prints it, and all others leave with its exit code. No collective takes part.
+Each rank writes a beat to the store every second and reads its neighbours'. A rank that finds a failure claims it in
+the store, where only the first claim counts; that rank prints it, and all others exit with its code. No collective is
+involved.
 
-- A rank that raises names its error before anything else is done about it (`judge`).
-- A rank that was killed, or left without a word, is found by those on its machine, or by the rank before it.
-- A rank without progress for `watchdog` seconds makes all ranks show their stacks; one prints the stall_report.
+- A rank that raises claims its error before anything else is done about it (`judge`).
+- A rank that was killed or exited silently is found by ranks of the same machine, or by the rank before it.
+- A rank without progress for `watchdog` seconds makes all ranks dump their stacks; one prints the report.
 
-Where the main thread does not come back, from a collective that will never end, its process is ended from here.
+A main thread stuck in a collective that never ends is ended from here, with its process.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError, Store
 
 from forge.distributed import stall_report
-from forge.distributed.clock import StallClock
 from forge.distributed.exit_codes import exit_code
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
-from forge.distributed.store_channel import Beat, Cause, Line, is_alive, machine
+from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine
 from forge.errors import ForgeError, Interrupted, PeerFailed
 
 if TYPE_CHECKING:
@@ -38,79 +38,103 @@ if TYPE_CHECKING:
 
 
 EVERY = 1.0
-"""Seconds between two looks."""
+"""Seconds between two beats."""
 SILENCE = 8.0
-"""Seconds without a sign of life after which a rank on another machine is taken for dead."""
+"""Seconds without a beat after which a rank on another machine counts as dead."""
 GRACE = 4.0
-"""Seconds that the main thread has to leave by itself, once it is known that the run has failed."""
-BEFORE_FIRST = 600.0
-"""The least number of seconds that the first update may take: compilers, caches and file systems warm up."""
-PATIENCE = 3600.0
-"""The least number of seconds that a save or an export may take."""
+"""Seconds for the main thread to exit by itself once the run has failed."""
+FIRST_UPDATE_LIMIT = 600.0
+"""Seconds allowed for the first update, at least: compilers, caches and file systems warm up."""
+SAVE_LIMIT = 3600.0
+"""Seconds allowed for a save or an export, at least."""
 STORE_GONE = (
-    "the store of this run no longer answers: who kept it, rank 0 or the program that started the ranks, is gone or "
-    "out of reach."
+    "the store of this run no longer answers: its host process (rank 0, or the launcher) is gone or out of reach."
 )
 
 
-class Watch:
-    """`Watch(store, rank, world, trainer, watchdog).start()`, and `stop()` at the end of the run."""
+class StallClock:
+    """Measure how long a run has made no progress, and whether it has made any."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        "Whether an update of this run, or a batch of its evaluation, is done."
+        self._last: tuple[int, ...] = ()
+        self._since = time.monotonic()
+
+    def restart(self) -> None:
+        self._since = time.monotonic()
+
+    def still_for(self, trainer: Run | None) -> float:
+        """Return the seconds since update, micro-batch and evaluated batches last changed."""
+        if trainer is not None:
+            update, step = trainer.progress.update, trainer.step
+            trained = step is not None and update != (trainer.resumed_from or 0)
+            self.begun = self.begun or trained or trainer.evaluated > 0
+            now = (update, step.micro if step is not None else -1, trainer.evaluated)
+            if now != self._last:
+                self._last = now
+                self.restart()
+        return time.monotonic() - self._since
+
+
+class Heartbeat:
+    """The heartbeat of one rank: `start()` when the rank has joined, `stop()` at the end of the run."""
 
     def __init__(self, store: Store, rank: int, world: int, trainer: Run | None = None, watchdog: float = 120.0):
         self.rank, self.world, self.watchdog = rank, world, watchdog
         self.agreed = False
-        "Whether all ranks leave together, after a signal: no failure, although an exception ends the run."
+        "Whether all ranks exit together, after a signal: no failure, although an exception ends the run."
         self._trainer = trainer
-        self._line = Line(store, rank)
+        self._channel = StoreChannel(store, rank)
         self._host, self._machine, self._pid = socket.gethostname(), machine(), os.getpid()
         self._number = 0
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._ended = threading.Event()
         self._leaving = threading.Event()
-        "Set once the main thread is on its way out by itself."
+        "Set once the main thread is exiting by itself."
         self._failed = False
-        self._told_of_store = threading.Event()
+        self._reported_store = threading.Event()
         self._code: int | None = None
-        "What this process ends with, once this rank or another has failed."
-        self._patient = 0
+        "The exit code of this process, once any rank has failed."
+        self._untimed = 0
         self._clock = StallClock()
         self._ticks = 0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._run, "forge-watch"), (self._mind_the_store, "forge-watch-store"))
+            for target, name in ((self._run, "forge-heartbeat"), (self._watch_store, "forge-heartbeat-store"))
         ]
 
-    def start(self) -> Watch:
-        atexit.register(self._end_at_once)  # now, so that what others register later comes before it
-        self._say_alive()
+    def start(self) -> Heartbeat:
+        atexit.register(self._end_at_once)  # now, so that handlers registered later run before it
+        self._beat()
         for thread in self._threads:
             thread.start()
         return self
 
     def stop(self, left: bool = False) -> None:
-        """End the watch; `left` tells the others that this rank has ended in good order."""
+        """Stop beating; `left` marks this rank as finished in good order."""
         self._ended.set()
         self._threads[0].join(2 * EVERY)
         if self._code is None:
             atexit.unregister(self._end_at_once)
         if left and not self._threads[0].is_alive():
             with suppress(DistError):
-                self._say_alive(left=True)
+                self._beat(left=True)
 
     @contextmanager
     def no_timeout(self) -> Iterator[None]:
-        """What takes long in here is no stall."""
-        self._patient += 1
+        """Do not count a long duration inside as a stall."""
+        self._untimed += 1
         try:
             yield
         finally:
             self._clock.restart()
-            self._patient -= 1
+            self._untimed -= 1
 
     # -- an error on this rank ----------------------------------------------------------------------------------------
 
     def judge(self, error: BaseException) -> BaseException:
-        """What this rank leaves with: its error, printed here, where it came first; else the echo of another's."""
+        """Return the exception to exit with: this rank's error, printed, if it was the first; else a `PeerFailed`."""
         if getattr(error, "agreed", False):
             self.agreed = True
             return error
@@ -118,31 +142,31 @@ class Watch:
         self._clock.restart()
         own = self._cause_of(error)
         try:
-            cause = (self._awaited_cause() if is_echo(error) else None) or self._line.claim(own)
+            cause = (self._awaited_cause() if is_echo(error) else None) or self._channel.claim(own)
         except DistError:
-            self._say_that_the_store_is_gone()
-            cause = Cause("gone", 0, "", self.rank, STORE_GONE) if is_echo(error) else own
+            self._report_lost_store()
+            cause = FailureCause("gone", 0, "", self.rank, STORE_GONE) if is_echo(error) else own
         self._code = cause.code
         if cause == own:
-            self._tell(error, own)
+            self._print_error(error, own)
             with suppress(DistError):
-                self._line.told(done=True)
+                self._channel.printed(done=True)
             return SystemExit(own.code) if isinstance(error, SystemExit) and error.code != own.code else error
         return self._echo(cause)
 
-    def _awaited_cause(self) -> Cause | None:
-        """Somebody else's cause, which may take a moment to be named; else whoever is silent for that long."""
+    def _awaited_cause(self) -> FailureCause | None:
+        """Wait for another rank's cause for `GRACE` seconds; else claim the loss of a rank silent for that long."""
         end = time.monotonic() + GRACE
         self._look(range(self.world))
         while time.monotonic() < end:
-            cause = self._line.cause()
+            cause = self._channel.cause()
             if cause is not None:
                 return cause
             time.sleep(0.1)
         silent = [rank for rank, (_, at) in self._look(range(self.world)) if time.monotonic() - at >= GRACE]
         return self._claim_gone(silent[0]) if silent else None
 
-    def _cause_of(self, error: BaseException) -> Cause:
+    def _cause_of(self, error: BaseException) -> FailureCause:
         code = 2 if isinstance(error, ForgeError) else 1
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             code = error.code or 1
@@ -150,10 +174,10 @@ class Watch:
             code = 130
         first = str(error).strip().partition("\n")[0]
         summary = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        return Cause("raised", self.rank, self._host, self.rank, summary, code)
+        return FailureCause("raised", self.rank, self._host, self.rank, summary, code)
 
-    def _tell(self, error: BaseException, cause: Cause) -> None:
-        """Print the first cause: now, before another rank can say a word."""
+    def _print_error(self, error: BaseException, cause: FailureCause) -> None:
+        """Print the first cause at once, before another rank prints anything."""
         where = getattr(error, "__forge_where__", "") or self._moment()
         head = f"rank {self.rank} of {self.world} on {self._host} failed first, in {where}:"
         if isinstance(error, Interrupted):
@@ -163,28 +187,28 @@ class Watch:
         elif cause.code > 128:
             text = f"rank {self.rank} of {self.world} on {self._host}: interrupted in {where}, which ends all ranks."
         elif isinstance(error, SystemExit):
-            text = f"{head}\n{''.join(traceback.format_exception(error))}It left while the other ranks go on."
+            text = f"{head}\n{''.join(traceback.format_exception(error))}It exited while the other ranks go on."
         else:
             text = f"{head}\n{''.join(traceback.format_exception(error))}"
         write(text)
-        error.__forge_told__ = True  # pyright: ignore[reportAttributeAccessIssue]
+        error.__forge_printed__ = True  # pyright: ignore[reportAttributeAccessIssue]
         print_only_once()
 
     def _moment(self) -> str:
         trainer = self._trainer
         return f"update {trainer.progress.update}" if trainer is not None else "its run"
 
-    def _echo(self, cause: Cause) -> PeerFailed:
-        """Leave because of another rank; rank 0 says so in a line, where it has not printed the cause itself."""
+    def _echo(self, cause: FailureCause) -> PeerFailed:
+        """Return the error for another rank's failure; rank 0 prints one line about it unless it printed the cause."""
         if self.rank == 0 != cause.by:
-            self._wait_until_told()
+            self._wait_until_printed(GRACE / 2)
             write(f"rank 0: ended, because rank {cause.rank} on {cause.host} failed first: {cause.summary}")
         return PeerFailed(cause.rank, cause.summary, cause.code)
 
-    def _wait_until_told(self) -> None:
-        end = time.monotonic() + GRACE / 2
+    def _wait_until_printed(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         with suppress(DistError):
-            while not self._line.told() and time.monotonic() < end:
+            while not self._channel.printed() and time.monotonic() < end:
                 time.sleep(0.05)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -196,40 +220,37 @@ class Watch:
                 self._ended.wait(EVERY)
         except DistError:
             if not self._ended.is_set():
-                self._store_is_gone()
+                self._leave_without_store()
 
     def _tick(self) -> bool:
-        """One look around; False once the run is known to have failed."""
-        self._say_alive()
-        cause = self._line.cause() or self._found_gone()
+        """Beat once and look for failures; return False once the run has failed."""
+        self._beat()
+        cause = self._channel.cause()
+        if cause is None and (gone := self._gone()) is not None:
+            cause = self._claim_gone(gone)
         if cause is None and self._is_stalled():
-            limit = f"{self._limit():g}"
-            cause = self._line.claim(
-                Cause("stalled", self.rank, self._host, self.rank, f"no progress for {limit} s at {self._moment()}")
-            )
+            summary = f"no progress for {self._limit():g} s at {self._moment()}"
+            cause = self._channel.claim(FailureCause("stalled", self.rank, self._host, self.rank, summary))
         if cause is None:
             return True
         self._follow(cause)
         return False
 
-    def _say_alive(self, left: bool = False) -> None:
+    def _beat(self, left: bool = False) -> None:
         self._number += 1
         update = self._trainer.progress.update if self._trainer is not None else 0
-        mates = [rank for rank, (beat, _) in self._seen.items() if self._lives_here(beat)]
-        self._line.beat(
-            Beat(
-                self.rank, self._number, self._host, self._machine, self._pid, update, stall_report.place(), left, mates
-            )
-        )
+        neighbours = [rank for rank, (beat, _) in self._seen.items() if self._runs_here(beat)]
+        process = (self.rank, self._number, self._host, self._machine, self._pid)
+        self._channel.beat(Beat(*process, update, stall_report.place(), left, neighbours))
 
-    def _follow(self, cause: Cause) -> None:
-        """The run has failed: give the main thread a moment, then end the process."""
+    def _follow(self, cause: FailureCause) -> None:
+        """After a failure, give the main thread a moment, then end the process."""
         self._failed = True
         if cause.kind == "stalled":
             self._report_stall(cause)
             self._leave(cause)
         if cause.by == self.rank and cause.kind == "gone":
-            self._line.told(done=True)
+            self._channel.printed(done=True)
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
             self._see_out()
@@ -239,24 +260,24 @@ class Watch:
             self._leave(cause)
 
     def _see_out(self) -> None:
-        """Let the main thread end the run: not longer than a stall may take, and not long once a rank is gone, since
-        nothing that takes all of them can be finished any more."""
+        """Let the main thread end the run, for `watchdog` seconds at most, or `GRACE` once a rank is gone: nothing that
+        needs all ranks can finish then."""
         end = time.monotonic() + self.watchdog
         with suppress(DistError):
             while not self._ended.wait(EVERY / 2) and time.monotonic() < end:
-                self._say_alive()
+                self._beat()
                 if self._gone() is not None:
                     end = min(end, time.monotonic() + GRACE)
 
-    def _leave(self, cause: Cause) -> None:
-        """End the process from this thread: the main one is in a call that will never return."""
-        thread = threading.Thread(target=flush, daemon=True)  # what the main thread has locked must not keep us
+    def _leave(self, cause: FailureCause) -> None:
+        """End the process from this thread: the main thread is in a call that never returns."""
+        thread = threading.Thread(target=flush, daemon=True)  # a lock held by the main thread must not block this one
         thread.start()
         thread.join(1.0)
         os._exit(exit_code(cause.code, cause.summary))
 
     def _end_at_once(self) -> None:
-        """After a failure, in place of the interpreter's own end, in which groups wait for ranks that are gone."""
+        """After a failure, replace the interpreter's shutdown, in which process groups wait for lost ranks."""
         if self._code is not None and os.getpid() == self._pid:
             for child in multiprocessing.active_children():
                 child.kill()
@@ -264,16 +285,12 @@ class Watch:
             flush()
             os._exit(exit_code(self._code))
 
-    # -- who is gone --------------------------------------------------------------------------------------------------
-
-    def _found_gone(self) -> Cause | None:
-        rank = self._gone()
-        return self._claim_gone(rank) if rank is not None else None
+    # -- lost ranks ---------------------------------------------------------------------------------------------------
 
     def _gone(self) -> int | None:
-        """Look at those on this machine and at the next rank: each is looked at by somebody."""
-        mates = [rank for rank, (beat, _) in self._seen.items() if beat.machine == self._machine]
-        for rank, (beat, at) in self._look({*mates, (self.rank + 1) % self.world}):
+        """Return a lost rank of those on this machine and the next rank; so every rank is watched by another."""
+        neighbours = [rank for rank, (beat, _) in self._seen.items() if beat.machine == self._machine]
+        for rank, (beat, at) in self._look({*neighbours, (self.rank + 1) % self.world}):
             if beat.left:
                 continue
             here = beat.machine == self._machine
@@ -283,32 +300,34 @@ class Watch:
         return None
 
     def _look(self, ranks: Any) -> list[tuple[int, tuple[Beat, float]]]:
-        """The latest beats of these ranks, with the moment at which each was first seen, by our own clock."""
+        """Return the latest beats of these ranks, each with the time it was first seen, by this rank's clock."""
         now = time.monotonic()
-        for beat in self._line.beats(set(ranks) - {self.rank}):
+        for beat in self._channel.beats(set(ranks) - {self.rank}):
             known = self._seen.get(beat.rank)
             if known is None or known[0].number != beat.number:
                 self._seen[beat.rank] = (beat, now)
         return [(rank, self._seen[rank]) for rank in sorted(ranks) if rank in self._seen]
 
-    def _lives_here(self, beat: Beat) -> bool:
+    def _runs_here(self, beat: Beat) -> bool:
         return beat.machine == self._machine and is_alive(beat.pid)
 
     def _is_vouched_for(self, rank: int) -> bool:
-        """Whether another rank of its machine still sees its process: then it is only busy, and a stall at most."""
-        place = self._seen[rank][0].machine
-        now = time.monotonic()
-        mates = [entry for other, entry in self._look(range(self.world)) if other != rank and entry[0].machine == place]
-        return any(rank in beat.sees and now - at < SILENCE for beat, at in mates)
+        """Whether another rank of its machine still sees its process: then it is busy, or stalled at most."""
+        place, now = self._seen[rank][0].machine, time.monotonic()
+        return any(
+            beat.machine == place and rank in beat.sees and now - at < SILENCE
+            for other, (beat, at) in self._look(range(self.world))
+            if other != rank
+        )
 
-    def _claim_gone(self, rank: int) -> Cause:
+    def _claim_gone(self, rank: int) -> FailureCause:
         beat, _ = self._seen[rank]
-        how = "its process has ended" if beat.machine == self._machine else "it gives no sign of life"
+        how = "its process has ended" if beat.machine == self._machine else "it sends no heartbeat"
         if beat.left:
             summary = f"it ended its run at update {beat.update}, while rank {self.rank} goes on at {self._moment()}"
         else:
             summary = f"gone (killed?): {how}; it was last seen at update {beat.update}, in {beat.where}"
-        cause = self._line.claim(Cause("gone", rank, beat.host, self.rank, summary))
+        cause = self._channel.claim(FailureCause("gone", rank, beat.host, self.rank, summary))
         if cause.by == self.rank and cause.kind == "gone":
             write(f"rank {rank} of {self.world} on {beat.host} failed first: {summary}.")
         return cause
@@ -319,51 +338,48 @@ class Watch:
         return self._clock.still_for(self._trainer) > self._limit()
 
     def _limit(self) -> float:
-        if self._patient:
-            return max(self.watchdog, PATIENCE)
-        return self.watchdog if self._clock.begun else max(self.watchdog, BEFORE_FIRST)
+        if self._untimed:
+            return max(self.watchdog, SAVE_LIMIT)
+        return self.watchdog if self._clock.begun else max(self.watchdog, FIRST_UPDATE_LIMIT)
 
-    def _report_stall(self, cause: Cause) -> None:
-        """Show where this rank is; the one that found the stall waits for all, and prints."""
+    def _report_stall(self, cause: FailureCause) -> None:
+        """Write this rank's stacks to the store; the rank that found the stall waits for all of them and prints."""
         with suppress(DistError):
-            self._line.leave_dump(stall_report.dump({thread.ident for thread in self._threads}))
+            self._channel.leave_dump(stall_report.dump({thread.ident for thread in self._threads}))
             if cause.by != self.rank:
-                end = time.monotonic() + 3 * GRACE
-                while not self._line.told() and time.monotonic() < end:
-                    time.sleep(0.1)
+                self._wait_until_printed(3 * GRACE)
                 return
             dumps: dict[int, stall_report.Dump | None] = dict.fromkeys(range(self.world))
             end = time.monotonic() + GRACE
             while None in dumps.values() and time.monotonic() < end:
-                dumps = {rank: known or self._line.dump_of(rank) for rank, known in dumps.items()}
+                dumps = {rank: known or self._channel.dump_of(rank) for rank, known in dumps.items()}
                 time.sleep(0.1)
             head = f"The run has stalled: rank {cause.rank} on {cause.host} saw {cause.summary}."
             write(stall_report.stall_report(dumps, head))
-            self._line.told(done=True)
+            self._channel.printed(done=True)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
-    def _mind_the_store(self) -> None:
-        """A store whose host was cut off does not answer, and does not say so either."""
+    def _watch_store(self) -> None:
+        """Notice a store that does not answer: one whose host was cut off raises nothing."""
         waited, ticks = 0, self._ticks
         while not self._ended.wait(EVERY):
             waited, ticks = (waited + 1, ticks) if ticks == self._ticks else (0, self._ticks)
             if waited * EVERY > SILENCE and not self._failed:
-                self._store_is_gone()
+                self._leave_without_store()
 
-    def _store_is_gone(self) -> None:
-        """Whoever kept the store is dead or out of reach: rank 0, or the process that started all."""
+    def _leave_without_store(self) -> None:
         self._failed = True
-        self._say_that_the_store_is_gone()
+        self._report_lost_store()
         self._leaving.wait(GRACE)
         if self._leaving.is_set():
             self._ended.wait(GRACE)
         if not self._ended.is_set():
-            self._leave(Cause("gone", 0, "", self.rank, STORE_GONE))
+            self._leave(FailureCause("gone", 0, "", self.rank, STORE_GONE))
 
-    def _say_that_the_store_is_gone(self) -> None:
-        """Nobody can be first any more: the lowest rank that is left speaks, as far as this one knows."""
+    def _report_lost_store(self) -> None:
+        """Print that the store is gone, on the lowest remaining rank that this one knows: no claim is possible."""
         below = [rank for rank, (beat, _) in self._seen.items() if 0 < rank < self.rank and not beat.left]
-        if not below and not self._told_of_store.is_set():
-            self._told_of_store.set()
+        if not below and not self._reported_store.is_set():
+            self._reported_store.set()
             write(f"rank {self.rank} on {self._host}: {STORE_GONE}")

@@ -1,4 +1,4 @@
-"""Joining the other processes: once, for as long as this process lives; every verb after the first finds them there."""
+"""Join the other processes: once per process; every later run reuses the process groups."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from torch.distributed import HashStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
-from forge.distributed.namespace import fresh
-from forge.distributed.rank_info import Setting
+from forge.distributed.namespace import fresh_store
+from forge.distributed.rank_info import RankInfo
 from forge.errors import ForgeError
 
 BACKENDS = {"cuda": "nccl"}
-"""What moves gradients on which device; gloo on all others."""
+"""The backend by device type; gloo on all others."""
 FLIGHT_RECORDER = (
     "TORCH_FR_BUFFER_SIZE" if TorchVersion(torch.__version__) >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 )
-"""How many collectives torch remembers."""
+"""The variable that sets how many collectives torch records."""
 JOIN_TIMEOUT = timedelta(seconds=300)
-"""So long a process waits for the others to come."""
-PATIENT = timedelta(days=1)
-"""So long a collective may take; who stalls is found by the watch, which also says why."""
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Practically none: the heartbeat finds stalls, and reports the cause."""
 
 
 @dataclass(slots=True)
 class Membership:
-    """The default process group, and what forge made beside it."""
+    """The default process group, and forge's own group, store and meshes beside it."""
 
     world: ProcessGroup
     control: ProcessGroup
-    "A gloo group between hosts: what is said over it never waits for a device."
+    "A gloo group between hosts: its collectives never wait for a device."
     store: Store
     runs: int = 0
-    "How many runs this membership has served; every rank counts the same."
+    "Runs served so far; the same number on every rank."
     meshes: dict[tuple[Any, ...], DeviceMesh] = field(default_factory=dict)
 
     def mesh(self, device: str, shape: dict[str, int]) -> DeviceMesh:
-        """The processes in this shape; one mesh serves all runs, since each has groups of its own."""
+        """Return the processes in this shape; a mesh is made once and reused, since each makes process groups."""
         key = (device, *shape.items())
         if key not in self.meshes:
             self.meshes[key] = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -53,16 +52,16 @@ class Membership:
 _current: Membership | None = None
 
 
-def join(setting: Setting, device: torch.device, backend: str | None) -> Membership:
-    """Meet the others, unless we are among them already: by an earlier run, or because the user's script did it."""
+def join(info: RankInfo, device: torch.device, backend: str | None) -> Membership:
+    """Initialise the process groups, unless an earlier run or the user's script has."""
     global _current
     if not dist.is_initialized():
-        _init(setting, device, backend or BACKENDS.get(device.type, "gloo"))
+        _init(info, device, backend or BACKENDS.get(device.type, "gloo"))
         atexit.unregister(_leave)
         atexit.register(_leave)
     world = dist.distributed_c10d._get_default_group()
     if _current is None or _current.world is not world:
-        control = dist.new_group(backend="gloo", timeout=PATIENT, group_desc="control")
+        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc="control")
         assert control is not None
         assert not isinstance(control, int)
         _current = Membership(world, control, dist.distributed_c10d._get_default_store())
@@ -70,38 +69,38 @@ def join(setting: Setting, device: torch.device, backend: str | None) -> Members
     return _current
 
 
-def _init(setting: Setting, device: torch.device, backend: str) -> None:
+def _init(info: RankInfo, device: torch.device, backend: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "nccl" in backend:
-        os.environ.setdefault(FLIGHT_RECORDER, "2000")  # it is read after a stall
+        os.environ.setdefault(FLIGHT_RECORDER, "2000")  # read after a stall
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    options |= {"rank": setting.rank, "world_size": setting.world, "timeout": PATIENT}
+    options |= {"rank": info.rank, "world_size": info.world, "timeout": COLLECTIVE_TIMEOUT}
     try:
-        dist.init_process_group(backend, store=_store(setting), **options)
+        dist.init_process_group(backend, store=_store(info), **options)
     except (RuntimeError, ValueError) as error:
         raise ForgeError(
-            f"Rank {setting.rank} of {setting.world} could not join the others at {setting.address}:{setting.port} "
+            f"Rank {info.rank} of {info.world} could not join the others at {info.address}:{info.port} "
             f"over {backend}: {error}"
         ) from error
 
 
-def _store(setting: Setting) -> Store:
-    """The elastic agent keeps one for all lives of a job; else rank 0 does. One process alone needs no port."""
+def _store(info: RankInfo) -> Store:
+    """Return the elastic agent's store, which serves all attempts of a job, or rank 0's; one process needs no port."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         store = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))[0]
-        return fresh(store, setting.rank, setting.world, JOIN_TIMEOUT)
-    if setting.address is None:
+        return fresh_store(store, info.rank, info.world, JOIN_TIMEOUT)
+    if info.address is None:
         return HashStore()
-    return TCPStore(setting.address, setting.port, setting.world, is_master=setting.rank == 0, timeout=JOIN_TIMEOUT)
+    return TCPStore(info.address, info.port, info.world, is_master=info.rank == 0, timeout=JOIN_TIMEOUT)
 
 
 def _leave() -> None:
-    """At the end of a process that went well; one that failed leaves without a word (`abandon`)."""
+    """Destroy the process groups at exit; after a failure `abandon` unregisters this."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abandon() -> None:
-    """After an error the others may not answer: nothing is said to them any more."""
+    """After an error, exit without another collective: the other ranks may not answer."""
     atexit.unregister(_leave)

@@ -1,7 +1,7 @@
-"""Launch: start the ranks of a run by torch's elastic agent, inside this process, and answer for them.
+"""Launch: start the ranks of a run with torch's elastic agent, inside this process.
 
-Every worker is a command of its own, given torchrun's variables. When one fails the agent ends the others, and starts
-all of them again while restarts are left. Not after a signal, nor after a mistake that a restart would only repeat.
+Every worker is a command with torchrun's variables. When one fails, the agent ends the others, and restarts all of them
+while restarts are left; not after a signal, nor after a ForgeError, which a restart would only repeat.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from forge.errors import ForgeError
 from forge.util.signals import ECHO, NAMES
 
 MISTAKE = 2
-"""The exit code of a worker that met a ForgeError."""
+"""The exit code of a worker that raised a ForgeError."""
 ROLE = "forge"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How many ranks, where they meet, and how often they are started again."""
+    """How many ranks to start, where they rendezvous, and how often they restart."""
 
     nproc: int
     max_restarts: int = 0
     nodes: tuple[int, int] = (1, 1)
-    "The least and the largest number of hosts; the same command is given on each."
+    "The least and the largest number of hosts; each runs the same command."
     endpoint: str = "localhost:0"
-    "HOST:PORT where hosts meet; port 0 is a free one, for a host alone."
+    "HOST:PORT of the rendezvous; port 0 picks a free one, for a single host."
 
     def run(self, words: Sequence[str]) -> int:
-        """Run `python -m forge WORDS` on every rank, and return the exit code that stands for all."""
+        """Run `python -m forge WORDS` on every rank, and return one exit code for all."""
         _quieten()
         with tempfile.TemporaryDirectory(prefix="forge-launch-") as folder, _environment(self.nproc, folder):
             agent = Agent(self._spec(words), DefaultLogsSpecs(log_dir=folder))
@@ -56,14 +56,14 @@ class Launch:
             except SignalException as error:
                 return 128 + error.sigval
             finally:
-                if self.nodes[1] > 1:  # a host alone has nobody to tell, and would wait for its own last heartbeat
+                if self.nodes[1] > 1:  # a single host would only wait for its own last heartbeat
                     agent.spec.rdzv_handler.shutdown()
             return self._code(result, agent, Path(folder))
 
     def _spec(self, words: Sequence[str]) -> WorkerSpec:
         least, most = self.nodes
-        here = "localhost" if most == 1 else None  # a host alone need not be found by its name
-        meeting = RendezvousParameters(
+        here = "localhost" if most == 1 else None  # a single host need not be found by name
+        rendezvous = RendezvousParameters(
             backend="c10d",
             endpoint=self.endpoint,
             run_id=ROLE if most > 1 else str(uuid.uuid4()),
@@ -75,7 +75,7 @@ class Launch:
         return WorkerSpec(
             role=ROLE,
             local_world_size=self.nproc,
-            rdzv_handler=registry.get_rendezvous_handler(meeting),
+            rdzv_handler=registry.get_rendezvous_handler(rendezvous),
             entrypoint=sys.executable,
             args=("-u", "-m", "forge", *words),
             max_restarts=self.max_restarts,
@@ -97,7 +97,7 @@ class Launch:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent for the workers of one host. Signals are the workers' business, and never a reason to restart."""
+    """torch's agent for the workers of one host. It forwards signals to the workers, and never restarts after one."""
 
     received: signal.Signals | None = None
     _received_at = 0.0
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
-        """Hand signals on to the workers, which save and leave by themselves, however long it takes."""
+        """Forward signals to the workers, which save and exit by themselves, however long it takes."""
         before: dict[int, Any] = {}
         for name in NAMES:
             number = getattr(signal, name, None)
@@ -128,7 +128,7 @@ class Agent(LocalElasticAgent):
             raise SignalException(f"{self.received.name} before the first worker was started", self.received)
         for pid in self._pcontext.pids().values():
             with suppress(ProcessLookupError):
-                # once more means at once: a worker that waits for another hears nothing less
+                # a second signal kills: a worker that waits for another rank handles nothing less
                 os.kill(pid, signal.SIGKILL if again else number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -140,7 +140,7 @@ class Agent(LocalElasticAgent):
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """ "2" or "1:4" hosts, the least and the largest number."""
+    """Parse "2" or "1:4" into the least and the largest number of hosts."""
     least, _, most = text.partition(":")
     if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
         raise ForgeError(f"--nnodes {text}: give a number of hosts, or the least and the largest as 1:4.")
@@ -149,7 +149,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 @contextmanager
 def _environment(nproc: int, folder: str) -> Iterator[None]:
-    """What workers inherit. Each takes its share of the processor; C++ code keeps its stacks to itself."""
+    """Set the environment of the workers: each gets its share of the cores, and C++ code logs no stacks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
@@ -164,7 +164,7 @@ def _environment(nproc: int, folder: str) -> Iterator[None]:
 
 
 def _quieten() -> None:
-    """The agent's log repeats what workers have said better."""
+    """Silence the agent's log, which repeats the workers' messages."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

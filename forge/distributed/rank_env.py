@@ -1,4 +1,4 @@
-"""DistributedEnv: many processes, by torch.distributed. A strategy makes one in `forge_setup_env`."""
+"""DistributedEnv: the environment of one of many processes, by torch.distributed; made in `forge_setup_env`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge.distributed.heartbeat import Watch
+from forge.distributed.heartbeat import Heartbeat
 from forge.distributed.join import abandon, join
-from forge.distributed.rank_info import Setting
+from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
 from forge.util.signals import signals_act_at_once
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class DistributedEnv(Env):
     """One of many processes. `axes` are the mesh's inner dimensions (`{"tensor": 2}`); what remains is `data`.
 
-    Gradients travel over the default process group: NCCL between GPUs, gloo between CPUs, or `backend`. What forge
-    itself has to say travels over a second group between hosts, `control`, so that nothing waits for a device.
+    Gradients travel over the default process group: NCCL between GPUs, gloo between CPUs, or `backend`. Forge's own
+    messages travel over a second group between hosts, `control`, so that they never wait for a device.
     """
 
     def __init__(
@@ -38,43 +38,41 @@ class DistributedEnv(Env):
         watchdog: float = 120.0,
         backend: str | None = None,
         axes: Mapping[str, int] | None = None,
-        setting: Setting | None = None,
+        info: RankInfo | None = None,
     ):
-        self.setting = setting or Setting.read()
-        super().__init__(_own_device(device, self.setting))
-        self.rank, self.world, self.local_rank = self.setting.rank, self.setting.world, self.setting.local_rank
+        self.info = info or RankInfo.read()
+        super().__init__(_own_device(device, self.info))
+        self.rank, self.world, self.local_rank = self.info.rank, self.info.world, self.info.local_rank
         with signals_act_at_once():
-            self.membership = join(self.setting, self.device, backend)
-            if self.world == 1:  # where the user's own script has joined the others
+            self.membership = join(self.info, self.device, backend)
+            if self.world == 1:  # the user's own script may have initialised the processes
                 self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.store, self.control = self.membership.store, self.membership.control
             self.mesh = self._mesh(dict(axes or {}))
         self.data_world = math.prod(self.mesh[name].size() for name in self.data_axes)
         self.data_rank = self.rank // (self.world // self.data_world)
         alone = self.world == 1
-        self.watch = None if alone else Watch(self.store, self.rank, self.world, trainer, watchdog).start()
+        self.heartbeat = None if alone else Heartbeat(self.store, self.rank, self.world, trainer, watchdog).start()
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The dimensions of the mesh along which batches are divided."""
+        """The mesh dimensions along which batches are divided."""
         assert self.mesh is not None
         names = self.mesh.mesh_dim_names or ()
         return tuple(name for name in names if name in ("replicate", "data"))
 
     def _mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        """replicate x data x (inner axes); `replicate` only where it is asked for."""
+        """Return the mesh replicate x data x (inner axes); `replicate` only if given."""
         replicate, inner = axes.pop("replicate", 1), math.prod(axes.values())
         data, rest = divmod(self.world, replicate * inner)
         if rest:
             wanted = " x ".join(f"{name} {size}" for name, size in {"replicate": replicate, **axes}.items() if size > 1)
             raise ForgeError(
                 f"{self.world} processes cannot be arranged as {wanted}: {self.world} is no multiple of "
-                f"{replicate * inner}. Start another number of processes, or take other sizes."
+                f"{replicate * inner}. Start another number of processes, or change the sizes."
             )
         shape = {**({"replicate": replicate} if replicate > 1 else {}), "data": data, **axes}
         return self.membership.mesh(self.device.type, shape)
-
-    # -- what is said between processes -------------------------------------------------------------------------------
 
     def sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
@@ -92,9 +90,9 @@ class DistributedEnv(Env):
     def broadcast(self, value: Any) -> Any:
         if self.world == 1:
             return value
-        held = [value]
-        dist.broadcast_object_list(held, src=0, group=self.control)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def from_first(self, make: Callable[[], T]) -> T:
         return self.broadcast(make() if self.is_main else None)
@@ -114,30 +112,28 @@ class DistributedEnv(Env):
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, plain, 250 * 2**20, 0)
 
-    # -- its end ------------------------------------------------------------------------------------------------------
-
     def no_timeout(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.no_timeout()
+        return nullcontext() if self.heartbeat is None else self.heartbeat.no_timeout()
 
     def close(self, failed: bool) -> None:
-        """A run is over. The others are still there for the next one, unless something failed: then nothing is said to
-        them any more, because they may not answer."""
-        watch = self.watch
-        if failed and not (watch is not None and watch.agreed):
-            abandon()  # the watch goes on until the session is over: a plugin may wait for a rank that is gone
-        elif watch is not None:
-            with watch.no_timeout():
-                self.all_max([0])  # nobody leaves, and is missed, while another still saves
-            watch.stop(left=True)
-            self.watch = None
+        """End a run. The processes stay joined for the next one, unless the run failed: then other ranks may not
+        answer."""
+        heartbeat = self.heartbeat
+        if failed and not (heartbeat is not None and heartbeat.agreed):
+            abandon()  # the heartbeat goes on until the session is over: a plugin may wait for a lost rank
+        elif heartbeat is not None:
+            with heartbeat.no_timeout():
+                self.all_max([0])  # no rank leaves, and counts as lost, while another still saves
+            heartbeat.stop(left=True)
+            self.heartbeat = None
 
     def __repr__(self) -> str:
         return f"DistributedEnv({self.device}, rank {self.rank} of {self.world})"
 
 
-def _own_device(device: str, setting: Setting) -> torch.device:
-    """The device of this process: the GPU with its local rank, or whatever was asked for."""
+def _own_device(device: str, info: RankInfo) -> torch.device:
+    """Return the device of this process: the GPU of its local rank, or the given device."""
     picked = pick_device(device)
-    if picked.type == "cuda" and setting.world > 1 and device in ("auto", "cuda"):
-        return pick_device(f"cuda:{setting.local_rank}")
+    if picked.type == "cuda" and info.world > 1 and device in ("auto", "cuda"):
+        return pick_device(f"cuda:{info.local_rank}")
     return picked

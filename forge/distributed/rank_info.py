@@ -1,4 +1,4 @@
-"""Setting: which process of how many this is, as torchrun or SLURM say in the environment."""
+"""RankInfo: rank and world size of this process, read from the variables of torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from forge.errors import ForgeError, StackError
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 PORTS = range(15000, 20000)
-"""Where rank 0 listens under SLURM, chosen by the job's number, so that two jobs on one host do not meet."""
+"""Ports of rank 0 under SLURM, chosen by job id, so that two jobs on one host do not collide."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One process among `world`."""
+class RankInfo:
+    """One of `world` processes."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     address: str | None = None
-    "Where rank 0 listens; None with one process and nobody who started it."
+    "The host of rank 0; None for one process without a launcher."
     port: int = 0
     restarts: int = 0
-    "How often the elastic agent has started this job before."
+    "How often the launcher has restarted this job."
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ) -> Setting:
-        """torchrun's variables, else those of an `srun` with several tasks, else one process."""
+    def read(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
+        """Read torchrun's variables, else those of an `srun` with several tasks, else return one process."""
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return cls._from_torchrun(environment)
         if "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
@@ -38,7 +38,7 @@ class Setting:
         return cls()
 
     @classmethod
-    def _from_torchrun(cls, environment: Mapping[str, str]) -> Setting:
+    def _from_torchrun(cls, environment: Mapping[str, str]) -> RankInfo:
         missing = [name for name in TORCHRUN if name not in environment]
         if missing:
             raise ForgeError(
@@ -55,7 +55,7 @@ class Setting:
         )
 
     @classmethod
-    def _from_slurm(cls, environment: Mapping[str, str]) -> Setting:
+    def _from_slurm(cls, environment: Mapping[str, str]) -> RankInfo:
         missing = [name for name in SLURM if name not in environment]
         if missing:
             raise ForgeError(f"SLURM started this step without {', '.join(missing)}. Start it with srun.")
@@ -72,7 +72,7 @@ class Setting:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of hosts: node017 of `node[017-020,031],login1`."""
+    """Return the first of SLURM's list of hosts: node017 of `node[017-020,031],login1`."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
     if match is None:
         raise ForgeError(f"SLURM's list of nodes {nodes!r} names no host. Set MASTER_ADDR.")
@@ -90,12 +90,11 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def refuse_alone(world: int) -> None:
-    """Where the environment speaks of several processes and nothing joins them, each would train alone and write over
-    the others' files."""
-    there = Setting.read().world
-    if world == 1 < there:
+    """Refuse several processes without a strategy: each would train alone and overwrite the others' files."""
+    processes = RankInfo.read().world
+    if world == 1 < processes:
         raise StackError(
-            f"This is one of {there} processes (WORLD_SIZE, or SLURM_NTASKS, says so), but nothing in this stack joins "
-            "them: each would train alone, and write over what the others write. Add -p ddp or -p fsdp; for runs that "
-            "have nothing to do with each other, unset that variable."
+            f"This is one of {processes} processes (by WORLD_SIZE or SLURM_NTASKS), but nothing in this stack joins "
+            "them: each would train alone and overwrite the others' files. Add -p ddp or -p fsdp; for independent "
+            "runs, unset that variable."
         )

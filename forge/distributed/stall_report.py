@@ -1,4 +1,4 @@
-"""Report: where every rank stood when a run stalled, and who is missing from which collective."""
+"""The report of a stall: the stacks of every rank, and which rank is missing from which collective."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import torch.distributed as dist
 import forge
 
 Dump = dict[str, Any]
-"""What one rank shows: its stacks, and for each group the number and name of its latest collective."""
+"""One rank's stacks, and for each process group the number and name of its latest collective."""
 
 COLLECTIVES = "distributed_c10d.py"
 FORGE = str(Path(forge.__file__).parent)
 STDLIB = sysconfig.get_path("stdlib")
 FRAMES = 6
-"""Of a thread beside the main one, so many innermost frames are shown."""
+"""How many innermost frames are shown of a thread other than the main one."""
 
 
 def dump(skip: Iterable[int | None] = ()) -> Dump:
-    """Where this process stands. Threads in `skip` are left out."""
+    """Return the stacks and collectives of this process, without the threads in `skip`."""
     frames = sys._current_frames()
     main = frames.get(threading.main_thread().ident or 0)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -41,7 +41,7 @@ def dump(skip: Iterable[int | None] = ()) -> Dump:
 
 
 def place() -> str:
-    """Where the main thread is, in a few words: the innermost frame that is neither torch's nor Python's."""
+    """Return the main thread's innermost frame that is neither torch's nor Python's, as one line."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and _is_library(frame):
         frame = frame.f_back
@@ -49,7 +49,7 @@ def place() -> str:
 
 
 def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:
-    """The page that a stall leaves behind."""
+    """Return the text of the report."""
     seen = {rank: each for rank, each in dumps.items() if each is not None}
     lines = [summary, *_missing(seen)]
     for rank, each in dumps.items():
@@ -64,11 +64,8 @@ def stall_report(dumps: Mapping[int, Dump | None], summary: str) -> str:
     return "\n".join(lines)
 
 
-# -- who is missing ---------------------------------------------------------------------------------------------------
-
-
 def _missing(dumps: Mapping[int, Dump]) -> list[str]:
-    """One line for each group in which some ranks have begun a collective that others have not."""
+    """Return one line for each group in which some ranks have begun a collective that others have not."""
     lines = []
     for name in dict.fromkeys(name for each in dumps.values() for name in each["groups"]):
         inside = {rank: each["groups"][name] for rank, each in dumps.items() if name in each["groups"]}
@@ -83,9 +80,9 @@ def _missing(dumps: Mapping[int, Dump]) -> list[str]:
                 f"{', '.join(str(inside[rank]['number']) for rank in behind)}."
             )
         elif len({group["latest"] for group in inside.values()}) > 1:
-            told = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
-            lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {told}.")
-    return lines or ["All ranks have begun the same collectives: none is missing. Their stacks say where they are."]
+            found = ", ".join(f"rank {rank} in {group['latest'] or 'none'}" for rank, group in inside.items())
+            lines.append(f"The ranks are in different collectives, number {furthest} of the group {name}: {found}.")
+    return lines or ["All ranks have begun the same collectives: none is missing. See their stacks below."]
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -97,7 +94,7 @@ def _is_are(ranks: list[int]) -> str:
 
 
 def _groups(main: FrameType | None) -> dict[str, Any]:
-    """Of each process group that this rank is in: how many collectives it has begun, and the latest by name."""
+    """Return the number and name of the latest collective of each process group of this rank."""
     if not dist.is_initialized():
         return {}
     recorded = {entry["process_group"][0]: entry for entry in _entries()}
@@ -110,7 +107,7 @@ def _groups(main: FrameType | None) -> dict[str, Any]:
 
 
 def _group_title(name: str) -> str:
-    """What a group is for, where its maker has said so."""
+    """Return a group's description and name, or its name if it has no description."""
     for group, its_name in dist.distributed_c10d._world.pg_names.items():
         if its_name == name and group is dist.distributed_c10d._get_default_group():
             return "default"
@@ -120,7 +117,7 @@ def _group_title(name: str) -> str:
 
 
 def _called(main: FrameType | None) -> str:
-    """The collective that the main thread is in, as its stack tells."""
+    """Return the collective that the main thread is in, by its stack."""
     if main is None:
         return ""
     for frame in _walk(main):
@@ -130,11 +127,8 @@ def _called(main: FrameType | None) -> str:
     return "the all-reduce of gradients" if inside else ""
 
 
-# -- torch's flight recorder ------------------------------------------------------------------------------------------
-
-
 def _entries() -> list[dict[str, Any]]:
-    """What torch's flight recorder remembers, oldest first; nothing where it is off."""
+    """Return the entries of torch's flight recorder, oldest first; none if it is off."""
     found: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         recorder = getattr(torch._C._distributed_c10d, name, None)  # pyright: ignore[reportAttributeAccessIssue]
@@ -144,7 +138,7 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def _recorded() -> list[str]:
-    """The last collective of each group that was done, and the first that is not."""
+    """Return the last finished and the first unfinished collective of each group, one line each."""
     lines = []
     entries = _entries()
     for group in dict.fromkeys(entry["process_group"][0] for entry in entries):
@@ -164,11 +158,8 @@ def _title(entry: Mapping[str, Any]) -> str:
     return f"{name} of {sizes}" if sizes else name
 
 
-# -- stacks -----------------------------------------------------------------------------------------------------------
-
-
 def _stack(frame: FrameType | None) -> list[str]:
-    """One line a frame, outermost first; several of torch's or Python's in a row are shown by their last."""
+    """Return one line per frame, outermost first; of consecutive frames of torch or Python only the last."""
     frames = _walk(frame)
     lines = []
     for here, following in zip(frames, [*frames[1:], None], strict=True):
@@ -186,7 +177,7 @@ def _walk(frame: FrameType | None) -> list[FrameType]:
 
 
 def _is_library(frame: FrameType) -> bool:
-    """Whether it is torch's or Python's; forge's own frames say where in a run it happened."""
+    """Whether a frame is torch's or Python's; forge's own are shown, since they locate the place in a run."""
     path = frame.f_code.co_filename
     return not path.startswith(FORGE) and ("site-packages" in path or path.startswith((STDLIB, "<")))
 

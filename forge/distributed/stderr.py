@@ -1,4 +1,4 @@
-"""Telling: what is printed when a run of several ranks fails, straight to stderr and never twice."""
+"""Print the failure of a run of several ranks: directly to stderr, and only once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed import DistError
 ECHO = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out|gloo|nccl|process ?group|socket|remote process|recv", re.I
 )
-"""How errors sound that come of another rank's failure."""
+"""Messages of errors that are typical consequences of another rank's failure."""
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether it sounds like the consequence of another rank's failure."""
+    """Whether an error looks like the consequence of another rank's failure."""
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(ECHO.search(str(error))))
 
 
 def write(text: str) -> None:
-    """Straight to stderr, in one piece: no lock of another thread is waited for, and no line of it torn."""
+    """Write to stderr's descriptor in one call: without waiting for another thread's lock, and without torn lines."""
     with suppress(OSError):
         os.write(2, f"{text.rstrip()}\n".encode())
 
@@ -34,11 +34,11 @@ def flush() -> None:
 
 
 def print_only_once() -> None:
-    """What was printed already is not printed again when it reaches the interpreter."""
+    """Keep the interpreter from printing an error again that forge has printed."""
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        if not getattr(error, "__forge_told__", False):
+        if not getattr(error, "__forge_printed__", False):
             before(kind, error, trace)
 
     sys.excepthook = hook

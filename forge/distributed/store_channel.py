@@ -1,4 +1,4 @@
-"""Line: what ranks tell each other through the store, without a collective: signs of life, causes, stacks."""
+"""StoreChannel: beats, failure causes and stacks that ranks exchange through the store, without a collective."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-_lines = itertools.count()
-"""Runs of one process, one after the other, must not read each other's words; all ranks count alike."""
-
+_runs = itertools.count()
+"""Separates successive runs of one process in the store; all ranks count alike."""
 
 FAILURE = "forge/failure"
-"""The key of the run's store that is set once a run has failed: for whoever waits there for another rank."""
+"""The key that is set in the run's store once the run has failed, for ranks that wait there for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life."""
+    """One heartbeat of a rank."""
 
     rank: int
     number: int
@@ -33,67 +32,66 @@ class Beat:
     pid: int
     update: int
     where: str
-    "What the main thread was doing."
+    "The line that the main thread was at."
     left: bool = False
-    "Whether this rank has ended its run in good order."
+    "Whether this rank has finished its run in good order."
     sees: list[int] = field(default_factory=list)
     "Ranks whose processes are alive on this machine."
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """Why a run failed: whose fault it was first, and the exit code of everybody."""
+class FailureCause:
+    """Why a run failed: the first rank to fail, and the exit code of all ranks."""
 
     kind: str
     "raised, gone or stalled."
     rank: int
     host: str
     by: int
-    "The rank that found out."
+    "The rank that detected it."
     summary: str
     code: int = 1
 
 
-class Line:
-    """One rank's end. It has a connection of its own: another thread may be waiting on the store's."""
+class StoreChannel:
+    """One rank's access to the store, by a connection of its own: another thread may be waiting on the store's."""
 
     def __init__(self, store: Store, rank: int):
         self.rank = rank
         self._all = store.clone()
-        self._store = PrefixStore(f"forge/line/{next(_lines)}", self._all)
-        self._heard_of: set[int] = set()
+        self._store = PrefixStore(f"forge/channel/{next(_runs)}", self._all)
+        self._known: set[int] = set()
 
     def beat(self, beat: Beat) -> None:
         self._set(f"beat/{self.rank}", asdict(beat))
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
-        """The latest beat of each of these ranks that has begun to beat."""
+        """Return the latest beat of each of these ranks that has begun to beat."""
         ranks = list(ranks)
-        for rank in ranks:  # to ask for what is not there yet would wait for it
-            if rank not in self._heard_of and self._store.check([f"beat/{rank}"]):
-                self._heard_of.add(rank)
-        known = [f"beat/{rank}" for rank in ranks if rank in self._heard_of]
+        for rank in ranks:  # reading a missing key would wait for it
+            if rank not in self._known and self._store.check([f"beat/{rank}"]):
+                self._known.add(rank)
+        known = [f"beat/{rank}" for rank in ranks if rank in self._known]
         return [Beat(**json.loads(text)) for text in self._store.multi_get(known)] if known else []
 
-    def claim(self, cause: Cause) -> Cause:
-        """Name the first cause; the answer is whoever's came first."""
-        first = Cause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
+    def claim(self, cause: FailureCause) -> FailureCause:
+        """Claim a cause; return the first one claimed by any rank."""
+        first = FailureCause(**json.loads(self._store.compare_set("cause", "", json.dumps(asdict(cause)))))
         self._all.set(FAILURE, first.summary)
         return first
 
-    def cause(self) -> Cause | None:
-        """The first cause, once somebody has named it."""
+    def cause(self) -> FailureCause | None:
+        """Return the first cause, or None while none is claimed."""
         found = self._get("cause")
-        return Cause(**found) if found is not None else None
+        return FailureCause(**found) if found is not None else None
 
-    def told(self, done: bool = False) -> bool:
-        """Whether the cause is on somebody's screen; `done` says that it now is."""
+    def printed(self, done: bool = False) -> bool:
+        """Return whether the cause has been printed by any rank; `done` records that it has."""
         if done:
-            self._set("told", True)
-        return done or self._store.check(["told"])
+            self._set("printed", True)
+        return done or self._store.check(["printed"])
 
     def leave_dump(self, dump: dict[str, Any]) -> None:
-        """Show the others where this rank is."""
         self._set(f"dump/{self.rank}", dump)
 
     def dump_of(self, rank: int) -> dict[str, Any] | None:
@@ -107,7 +105,7 @@ class Line:
 
 
 def machine() -> str:
-    """What ranks on one machine that see each other's process numbers have in common."""
+    """Return a name that is equal on ranks of one machine that see each other's process ids."""
     names = [socket.gethostname()]
     for path in ("/proc/self/ns/pid", "/proc/self/ns/uts"):
         with suppress(OSError):  # only Linux has it
@@ -116,7 +114,7 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that is dead and not yet buried does not."""
+    """Whether a process of this machine runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")

@@ -12,7 +12,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.step import Step
 from forge.data.adapt import adopt
-from forge.data.sharding import SharedLoader
+from forge.data.sharding import RankLoader
 from forge.data.windows import check_loader
 from forge.diagnose import checks
 from forge.engine import evaluation
@@ -52,9 +52,7 @@ class Core(Plugin):
         if hand_on is not None and trainer.seed is not None:
             hand_on(trainer.seed)
         env = trainer.env
-        return (
-            loader if env.data_world == 1 else SharedLoader(loader, env.data_rank, env.data_world, stage, env.all_max)
-        )
+        return loader if env.data_world == 1 else RankLoader(loader, env.data_rank, env.data_world, stage, env)
 
     @default
     def forge_build_optimizers(self, trainer: Run) -> Optimizers:

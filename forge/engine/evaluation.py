@@ -32,7 +32,7 @@ def run(trainer: Run, stage: str) -> Any:
     means, outputs = Means(trainer.env.device, trainer.env), []
     trainer.env.copy_from_first(trainer.task, parameters=False)
     loaders = trainer.loaders[stage]
-    with torchmetrics.isolated(trainer.task, f"{stage}/") as means.held, evaluation_mode(trainer):
+    with torchmetrics.isolated(trainer.task, f"{stage}/") as means.task_metrics, evaluation_mode(trainer):
         for name, loader in loaders.items():
             prefix = f"{stage}/" if name is None else f"{stage}/{name}/"
             for step, raw, output in forward_batches(trainer, stage, name, loader):
@@ -41,7 +41,7 @@ def run(trainer: Run, stage: str) -> Any:
                 else:
                     count(means, prefix, output, 0 if step.is_padding else trainer.task.num_items(raw), step)
             if len(loaders) > 1:
-                means.compute_held(only_returned=True)  # a metric counts each loader for itself
+                means.compute_task_metrics(only_returned=True)  # a metric counts each loader for itself
         if stage == "predict":
             return _from_all_ranks(trainer, outputs)
         ending = trainer.task.evaluation_end(stage)

@@ -204,7 +204,7 @@ class Session:
     def _compare_data(self) -> None:
         consistency.refuse_different_data(self.trainer)
         if self.trainer.verb == "fit":
-            consistency.tell_shares(self.trainer)
+            consistency.log_batch_per_rank(self.trainer)
 
     def _prepare_training(self) -> None:
         """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
@@ -217,7 +217,7 @@ class Session:
         checks.check_optimizers(trainer.optimizers, task)
         checks.refuse_plateau_without_val(trainer)
         task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
-        trainer.means.hold(task)
+        trainer.means.track(task)
         trainer.task_defines_num_items = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
         trainer.keep_rng = needs_replay or self._owner_replays()

@@ -1,1 +1,1 @@
-"""Metrics: means that stay on the device, torchmetrics objects, and what is logged beside numbers."""
+"""Metrics: means that stay on the device, torchmetrics objects, and images, histograms, texts and embeddings."""

@@ -1,7 +1,7 @@
-"""Metrics: means that stay on the device until somebody reads them.
+"""Means that stay on the device until they are read.
 
-On the CPU a value is read at once (that is cheaper than keeping it). On an accelerator values are kept as they are and
-reduced, packed and copied to the host together, once per log interval, without waiting: nothing in a step reads the
+On the CPU a value is read at once, which is cheaper than storing it. On an accelerator values are stored as tensors,
+then reduced, packed and copied to the host together, once per log interval and asynchronously: no step waits for the
 device.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.errors import TaskError
-from forge.metrics.torchmetrics import Kept, TaskMetrics, copied, is_metric, put_back
+from forge.metrics.torchmetrics import MetricStates, TaskMetrics, copied, is_metric, restore_metrics
 
 if TYPE_CHECKING:
     from forge.env import Env
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forge")
 
 FOLD_AFTER = 1024
-"""Kept values per metric before they are folded into one, so that memory stays flat however rarely one reads."""
+"""Stored values per metric before they are folded into one, so that memory stays flat between rare reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """Where counting stood."""
+class Savepoint:
+    """The means and task metrics at one time, for `Means.rollback`."""
 
     counted: Mapping[str, Any]
-    held: Kept
+    task_metrics: MetricStates
 
 
 class Means:
@@ -45,23 +45,23 @@ class Means:
         self.on_host = device.type == "cpu"
         self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
-        self._kept: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {}  # on a device: values, weights
-        self._settle: Callable[[], None] | None = None
-        self.held: TaskMetrics | None = None
-        "The task's own metrics that accumulate; None where a step's are not looked at."
+        self._kept: dict[str, tuple[list[Any], list[Any]]] = {}  # on a device: values, weights; each a tensor or number
+        self._flush: Callable[[], None] | None = None
+        self.task_metrics: TaskMetrics | None = None
+        "The task's torchmetrics objects; None if those that a step returns are ignored."
 
     def add(self, name: str, value: Any, weight: int | Tensor = 1) -> None:
         """Count `value` in the mean of `name`."""
         self.add_all("", {name: value}, weight)
 
     def add_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
-        """Count every metric in the mean of its name; once per micro-batch, so written out in one function."""
+        """Count every metric in the mean of its name; in one function for speed, as it runs once per micro-batch."""
         if not self.on_host:
-            self._keep_all(prefix, metrics, weight)
+            self._append_all(prefix, metrics, weight)
             return
-        mass = weight if type(weight) is int else float(weight)  # a number of numpy's would not fit into a checkpoint
-        if mass == 0:  # it drops its values, NaN or not
-            if self._env is not None:  # the names are those of the other ranks all the same
+        mass = weight if type(weight) is int else float(weight)  # a checkpoint does not store numpy numbers
+        if mass == 0:  # drops its values, NaN or not
+            if self._env is not None:  # the names must be the same on all ranks
                 for name, value in metrics.items():
                     if not self._accumulates(prefix + name, value):
                         self._sums.setdefault(prefix + name, [0.0, 0])
@@ -83,41 +83,41 @@ class Means:
                 sums[0] += value * mass
                 sums[1] += mass
 
-    def _keep_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
-        self.settle()
+    def _append_all(self, prefix: str, metrics: Mapping[str, Any], weight: int | Tensor) -> None:
+        self.flush()
         for name, value in metrics.items():
             if isinstance(value, Tensor):
-                self.keep(prefix + name, _detached(prefix + name, value), weight)
+                self.append(prefix + name, _detached(prefix + name, value), weight)
             elif not self._accumulates(prefix + name, value):
-                self.keep(prefix + name, value, weight)
+                self.append(prefix + name, value, weight)
 
-    def hold(self, task: nn.Module) -> None:
-        """Count what the metrics that this task holds accumulate in training; they begin anew."""
-        self.held = TaskMetrics(task, "train/")
-        self.held.reset()
+    def track(self, task: nn.Module) -> None:
+        """Reset the task's torchmetrics objects, and include them in these means."""
+        self.task_metrics = TaskMetrics(task, "train/")
+        self.task_metrics.reset()
 
     def _accumulates(self, name: str, value: Any) -> bool:
-        """Whether a step's value is a metric that accumulates: it is computed when the means are read."""
+        """Whether a step's value is a torchmetrics object, which is computed when the means are read."""
         if not is_metric(value):
             return False
-        if self.held is not None:
-            self.held.call(name, value)
+        if self.task_metrics is not None:
+            self.task_metrics.add_name(name, value)
         return True
 
-    def compute_held(self, only_returned: bool = False) -> None:
-        """Count what the metrics that accumulate come to, in place of what else has their name. All ranks must ask."""
-        if self.held is None or not len(self.held):
+    def compute_task_metrics(self, only_returned: bool = False) -> None:
+        """Add the values of the task's torchmetrics objects, replacing means of the same name. All ranks must call."""
+        if self.task_metrics is None or not len(self.task_metrics):
             return
         counts = self._env is None or self._env.is_main  # every rank has the value of all
-        for name, value in self.held.compute(self._env, only_returned).items():
+        for name, value in self.task_metrics.compute(self._env, only_returned).items():
             number: Any = value if counts else 0.0
             if self.on_host:
                 self._sums[name] = [float(number), int(counts)]
             else:
                 self._kept[name] = ([_detached(name, number) if isinstance(number, Tensor) else number], [int(counts)])
 
-    def keep(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
-        """On an accelerator: count a value that nobody will change any more."""
+    def append(self, name: str, value: Tensor | float, weight: int | float | Tensor) -> None:
+        """On an accelerator, count a value that is not changed in place later."""
         values, weights = self._kept.setdefault(name, ([], []))
         values.append(value if isinstance(value, Tensor) else float(value))
         weights.append(weight)
@@ -125,55 +125,57 @@ class Means:
             total, mass = self._reduce(values, weights)
             self._kept[name] = ([total / mass], [mass])
 
-    def settle_with(self, settle: Callable[[], None] | None) -> None:
-        """Call this before anything is looked at or counted: it hands over, by `keep`, what a replayed step has written
-        down on the device meanwhile."""
-        self._settle = settle
+    def flush_with(self, flush: Callable[[], None] | None) -> None:
+        """Call `flush` before anything is read or counted: it appends the values that replayed steps have buffered."""
+        self._flush = flush
 
-    def settle(self) -> None:
-        """Have all there is handed over."""
-        if self._settle is not None:
-            self._settle()
+    def flush(self) -> None:
+        """Append the values that replayed steps have buffered."""
+        if self._flush is not None:
+            self._flush()
 
     @property
     def empty(self) -> bool:
-        self.settle()
-        return not self._sums and not self._kept and not (self.held is not None and self.held.is_updated)
+        self.flush()
+        return not self._sums and not self._kept and not (self.task_metrics and self.task_metrics.is_updated)
 
     def total(self, name: str) -> float:
-        """The weighted sum behind the mean of `name` since the last read, on the host. One NaN stays in it."""
+        """Return the weighted sum behind the mean of `name` since the last read, on the host; one NaN makes it NaN."""
         sums = self._sums.get(name)
         return 0.0 if sums is None else sums[0]
 
     def latest(self, name: str, count: int) -> list[Tensor | float]:
-        """On an accelerator: the last `count` values of `name`, not read; what was folded together is one value."""
-        self.settle()
+        """On an accelerator, return the last `count` values of `name`, unread; folded ones count as one."""
+        self.flush()
         return self._kept[name][0][-count:] if name in self._kept else []
 
-    def mark(self) -> Mark:
-        """Where counting stands now, for `back_to`; cheap enough for every window."""
-        self.settle()
-        held = self.held.keep() if self.held else []
-        if self.on_host:
-            return Mark({name: list(pair) for name, pair in self._sums.items()}, held)
-        return Mark({name: (list(values), list(weights)) for name, (values, weights) in self._kept.items()}, held)
+    def savepoint(self) -> Savepoint:
+        """Return the current state for `rollback`; cheap enough for every window."""
+        self.flush()
+        metrics = self.task_metrics.snapshot() if self.task_metrics else []
+        return Savepoint(self._copy(self._sums if self.on_host else self._kept), metrics)
 
-    def back_to(self, mark: Mark) -> None:
-        """Forget what was counted since `mark`, any number of times; nothing may have been read in between."""
-        self.settle()
+    def rollback(self, savepoint: Savepoint) -> None:
+        """Return to a savepoint, any number of times; nothing may have been read in between."""
+        self.flush()
         if self.on_host:
-            self._sums = {name: list(pair) for name, pair in mark.counted.items()}
+            self._sums = self._copy(savepoint.counted)
         else:
-            self._kept = {name: (list(values), list(weights)) for name, (values, weights) in mark.counted.items()}
-        put_back(copied(mark.held))
+            self._kept = self._copy(savepoint.counted)
+        restore_metrics(copied(savepoint.task_metrics))
+
+    def _copy(self, counted: Mapping[str, Any]) -> dict[str, Any]:
+        if self.on_host:
+            return {name: list(pair) for name, pair in counted.items()}
+        return {name: (list(values), list(weights)) for name, (values, weights) in counted.items()}
 
     def read(self) -> PendingMeans:
-        """Start afresh, and hand out the means so far; on an accelerator they are on their way, not here yet.
+        """Return the means since the last read, and start again; from an accelerator they arrive asynchronously.
 
-        On several ranks they are the means over all of them, and all of them must ask.
+        On several ranks they are the means over all ranks, and all must call.
         """
-        self.settle()
-        self.compute_held()
+        self.flush()
+        self.compute_task_metrics()
         if self._env is not None:
             return self._read_together(self._env)
         if self.on_host:
@@ -197,21 +199,21 @@ class Means:
         return PendingMeans(names, env.sum(torch.stack([part for name in names for part in self._reduce(*kept[name])])))
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted since the last read, every value for itself: a restored mean has the same bits."""
-        self.settle()
+        """Return every value counted since the last read, unreduced, so that a restored mean has the same bits."""
+        self.flush()
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
-        held = self.held.state_dict() if self.held else {}
+        metrics = self.task_metrics.state_dict() if self.task_metrics else {}
         counted = {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
-        return {**counted, "held": held} if held else counted
+        return {**counted, "held": metrics} if metrics else counted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a state; one from another kind of device is turned into this one's."""
-        self.settle()
+        """Continue counting from a state; one from the other kind of device is converted."""
+        self.flush()
         if "by_rank" in state:
             self._load_by_rank(state["by_rank"])
             return
-        if self.held:
-            self.held.load_state_dict(state.get("held", {}))
+        if self.task_metrics:
+            self.task_metrics.load_state_dict(state.get("held", {}))
         self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
         self._kept = {}
         for name, (values, weights) in state["kept"].items():
@@ -225,22 +227,20 @@ class Means:
                 self._kept[name] = ([total / mass], [mass])
 
     def _load_by_rank(self, states: list[Mapping[str, Any]]) -> None:
-        """Each rank its own; where there are more or fewer ranks now, rank 0 takes what all had counted."""
+        """Load each rank's own state; if the number of ranks has changed, rank 0 takes the counts of all."""
         env = self._env
         world, rank = (env.world, env.rank) if env is not None else (1, 0)
         if len(states) == world:
             self.load_state_dict(states[rank])
             return
         self._sums, self._kept = {}, {}
-        if self.held:
-            self.held.reset()
+        if self.task_metrics:
+            self.task_metrics.reset()
         lost = sorted({path for state in states for path in state.get("held", {})})
         if lost:
             logger.warning(
-                "The run had %d ranks and has %d: what %s had accumulated since the last log is not taken over.",
-                len(states),
-                world,
-                ", ".join(lost),
+                f"The run had {len(states)} ranks and now has {world}: the values that {', '.join(lost)} accumulated "
+                "since the last log are lost."
             )
         if rank == 0:
             together = Means(torch.device("cpu"))
@@ -248,8 +248,8 @@ class Means:
                 part = Means(torch.device("cpu"))
                 part.load_state_dict(state)
                 for name, (total, mass) in part._sums.items():
-                    held = together._sums.setdefault(name, [0.0, 0])
-                    together._sums[name] = [held[0] + total, held[1] + mass]
+                    before = together._sums.get(name, [0.0, 0])
+                    together._sums[name] = [before[0] + total, before[1] + mass]
             together._sums = {name: pair for name, pair in together._sums.items() if pair[1]}
             self.load_state_dict(together.state_dict())
 
@@ -266,24 +266,24 @@ class Means:
 
 
 def check_same_names(env: Env, names: list[str]) -> None:
-    """Refuse, by name, that ranks log different things: their sums would not fit together."""
+    """Raise TaskError if ranks log different metrics: their sums could not be added."""
     digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7])
     largest, negated = env.all_max([digest, -digest])
     if largest == -negated:
         return
     by_rank = [set(each) for each in env.gather(names)]
     odd = {rank: sorted(set.union(*by_rank) - each) for rank, each in enumerate(by_rank) if set.union(*by_rank) != each}
-    told = "; ".join(f"rank {rank} has no {', '.join(missing[:3])}" for rank, missing in list(odd.items())[:4])
+    found = "; ".join(f"rank {rank} has no {', '.join(missing[:3])}" for rank, missing in list(odd.items())[:4])
     raise TaskError(
-        f"The ranks log different metrics: {told}. Every rank must return and record the same names at every update; "
+        f"The ranks log different metrics: {found}. Every rank must return and record the same names at every update; "
         "give a metric that does not apply the weight 0, or return 0."
     )
 
 
 class PendingMeans:
-    """Means that have been asked for; `result()` waits for them if it must.
+    """Means on their way to the host; `result()` waits for them.
 
-    `packed` holds a sum and a total weight per name. From a CUDA device it is copied to pinned memory without waiting.
+    `packed` holds a sum and a total weight per name, copied from a CUDA device to pinned memory asynchronously.
     """
 
     def __init__(self, names: list[str], packed: list[float] | Tensor):
@@ -302,7 +302,7 @@ class PendingMeans:
 
     @property
     def here(self) -> bool:
-        """Whether the values are on the host already."""
+        """Whether the values are on the host."""
         return not isinstance(self._packed, Tensor)
 
     def result(self) -> dict[str, float]:
@@ -314,7 +314,7 @@ class PendingMeans:
 
 
 def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
-    """Refuse what cannot be averaged, by name."""
+    """Raise TaskError for a metric that cannot be averaged."""
     for name, value in metrics.items():
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -330,13 +330,12 @@ def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
 
 
 def _no_scalar(name: str, value: Tensor) -> TaskError:
-    return TaskError(
-        f"The metric {name!r} has shape {tuple(value.shape)}; a metric is a scalar. Reduce it with .mean()."
-    )
+    shape = tuple(value.shape)
+    return TaskError(f"The metric {name!r} has shape {shape}; a metric is a scalar. Reduce it with .mean().")
 
 
 def _detached(name: str, value: Tensor) -> Tensor:
-    """The value without its graph, safe against later changes in place (a parameter, a buffer, a view of one)."""
+    """Return the value without its graph, copied if it may be changed in place (a parameter, a buffer, a view)."""
     if value.numel() != 1:
         raise _no_scalar(name, value)
     is_fresh = value.grad_fn is not None and not value._is_view()

@@ -1,4 +1,4 @@
-"""What is logged beside numbers: images, histograms, texts and embeddings."""
+"""Loggable objects beside numbers: images, histograms, texts and embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Tensor, bins: int = 64) -> Histogram:
-        """The histogram of a tensor's finite values, on the tensor's device; nothing is read."""
+        """Return the histogram of a tensor's finite values, on its device and without synchronisation."""
         flat = values.detach().flatten().float()
         finite = torch.isfinite(flat)
         low = torch.where(finite, flat, torch.inf).amin() if flat.numel() else flat.new_zeros(())
@@ -53,7 +53,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Points to log: `vectors` (N, D), to be looked at in two or three dimensions.
+    """Points to log: `vectors` (N, D), shown in two or three dimensions.
 
     `labels` has a word for each point, `images` (N, 3 or 1, H, W) a small picture: floats in [0, 1] or uint8.
     """
@@ -67,7 +67,7 @@ class Embedding:
             raise TaskError(f"forge.Embedding has vectors of shape {tuple(self.vectors.shape)}; it takes (N, D).")
         count = len(self.vectors)
         if len(self.labels) not in (0, count):
-            raise TaskError(f"forge.Embedding has {count} vectors but {len(self.labels)} labels; give one for each.")
+            raise TaskError(f"forge.Embedding has {count} vectors but {len(self.labels)} labels; pass one for each.")
         images = self.images
         if images is not None and (images.ndim != 4 or len(images) != count or images.shape[1] not in (1, 3)):
             raise TaskError(
@@ -77,11 +77,11 @@ class Embedding:
 
 
 DRAWN = (Image, Text, Histogram, Embedding)
-"""What is logged beside numbers: sinks that draw show it, all others pass over it."""
+"""Objects for sinks that draw; all others skip them."""
 
 
 def publishable(name: str, value: Any) -> Any:
-    """What sinks can take: a number, or one of `DRAWN`; a tensor of one number is read."""
+    """Return a number or one of `DRAWN` for the sinks; a tensor of one number is read."""
     if isinstance(value, DRAWN):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -95,7 +95,6 @@ def publishable(name: str, value: Any) -> Any:
 
 
 def is_diagnostic(name: str, plugins: Collection[str]) -> bool:
-    """Whether a metric is one of the many that a plugin files under its own name, `monitor/...`: for drawing and
-    looking up, not for a line on the screen."""
+    """Whether a metric is under a plugin's name (`monitor/...`): for charts, not for a line on the screen."""
     head, slash, _ = name.partition("/")
     return bool(slash) and any(head == plugin.partition("@")[0] for plugin in plugins)

@@ -1,7 +1,7 @@
-"""Metrics that accumulate: the torchmetrics objects that a task holds, computed over all samples of a log interval or
-of an evaluation, on all ranks together, rather than averaged over batches.
+"""The torchmetrics objects of a task, computed over all samples of a log interval or an evaluation, on all ranks
+together, rather than averaged over batches.
 
-A task holds a metric as an attribute, updates it in a step, and returns it or not::
+A task has a metric as an attribute, updates it in a step, and may return it::
 
     self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=10)
 
@@ -10,8 +10,8 @@ A task holds a metric as an attribute, updates it in a step, and returns it or n
         self.accuracy.update(logits, y)
         return {"loss": loss, "accuracy": self.accuracy}
 
-forge does not import torchmetrics: it knows its classes by their names. Nothing here runs in a step, except where a
-metric is returned.
+forge does not import torchmetrics: it recognises its classes by name. In a step, this code runs only if a metric is
+returned.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ PACKAGE = "torchmetrics"
 KINDS = ("Metric", "MetricCollection")
 WRAPPER = "WrapperMetric"
 
-Kept = list[tuple[Any, dict[str, Any], int]]
-"""Metrics with what they had accumulated: their states by name, and after how many updates."""
+MetricStates = list[tuple[Any, dict[str, Any], int]]
+"""Metrics with their states by name and their number of updates."""
 
 
 def is_metric(value: Any) -> bool:
-    """Whether this is a Metric or a MetricCollection of torchmetrics, or made from one."""
+    """Whether this is a Metric or a MetricCollection of torchmetrics, or of a subclass."""
     return isinstance(value, nn.Module) and any(
         kind.__name__ in KINDS and kind.__module__.partition(".")[0] == PACKAGE for kind in type(value).__mro__
     )
 
 
 class TaskMetrics:
-    """The metrics that a task holds, by the names of their attributes, and what the steps call them."""
+    """The metrics of a task by attribute, with the names under which steps return them."""
 
     def __init__(self, task: nn.Module, prefix: str):
         self.prefix = prefix
-        "What the names of metrics begin with that no step returns."
+        "The prefix of metrics that no step returns."
         self.metrics: dict[str, Any] = dict(_found(task))
         self.task = type(task).__name__
         self.computed: set[str] = set()
-        "Metrics that have been updated so far, by attribute."
+        "Attributes of metrics that have been updated so far."
         self.names: dict[str, list[str]] = {}
-        "What the steps call metrics, by attribute."
+        "The names under which steps return metrics, by attribute."
         self.returned: set[str] | None = getattr(task, "returned_metrics", None)
-        "Where a task keeps this set, only what steps have ever returned is computed and reset: the rest is its own."
+        "If the task has this set, only metrics in it are computed and reset here; the task manages the others."
         self._paths = {id(metric): path for path, metric in self.metrics.items()}
         for path, metric in self.metrics.items():
             self._paths |= {id(member): f"{path}/{key}" for key, member in _members(metric).items()}
@@ -66,19 +66,19 @@ class TaskMetrics:
     def __len__(self) -> int:
         return len(self.metrics)
 
-    def call(self, name: str, metric: Any) -> None:
-        """A step has returned a metric under this name."""
-        names = self.names.setdefault(self.take(name, metric), [])
+    def add_name(self, name: str, metric: Any) -> None:
+        """Record that a step returned a metric under this name."""
+        names = self.names.setdefault(self.claim(name, metric), [])
         if name not in names:
             names.append(name)
 
-    def take(self, name: str, metric: Any) -> str:
-        """Forge resets this metric from now on, whether or not it computes it; the attribute that it is."""
+    def claim(self, name: str, metric: Any) -> str:
+        """Let forge reset this metric from now on; return its attribute."""
         path = self._paths.get(id(metric))
         if path is None:
             raise TaskError(
                 f"The metric {name!r} is a {type(metric).__name__} that is no attribute of {self.task}, so it would "
-                "neither move to the device nor be saved. Make it in __init__: self.accuracy = ..., or put several "
+                "neither move to the device nor be saved. Create it in __init__: self.accuracy = ..., or put several "
                 "into an nn.ModuleDict."
             )
         if self.returned is not None:
@@ -86,17 +86,17 @@ class TaskMetrics:
         return path
 
     def compute(self, env: Env | None, only_returned: bool = False, reset: bool = True) -> dict[str, Any]:
-        """The value of every metric that was updated on any rank; then they begin anew. All ranks must ask.
+        """Return the value of every metric that was updated on any rank, and reset them. All ranks must call.
 
-        `only_returned` leaves those alone that no step has returned, and forgets the names of the others.
+        `only_returned` skips metrics that no step has returned, and forgets the names of the others.
         """
         named = only_returned or self.returned is not None
         chosen = {path: m for path, m in self.metrics.items() if not named or self._is_named(path, m)}
         updated = self._agreed(env, chosen) if env is not None else [_is_updated(each) for each in chosen.values()]
         values: dict[str, Any] = {}
-        for (path, metric), asked in zip(chosen.items(), updated, strict=True):
-            if asked:
-                with _among(env, metric):
+        for (path, metric), is_updated in zip(chosen.items(), updated, strict=True):
+            if is_updated:
+                with _over_data_ranks(env, metric):
                     values |= self._named(path, metric, metric.compute())
                 if reset:
                     metric.reset()
@@ -106,19 +106,19 @@ class TaskMetrics:
         return values
 
     def _agreed(self, env: Env, chosen: Mapping[str, Any]) -> list[int]:
-        """Whether each metric was updated on any rank. Where ranks hold lists that do not fit together, they are made
-        to: torchmetrics gathers entry by entry, and every rank must join as often."""
+        """Return whether each metric was updated on any rank, and make list states gatherable: torchmetrics gathers
+        entry by entry, so every rank needs as many."""
         if not chosen:
             return []
         own = [(int(_is_updated(metric)), _digest(metric)) for metric in chosen.values()]
         numbers = env.all_max([number for updated, digest in own for number in (updated, digest, -digest)])
         for (path, metric), largest, negated in zip(chosen.items(), numbers[1::3], numbers[2::3], strict=True):
             if largest != -negated:
-                self._fit_together(env, path, metric)
+                self._align_lists(env, path, metric)
         return numbers[::3]
 
-    def _fit_together(self, env: Env, path: str, metric: Any) -> None:
-        """Give a rank without entries an empty one of another rank's kind."""
+    def _align_lists(self, env: Env, path: str, metric: Any) -> None:
+        """Give a rank without entries an empty one of another rank's dtype and shape."""
         lists = _lists(metric)
         by_rank = env.gather([_described(entries) for _, _, entries in lists])
         for (inner, name, entries), described in zip(lists, zip(*by_rank, strict=True), strict=True):
@@ -133,26 +133,26 @@ class TaskMetrics:
                 raise TaskError(
                     f"{self.task}.{path}: {type(inner).__name__} keeps {name!r} as a list whose entries are not joined "
                     f"into one, and the ranks have {', '.join(map(str, counts))} of them, so they cannot be gathered. "
-                    "Leave out the last, uneven batch (drop_last=True), or evaluate in one process."
+                    "Drop the last, uneven batch (drop_last=True), or evaluate in one process."
                 )
 
     @property
     def is_updated(self) -> bool:
-        """Whether any metric has accumulated something since it was computed."""
+        """Whether any metric has been updated since it was computed."""
         return any(map(_is_updated, self.metrics.values()))
 
-    def is_forges(self, path: str) -> bool:
+    def is_managed(self, path: str) -> bool:
         """Whether forge computes and resets this metric, rather than the task itself."""
         return self.returned is None or path in self.returned
 
     def reset(self) -> None:
-        """Every metric begins anew that is not the task's own business."""
+        """Reset every metric that the task does not manage itself."""
         for path, metric in self.metrics.items():
-            if self.is_forges(path):
+            if self.is_managed(path):
                 metric.reset()
 
-    def keep(self) -> Kept:
-        """What the metrics have accumulated, in a copy."""
+    def snapshot(self) -> MetricStates:
+        """Return a copy of the metrics' states."""
         return [
             (inner, {name: _copied(value) for name, value in _state(inner).items()}, inner.update_count)
             for metric in self.metrics.values()
@@ -160,11 +160,11 @@ class TaskMetrics:
         ]
 
     def updated(self) -> list[str]:
-        """The attributes whose metric has been updated since the run began."""
+        """Return the attributes of metrics updated since the run began."""
         return [path for path, metric in self.metrics.items() if path in self.computed or _is_updated(metric)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been accumulated and not logged yet, and what wrappers remember of the whole run."""
+        """Return the states that are not logged yet, and the values that wrappers keep over the whole run."""
         return {
             path: {
                 "names": {key: names for key, names in self.names.items() if key.partition("/")[0] == path},
@@ -175,7 +175,7 @@ class TaskMetrics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a metric that is not in it begins anew."""
+        """Restore the states; reset a metric without one."""
         for metric in self.metrics.values():
             metric.reset()
         for path, saved in state.items():
@@ -183,80 +183,72 @@ class TaskMetrics:
             for key, names in saved["names"].items():
                 self.names[key] = [names] if isinstance(names, str) else list(names)  # one name in older checkpoints
             for metric, kept in zip(inner, saved["inner"], strict=False):
-                put_back(
-                    [
-                        (
-                            metric,
-                            {name: _moved(value, metric) for name, value in kept["state"].items()},
-                            kept["count"],
-                        )
-                    ]
-                )
+                state = {name: _moved(value, metric) for name, value in kept["state"].items()}
+                restore_metrics([(metric, state, kept["count"])])
 
     def _is_named(self, path: str, metric: Any) -> bool:
         return path in self.names or any(f"{path}/{key}" in self.names for key in _members(metric))
 
     def _named(self, path: str, metric: Any, value: Any) -> dict[str, Any]:
-        """A metric's value as numbers by name. What is no number is left to `evaluation_end`, unless a step returned
-        the metric for it."""
+        """Return a metric's value as numbers by name; skip parts that are no number, unless a step returned them."""
         names = self.names.get(path, [self.prefix + path.replace(".", "/")])
         parts = value if isinstance(value, Mapping) else {None: value}
         named: dict[str, Any] = {}
         for key, part in parts.items():
             own = self.names.get(f"{path}/{key}", [])
-            asked = bool(own) or path in self.names
+            returned = bool(own) or path in self.names
             for name in own or [name if key is None else f"{name}/{key}" for name in names]:
-                named |= self._number(name, part, metric, asked)
+                named |= self._number(name, part, metric, returned)
         return named
 
-    def _number(self, name: str, value: Any, metric: Any, asked: bool) -> dict[str, Any]:
+    def _number(self, name: str, value: Any, metric: Any, returned: bool) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.numel() == 1:
             return {name: value.detach().reshape(())}
         if isinstance(value, (int, float)):
             return {name: value}
-        if asked:
+        if returned:
             shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TaskError(
-                f"The metric {name!r}, a {type(metric).__name__}, computes {shown}; a step returns metrics that "
-                "compute a number. Do not return it: compute it in evaluation_end, and return numbers or a forge.Image."
+                f"The metric {name!r}, a {type(metric).__name__}, computes {shown}; a step may return only metrics "
+                "that compute a number. Compute it in evaluation_end, and return numbers or a forge.Image."
             )
         return {}
 
 
 @contextmanager
 def isolated(task: nn.Module, prefix: str) -> Iterator[TaskMetrics]:
-    """The task's metrics for one evaluation: they begin anew, and afterwards have again what they had before.
+    """Reset the task's metrics for one evaluation, and restore their states afterwards.
 
-    What a wrapper remembers beside its states, such as the best value so far, spans evaluations: it stays. What is the
-    task's own business is left as it is.
+    Values that a wrapper keeps over evaluations, such as the best so far, and metrics that the task manages itself are
+    not restored.
     """
-    held = TaskMetrics(task, prefix)
-    before = {path: _states(metric) for path, metric in held.metrics.items()}
-    held.reset()
+    metrics = TaskMetrics(task, prefix)
+    before = {path: _states(metric) for path, metric in metrics.metrics.items()}
+    metrics.reset()
     try:
-        yield held
+        yield metrics
     finally:
-        for path, metric in held.metrics.items():  # a copy has left inference mode: training can write into it
-            put_back(before[path] if held.is_forges(path) else _states(metric))
+        for path, metric in metrics.metrics.items():  # copies are no inference tensors: training can write into them
+            restore_metrics(before[path] if metrics.is_managed(path) else _states(metric))
 
 
 @contextmanager
 def restored_after(task: nn.Module) -> Iterator[None]:
-    """Whatever is counted meanwhile is not: what runs once more, beforehand, or for company only."""
-    before = TaskMetrics(task, "").keep()
+    """Restore the task's metrics afterwards: for repeated steps, trial steps and padding batches."""
+    before = TaskMetrics(task, "").snapshot()
     try:
         yield
     finally:
-        put_back(before)
+        restore_metrics(before)
 
 
-def copied(before: Kept) -> Kept:
-    """The same once more, for metrics to write into."""
+def copied(before: MetricStates) -> MetricStates:
+    """Return another copy, for metrics to write into."""
     return [(metric, {name: _copied(value) for name, value in state.items()}, count) for metric, state, count in before]
 
 
-def put_back(before: Kept) -> None:
-    """Give metrics what they had accumulated."""
+def restore_metrics(before: MetricStates) -> None:
+    """Restore the states and update counts of metrics."""
     for metric, state, count in before:
         for name, value in state.items():
             setattr(metric, name, value)
@@ -264,29 +256,24 @@ def put_back(before: Kept) -> None:
 
 
 def ignore_padding(task: nn.Module, model: nn.Module, is_padding: Callable[[], bool]) -> None:
-    """Keep padding batches out of the task's metrics in training: a rank without samples of a small batch trains on
-    another rank's sample, at weight 0."""
-    held, before_padding = TaskMetrics(task, ""), []
+    """Keep padding batches out of the task's metrics in training."""
+    metrics, before_padding = TaskMetrics(task, ""), []
 
     def before(module: nn.Module, given: tuple[Any, ...]) -> None:
         if given[1] == "train" and is_padding():
-            before_padding.append(held.keep())
+            before_padding.append(metrics.snapshot())
 
     def after(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         if before_padding:
-            put_back(before_padding.pop())
+            restore_metrics(before_padding.pop())
 
-    if held:
+    if metrics:
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What torchmetrics objects are made of
-
-
 def _found(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """(path, metric) of all that a task holds; what torchmetrics itself puts around a metric is one of its own."""
+    """Yield (path, metric) of every metric of a task; a wrapper of torchmetrics is one metric."""
     seen = set() if seen is None else seen
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
@@ -300,17 +287,17 @@ def _found(module: nn.Module, path: str = "", seen: set[int] | None = None) -> I
 
 
 def _members(metric: Any) -> dict[str, Any]:
-    """The metrics of a collection, by the names that its result has."""
+    """Return the metrics of a collection, by the names of its result."""
     return dict(metric.items(keep_base=False, copy_state=False)) if hasattr(metric, "compute_groups") else {}
 
 
 def _inner(metric: Any) -> Iterator[Any]:
-    """The metrics that hold states: a collection's, and those that a wrapper wraps."""
+    """Return the metrics with states: those of a collection, and those inside a wrapper."""
     return (module for module in metric.modules() if is_metric(module) and not hasattr(module, "compute_groups"))
 
 
-def _states(metric: Any) -> Kept:
-    """What a metric has accumulated, in a copy, without what wrappers remember."""
+def _states(metric: Any) -> MetricStates:
+    """Return a copy of a metric's states, without the values that wrappers keep."""
     return [(m, {name: _copied(v) for name, v in m.metric_state.items()}, m.update_count) for m in _inner(metric)]
 
 
@@ -323,20 +310,20 @@ def _is_wrapper(metric: Any) -> bool:
 
 
 def _state(metric: Any) -> dict[str, Any]:
-    """All that a metric has accumulated."""
+    """Return a metric's states, and the values that a wrapper keeps."""
     return {**metric.metric_state, **_remembered(metric)}
 
 
 def _remembered(metric: Any) -> dict[str, Tensor]:
-    """What a wrapper has computed so far and keeps as plain attributes: the lowest and the highest value."""
+    """Return the values that a wrapper keeps as plain attributes: the lowest and the highest so far."""
     if not _is_wrapper(metric):
         return {}
     return {name: value for name, value in vars(metric).items() if isinstance(value, Tensor) and name[0] != "_"}
 
 
 def _lists(metric: Any) -> list[tuple[Any, str, list[Any]]]:
-    """(metric, name, entries) of every state that is a list and is gathered from all ranks."""
-    _members(metric)  # in a collection, metrics that share their states hold the same lists from now on
+    """Return (metric, name, entries) of every list state that is gathered from all ranks."""
+    _members(metric)  # makes the metrics of a collection that share their states refer to the same lists
     return [
         (inner, name, value)
         for inner in _inner(metric)
@@ -347,18 +334,18 @@ def _lists(metric: Any) -> list[tuple[Any, str, list[Any]]]:
 
 
 def _is_joined(metric: Any, name: str) -> bool:
-    """Whether a list's entries are one tensor before ranks gather it."""
+    """Whether a list's entries are joined into one tensor before they are gathered."""
     return getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat"
 
 
 def _described(entries: list[Any]) -> tuple[int, str, tuple[int, ...]]:
-    """(how many, their dtype, the shape of the first)."""
+    """Return (number of entries, dtype, shape of the first)."""
     first = entries[0] if entries and isinstance(entries[0], Tensor) else torch.empty(0)
     return len(entries), str(first.dtype).removeprefix("torch."), tuple(first.shape)
 
 
 def _digest(metric: Any) -> int:
-    """A number that is the same on two ranks where their lists can be gathered as they are."""
+    """Return a checksum that is equal on two ranks whose lists can be gathered unchanged."""
     kinds = [
         (bool(entries), len(entries) == 1 and entries[0].ndim == 0) if _is_joined(inner, name) else len(entries)
         for inner, name, entries in _lists(metric)
@@ -381,9 +368,9 @@ def _moved(value: Any, metric: Any) -> Any:
 
 
 @contextmanager
-def _among(env: Env | None, metric: Any) -> Iterator[None]:
-    """torchmetrics computes over all ranks of its group. Where several ranks hold one model between them, and so one
-    share of the data, only one of them is to count; and a rank that had no batch is no mistake."""
+def _over_data_ranks(env: Env | None, metric: Any) -> Iterator[None]:
+    """Let torchmetrics compute over one rank of each model: ranks that hold one model together have the same data. A
+    rank without a batch is no mistake."""
     inner = list(_inner(metric))
     groups = [m.process_group for m in inner]
     with warnings.catch_warnings():

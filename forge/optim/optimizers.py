@@ -1,4 +1,4 @@
-"""Optimizers: what `configure_optimizers` returned, by name, with its schedules.
+"""Optimizers: the result of `configure_optimizers` by name, with schedules.
 
 One optimizer has the name None. A dict, even of one, gives names: the Trainer then fires `forge_train_step` once per
 name, and passes it to `training_step`.
@@ -27,7 +27,7 @@ HOW_TO_RETURN = (
 
 
 @dataclass(slots=True)
-class Schedule:
+class ScheduledLR:
     """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation."""
 
     schedule: Any
@@ -38,11 +38,11 @@ class Schedule:
 
 
 @dataclass(slots=True)
-class Entry:
+class OptimizerEntry:
     """One optimizer, the schedules that drive it, and the parameters it owns."""
 
     optimizer: Optimizer
-    schedules: list[Schedule] = field(default_factory=list)
+    schedules: list[ScheduledLR] = field(default_factory=list)
     needs_closure: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,26 +51,26 @@ class Entry:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """As the optimizer has them now: groups may be added on the way."""
+        """The optimizer's current parameters; groups may be added during a run."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 class Optimizers(Mapping[str | None, Optimizer]):
-    """The optimizers of a run by name; `named` says whether the task returned a dict."""
+    """The optimizers of a run by name; `named` if the task returned a dict."""
 
-    def __init__(self, entries: Mapping[str | None, Entry]):
+    def __init__(self, entries: Mapping[str | None, OptimizerEntry]):
         self.entries = dict(entries)
         self.named = None not in self.entries
         self.has_schedules = any(entry.schedules for entry in self.entries.values())
         self._used: list[list[Any]] | dict[str, float] | None = None
         self.kept: list[optimizer_state.KeptOption] = []
-        "What a checkpoint's options were where they are others now: the run goes on with those."
+        "Options of the checkpoint that differ from the code's: the run continues with the checkpoint's."
         self.orphans: list[nn.Parameter] = []
         "Trainable parameters in no optimizer: their gradients are dropped after every window."
 
     @classmethod
     def from_task(cls, returned: Any, task: nn.Module) -> Optimizers:
-        """Read what `configure_optimizers` returned; refuse anything else, and say what to return."""
+        """Parse the result of `configure_optimizers`; raise TaskError with what to return otherwise."""
         where = f"{type(task).__name__}.configure_optimizers"
         if isinstance(returned, Mapping):
             if "optimizer" in returned and "lr_scheduler" in returned:
@@ -80,14 +80,14 @@ class Optimizers(Mapping[str | None, Optimizer]):
             return cls({name: _entry(value, f"{where}[{name!r}]") for name, value in returned.items()})
         return cls({None: _entry(returned, where)})
 
-    def add_schedule(self, name: str | None, schedule: Schedule) -> None:
-        """Let a schedule drive an optimizer, beside what the task returned."""
+    def add_schedule(self, name: str | None, schedule: ScheduledLR) -> None:
+        """Add a schedule to an optimizer, beside those of the task."""
         self.entries[name].schedules.append(schedule)
         self.has_schedules = True
 
     def advance(self, updated: bool, names: Collection[str], position: Position) -> None:
-        """Step every schedule that is due, if its optimizer has stepped since the last time: `updated` says whether one
-        did, `names` which of several."""
+        """Step every schedule that is due and whose optimizer has stepped since: one if `updated`, of several those in
+        `names`."""
         self._used = self._rates()
         for name, entry in self.entries.items():
             for item in entry.schedules:
@@ -110,12 +110,12 @@ class Optimizers(Mapping[str | None, Optimizer]):
                     item.schedule.step(metrics[item.monitor])
 
     def learning_rates(self) -> dict[str, float]:
-        """`lr`, or `lr/<name>`; where parameter groups differ, with their "name" behind it, or `/0`, `/1`, ..."""
+        """Return the rates as `lr` or `lr/<name>`, with `/<group name>` or `/0`, `/1`, ... if groups differ."""
         return self._by_name(self._rates())
 
     @property
     def rates_used(self) -> dict[str, float] | None:
-        """The learning rates of the last update, once schedules have moved on from them."""
+        """The learning rates of the last update, before schedules stepped."""
         return self._by_name(self._used) if isinstance(self._used, list) else self._used
 
     @rates_used.setter
@@ -123,7 +123,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self._used = rates
 
     def _rates(self) -> list[list[Any]]:
-        """The rate of every parameter group, as it is: on every update, so nothing is read from a device."""
+        """Return the rate of every parameter group, without reading a device: it is called at every update."""
         groups = [entry.optimizer.param_groups for entry in self.entries.values()]
         return [[rate.clone() if isinstance(rate := g.get("lr"), Tensor) else rate for g in each] for each in groups]
 
@@ -141,35 +141,35 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
     @contextmanager
     def only(self, name: str | None) -> Iterator[None]:
-        """Train one optimizer's parameters: all others have `requires_grad` off meanwhile."""
+        """Train one optimizer's parameters: turn `requires_grad` off for all others meanwhile."""
         own = {id(p) for p in self.entries[name].parameters}
         others = {id(p): p for entry in self.entries.values() for p in entry.parameters if id(p) not in own}
-        resting = [p for p in others.values() if p.requires_grad]
-        for parameter in resting:
+        frozen = [p for p in others.values() if p.requires_grad]
+        for parameter in frozen:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in resting:
+            for parameter in frozen:
                 parameter.requires_grad_(True)
 
     def parameters(self, name: str | None) -> list[nn.Parameter]:
-        """The parameters of one optimizer, or of all for the name None."""
+        """Return the parameters of one optimizer, or of all for the name None."""
         if name in self.entries:
             return self.entries[name].parameters
         seen = {id(p): p for entry in self.entries.values() for p in entry.parameters}
         return list(seen.values())
 
     def state_dict(self, task: nn.Module) -> dict[str, Any]:
-        """Optimizer and schedule states by name; parameters go by the task's names."""
+        """Return optimizer and schedule states by name, with the task's parameter names."""
         return optimizer_state.save(self, task)
 
     def refuse_others(self, state: Mapping[str, Any], task: nn.Module, where: str) -> None:
-        """Raise by name where a state is not of these optimizers and schedules."""
+        """Raise CheckpointError for a state of other optimizers or schedules."""
         optimizer_state.refuse_others(self, state, task, where)
 
     def load_state_dict(self, state: Mapping[str, Any], task: nn.Module) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore a `state_dict`."""
         optimizer_state.load(self, state, task)
 
     def __getitem__(self, name: str | None) -> Optimizer:
@@ -183,7 +183,7 @@ class Optimizers(Mapping[str | None, Optimizer]):
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """`optimizer.zero_grad(set_to_none=True)`, without the profiler range that makes torch's own cost 30 µs."""
+    """Call `optimizer.zero_grad(set_to_none=True)` without the profiler range, which costs 30 µs."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
@@ -193,26 +193,26 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def _labels(optimizer: Optimizer) -> list[str]:
-    """What parameter groups are called: by their names, where each has one of its own, else by number."""
+    """Return the names of parameter groups if all have different ones, else their numbers."""
     names = [group.get("name") for group in optimizer.param_groups]
     is_named = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
     return [str(name) if is_named else str(i) for i, name in enumerate(names)]
 
 
-def _entry(value: Any, where: str) -> Entry:
+def _entry(value: Any, where: str) -> OptimizerEntry:
     if isinstance(value, Optimizer):
-        return Entry(value)
+        return OptimizerEntry(value)
     if isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], Optimizer):
-        return Entry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
+        return OptimizerEntry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
     shown = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
     raise TaskError(f"{where} returned {shown}. {HOW_TO_RETURN}")
 
 
-def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> Schedule:
+def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> ScheduledLR:
     if not isinstance(schedule, (LRScheduler, ReduceLROnPlateau)) and not callable(getattr(schedule, "step", None)):
         raise TaskError(f"{where} returned {type(schedule).__name__} where a schedule belongs. {HOW_TO_RETURN}")
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise TaskError(f"{where}: the {type(schedule).__name__} drives another optimizer than the one beside it.")
     if isinstance(schedule, ReduceLROnPlateau):
-        return Schedule(schedule, monitor=str(when or "val/loss"))
-    return Schedule(schedule, every=None if when is None else Interval(when))
+        return ScheduledLR(schedule, monitor=str(when or "val/loss"))
+    return ScheduledLR(schedule, every=None if when is None else Interval(when))

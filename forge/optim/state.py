@@ -1,4 +1,4 @@
-"""The state of optimizers and schedules, by the task's parameter names: saved, compared and taken back exactly."""
+"""Save, compare and restore the state of optimizers and schedules, by the task's parameter names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("forge")
 
 
 class KeptOption(NamedTuple):
-    """An option that a continued optimizer keeps as it was saved, whatever it is given now."""
+    """An option that a resumed optimizer takes from its checkpoint instead of the code."""
 
     optimizer: str
     option: str
@@ -30,7 +30,7 @@ class KeptOption(NamedTuple):
 
 
 def save(optimizers: Optimizers, task: nn.Module) -> dict[str, Any]:
-    """Every optimizer with its schedules, by name ("" where there is only one)."""
+    """Return the state of every optimizer with its schedules, by name ("" for a single one)."""
     names = _names(task)
     return {
         name or "": {
@@ -46,10 +46,10 @@ def save(optimizers: Optimizers, task: nn.Module) -> dict[str, Any]:
 
 
 def refuse_others(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module, where: str) -> None:
-    """Raise by name where the checkpoint has other optimizers, schedules or parameters; nothing is changed."""
+    """Raise CheckpointError if the checkpoint has other optimizers, schedules or parameters."""
     ours, theirs = [name or "" for name in optimizers.entries], list(saved)
     if sorted(ours) != sorted(theirs):
-        raise CheckpointError(f"{where} has the optimizers {theirs}; configure_optimizers gives {ours}.")
+        raise CheckpointError(f"{where} has the optimizers {theirs}; configure_optimizers returns {ours}.")
     names = _names(task)
     for name, entry in optimizers.entries.items():
         there = saved[name or ""]
@@ -58,18 +58,18 @@ def refuse_others(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Mod
         if now != then:
             raise CheckpointError(
                 f"{where} was trained with {' and '.join(then)}; this run has {' and '.join(now)}. Use the same, or "
-                "start a new run from the weights alone."
+                "start a new run from the weights."
             )
         _refuse_other_groups(entry.optimizer, there["optimizer"], names, where)
 
 
 def load(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module) -> None:
-    """Take back what `save` gave and `refuse_others` let through."""
+    """Restore a state of `save` that `refuse_others` has accepted."""
     names, optimizers.kept = _names(task), []
     for name, entry in optimizers.entries.items():
         there = saved[name or ""]
         for option in kept_options(entry.optimizer, there["optimizer"]["param_groups"]):
-            logger.warning("%s goes on with %s=%r, as in the checkpoint; %r is not used.", *option)
+            logger.warning("%s continues with %s=%r from the checkpoint; %r is ignored.", *option)
             optimizers.kept.append(option)
         _load(entry.optimizer, there["optimizer"], names)
         for item, kept in zip(entry.schedules, there["schedules"], strict=True):
@@ -77,12 +77,8 @@ def load(optimizers: Optimizers, saved: Mapping[str, Any], task: nn.Module) -> N
             item.moved = kept["moved"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-
-
 def _names(task: nn.Module) -> dict[int, str]:
-    """The task's name of every parameter, by identity."""
+    """Return the task's name of every parameter, by identity."""
     return {id(parameter): name for name, parameter in task.named_parameters()}
 
 
@@ -95,7 +91,7 @@ def _labels(parameters: Iterable[Any], names: Mapping[int, str]) -> list[str]:
 
 
 def _named(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` with names in place of numbers: whoever reads it need not count."""
+    """Return `optimizer.state_dict()` with the names of parameters instead of numbers."""
     plain, labels = optimizer.state_dict(), _labels(_parameters(optimizer), names)
     return {
         **plain,
@@ -113,13 +109,13 @@ def _refuse_other_groups(optimizer: Optimizer, saved: Mapping[str, Any], names: 
     number = next((i for i, pair in enumerate(zip(now, then, strict=False)) if pair[0] != pair[1]), None)
     if number is None:
         raise CheckpointError(
-            f"{where}: {type(optimizer).__name__} had {len(then)} parameter groups, and has {len(now)}. Groups that "
-            "are added on the way must be there again when configure_optimizers returns."
+            f"{where}: {type(optimizer).__name__} had {len(then)} parameter groups, and now has {len(now)}. Add groups "
+            "that were added during training in configure_optimizers."
         )
     odd = set(now[number]) ^ set(then[number])
     raise CheckpointError(
-        f"{where}: parameter group {number} of {type(optimizer).__name__} is another one; it differs in "
-        f"{', '.join(sorted(odd)[:3]) or 'its order'}. Build the optimizer as it was."
+        f"{where}: parameter group {number} of {type(optimizer).__name__} has changed; it differs in "
+        f"{', '.join(sorted(odd)[:3]) or 'its order'}. Build the optimizer as before."
     )
 
 
@@ -134,13 +130,12 @@ def _load(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, st
 
 
 def _as_saved(saved: Any, loaded: Any, parameter: Tensor) -> Any:
-    """torch casts loaded state to its parameter's type, and a file knows no strides: both are put back as they were.
+    """Restore the dtype, which torch casts to the parameter's, and the strides, which a file does not store.
 
-    A fused kernel walks a parameter and its state in the order of memory, so they must lie alike.
+    A fused kernel walks a parameter and its state in memory order, so their strides must be equal.
     """
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        alike = saved.shape == parameter.shape and saved.layout is torch.strided and not parameter.is_contiguous()
-        if alike:
+        if saved.shape == parameter.shape and saved.layout is torch.strided and not parameter.is_contiguous():
             return torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device).detach().copy_(saved)
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -151,10 +146,7 @@ def _as_saved(saved: Any, loaded: Any, parameter: Tensor) -> Any:
 
 
 def kept_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> list[KeptOption]:
-    """Where the parameter groups of a checkpoint say otherwise than the code does now; each difference once.
-
-    The checkpoint's options win, because a run is continued. What the code says is not used, which is worth a word.
-    """
+    """Return the options in a checkpoint that differ from the code's, each once; a resumed run uses the saved ones."""
     found: list[KeptOption] = []
     kind = type(optimizer).__name__
     for now, then in zip(optimizer.param_groups, saved, strict=True):
@@ -168,12 +160,8 @@ def kept_options(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> li
     return [option for i, option in enumerate(found) if option not in found[:i]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules
-
-
 def _plain(state: Any) -> Any:
-    """A schedule's state without the one type in it that a checkpoint does not know: MultiStepLR's Counter."""
+    """Return a schedule's state without MultiStepLR's Counter, a type that a checkpoint does not store."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -182,7 +170,7 @@ def _plain(state: Any) -> Any:
 
 
 def _counted(state: Any) -> Any:
-    """What `_plain` took out, put back."""
+    """Restore the Counter that `_plain` removed."""
     if isinstance(state, dict):
         return {
             key: Counter(value) if key == "milestones" and isinstance(value, dict) else _counted(value)
@@ -192,7 +180,7 @@ def _counted(state: Any) -> Any:
 
 
 def _for_this_length(schedule: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """OneCycleLR keeps the length of its run in its state; a run that has grown keeps its own."""
+    """Replace the length of the run in OneCycleLR's state by the current one: the run may have been extended."""
     if isinstance(schedule, OneCycleLR):
         return saved | {"total_steps": schedule.total_steps, "_schedule_phases": schedule._schedule_phases}
     return saved

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.config import Recipe
-from forge.data.sharding import SharedLoader
+from forge.data.sharding import RankLoader
 from forge.data.windows import batch_size
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
@@ -43,7 +43,7 @@ def plan_memory(recipe: Recipe, devices: int, memory: int) -> MemoryPlan:
     if not size:
         raise DataError(f"The train loader gives a {type(batch).__name__}, whose samples forge cannot count.")
     notes: list[str] = []
-    share = next(iter(SharedLoader([batch], devices - 1, devices, "train"))).batch  # no other is larger
+    share = next(iter(RankLoader([batch], devices - 1, devices, "train"))).batch  # no other is larger
     if devices > size:
         notes.append(f"A batch of {size} leaves {devices - size} of {devices} devices without a sample of their own.")
     asked = Levers(AMP in recipe.plugins, REMAT in recipe.plugins)

@@ -1,1 +1,1 @@
-"""Utilities that know nothing of training: text, files, memory errors."""
+"""Utilities independent of training: text, files, signals, memory errors."""

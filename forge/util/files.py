@@ -1,4 +1,4 @@
-"""Files that change in one go: whoever reads meanwhile reads the old one or the new one."""
+"""Atomic writes: a reader sees the old file or the new one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """A path beside `file` to write to, which then takes its place; after an error `file` is as it was, alone."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    """Yield a temporary path that replaces `file` at the end; after an error `file` is unchanged."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        yield beside
-        os.replace(beside, file)
+        yield temporary
+        os.replace(temporary, file)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise

@@ -1,6 +1,6 @@
-"""Hints for users of Lightning: what to write instead of attributes that only a LightningModule has.
+"""Hints for users of Lightning: replacements for attributes that only a LightningModule has.
 
-A task may define attributes of these names; only a missing one gets the hint.
+A task may define attributes of these names; only a missing one gives the hint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSTEAD = {
 
 
 def hint_for(error: BaseException, task_class: type) -> str:
-    """Return what to write instead of the attribute that `error` says a task lacks; "" for any other error."""
+    """Return the replacement for the attribute that a task lacks, by `error`; "" for any other error."""
     name = getattr(error, "name", None)
     if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), task_class) and name in INSTEAD:
         return f"A TaskModule has no self.{name}: {INSTEAD[name]} (docs/from-lightning.md)."

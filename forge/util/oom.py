@@ -1,4 +1,4 @@
-"""Memory: whether an error says that there is none left."""
+"""Recognise out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory is full; cuBLAS, cuDNN and the CPU's allocator say so in words."""
+    """Whether an error means out of memory; those of cuBLAS, cuDNN and the CPU's allocator differ by message only."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and FULL.search(str(error)) is not None

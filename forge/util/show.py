@@ -1,4 +1,4 @@
-"""Printing on the command line: one console, plain tables, errors on stderr; and the parser of a verb."""
+"""Output of the command line: one console, plain tables, errors on stderr; and the parser of a verb."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console on the present stdout or stderr; into a pipe or file it is wide enough not to fold what matters."""
+    """Return a console on the current stdout or stderr; 120 columns wide in a pipe or file."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else 120
     return Console(file=stream, highlight=False, width=width)
 
 
 def table(*columns: str, wrap: Sequence[str] = ()) -> Table:
-    """A table without lines; only the columns named in `wrap` fold when there is little room."""
+    """Return a table without borders; only the columns in `wrap` fold when space is short."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:
         grid.add_column(column, no_wrap=column not in wrap, overflow="fold")
@@ -43,33 +43,33 @@ def table(*columns: str, wrap: Sequence[str] = ()) -> Table:
 
 
 def error(text: str) -> None:
-    """One message on stderr; the word before it is red on a terminal."""
-    _tell(Text.assemble(("error: ", "bold red"), text))
+    """Print one message on stderr."""
+    _print(Text.assemble(("error: ", "bold red"), text))
 
 
 def warning(text: str) -> None:
-    _tell(Text.assemble(("warning: ", "bold yellow"), text))
+    _print(Text.assemble(("warning: ", "bold yellow"), text))
 
 
 def message(text: str, style: str = "") -> None:
-    """A line on stderr that is neither result nor error."""
-    _tell(Text(text, style))
+    """Print a line on stderr that is neither result nor error."""
+    _print(Text(text, style))
 
 
-def _tell(text: Text) -> None:
-    """Where stderr is gone (Ctrl-C ends `| tee log` too) the exit code still has to be right."""
+def _print(text: Text) -> None:
+    """Print on stderr, or nothing if it is gone (Ctrl-C ends `| tee log` too): the exit code must still be right."""
     with suppress(OSError, SystemExit):  # rich leaves by SystemExit when a pipe breaks
         console(stderr=True).print(text, soft_wrap=True)
 
 
 def near(path: Path) -> Path:
-    """A path as one would type it, to go on from."""
+    """Return the short form of a path."""
     return Path(places.short_path(path))
 
 
 @contextmanager
 def plain_messages() -> Iterator[None]:
-    """While this lasts, forge's log and every UserWarning are one line each, without the source line behind them."""
+    """Print forge's log and every UserWarning as one line each, without its source line."""
     logger, handler = logging.getLogger("forge"), _OneLine()
     level = logger.level
     logger.addHandler(handler)
@@ -99,7 +99,7 @@ def heading(text: str) -> Text:
 
 
 def metrics(values: Mapping[str, Any]) -> Table:
-    """Metrics by name; images and texts are left to the sinks."""
+    """Return a table of the numbers among metrics, by name."""
     grid = table("metric", "value")
     for name, value in sorted(values.items()):
         if isinstance(value, (int, float)):
@@ -108,5 +108,5 @@ def metrics(values: Mapping[str, Any]) -> Table:
 
 
 def number(value: float) -> str:
-    """Whole numbers whole, others with five significant digits."""
+    """Format an integer in full, another number with five significant digits."""
     return str(value) if isinstance(value, int) else f"{value:.5g}"

@@ -1,4 +1,4 @@
-"""The signals that end a run, and waiting for something outside of Python without losing them."""
+"""The signals that end a run, and waiting in native code without losing them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 ECHO = 2.0
-"""A scheduler signals all processes of a job, and a launcher passes it on: within so many seconds it is one signal."""
+"""Seconds within which repeated signals count as one: a scheduler signals all processes, and a launcher forwards it."""
 
 
 @contextmanager
 def signals_act_at_once() -> Iterator[None]:
-    """Let signals end the process while it waits outside of Python, where no handler would be called. For waits before
-    training, when there is nothing to save yet."""
+    """Let signals end the process while it waits in native code, where no Python handler runs: before training, when
+    nothing needs saving."""
     handled: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for name in NAMES:

@@ -1,4 +1,4 @@
-"""Paths, programs and sizes as people read them."""
+"""Format paths, commands and sizes for people."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def short_path(path: str | Path) -> str:
-    """A path from where the user stands where it is below the current folder, else as it is."""
+    """Return the path relative to the working directory if inside it, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if Path(relative).parts[:1] == ("..",) else relative
 
 
 def command(name: str) -> str:
-    """How to call a program of this environment: by name where the shell finds this very one, else by its path."""
+    """Return how to call a program of this environment: by name if the shell finds this one, else by its path."""
     here = Path(sys.executable).parent / name
     found = shutil.which(name)
     if not here.exists() or (found and Path(found).resolve() == here.resolve()):
@@ -27,11 +27,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(count: float) -> str:
-    """ "512 B", "1.5 KiB", "17.8 MiB", "139 GiB": three digits that matter, in units of 1024."""
+    """Format as "512 B", "1.5 KiB", "17.8 MiB", "139 GiB": three significant digits, in units of 1024."""
     value, unit = count, UNITS[0]
     for unit in UNITS:
         if abs(value) < 1024 or unit == UNITS[-1]:
             break
         value /= 1024
-    # from 999.5 on, three digits would be written with an exponent
+    # from 999.5 on, three significant digits would need an exponent
     return f"{value:.0f} {unit}" if unit == UNITS[0] or abs(value) >= 999.5 else f"{value:.3g} {unit}"

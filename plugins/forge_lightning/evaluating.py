@@ -109,7 +109,7 @@ class Evaluates(ModuleMethods):
         assert self._eval_metrics is not None
         name = short(call.name, self.stage)
         self._note(call, name)
-        self._eval_metrics.call(name, call.value)
+        self._eval_metrics.add_name(name, call.value)
 
     def _count_between(self, call: LogCall) -> None:
         """Handle `self.log` in a hook of an evaluation; in an end hook `callback_metrics` gets the value at once."""

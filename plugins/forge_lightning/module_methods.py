@@ -65,7 +65,7 @@ class ModuleMethods(ModuleTask):
         if self.epoch_is_over and self._epoch is not None:  # values logged at its end are the epoch's
             self.names[call.name] = name = in_training(call.name)
             if is_metric(call.value):
-                self._epoch.metrics.call(name, call.value)
+                self._epoch.metrics.add_name(name, call.value)
                 self.fresh |= computed(self._epoch.metrics, self.trainer.env)
             else:
                 self._epoch.means.add(name, call.value)

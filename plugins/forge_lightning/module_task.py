@@ -16,7 +16,7 @@ from forge.contract.task import TaskModule
 from forge.errors import DataError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
-from forge.optim.optimizers import Schedule
+from forge.optim.optimizers import ScheduledLR
 from forge_lightning import compatibility
 from forge_lightning.log_calls import EpochMeans, LogCall
 from forge_lightning.trainer_proxy import TrainerProxy
@@ -60,7 +60,7 @@ class ModuleTask(TaskModule):
         self.stage: str | None = None
         "The current evaluation: val, test or predict."
         self._ready: set[str] = set()
-        self._schedules: list[Schedule] = []
+        self._schedules: list[ScheduledLR] = []
         self._epoch: EpochMeans | None = None
         self._eval_means: Means | None = None
         self._eval_metrics: TaskMetrics | None = None

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from forge.errors import TaskError
-from forge.optim.optimizers import Schedule
+from forge.optim.optimizers import ScheduledLR
 from forge.progress import Interval, Position
 from forge_lightning.names import monitored
 
@@ -65,17 +65,17 @@ def _config(item: Any, where: str) -> Config:
     return config
 
 
-def schedule_of(config: Config, where: str, position: Callable[[], int], stepped: Any) -> Schedule:
-    """Convert a config to forge's Schedule. `position` returns how many batches of the epoch were done before this
+def schedule_of(config: Config, where: str, position: Callable[[], int], stepped: Any) -> ScheduledLR:
+    """Convert a config to forge's ScheduledLR. `position` returns how many batches of the epoch were done before this
     update; `stepped` wraps a scheduler in the module's lr_scheduler_step, if it defines one."""
     scheduler = config["scheduler"]
     by_metric = config.get("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
     interval, frequency = config.get("interval", "epoch"), int(config.get("frequency", 1))
     if by_metric:
-        return Schedule(stepped(scheduler), monitor=_monitor(config, where, interval, frequency))
+        return ScheduledLR(stepped(scheduler), monitor=_monitor(config, where, interval, frequency))
     if interval == "epoch":
-        return Schedule(stepped(scheduler), every=Interval(f"{frequency} epochs"))
-    return Schedule(stepped(scheduler), every=None if frequency == 1 else WithinEpoch(frequency, position))
+        return ScheduledLR(stepped(scheduler), every=Interval(f"{frequency} epochs"))
+    return ScheduledLR(stepped(scheduler), every=None if frequency == 1 else WithinEpoch(frequency, position))
 
 
 def _monitor(config: Config, where: str, interval: str, frequency: int) -> str:

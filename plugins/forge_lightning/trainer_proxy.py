@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge.distributed.rank_info import Setting
+from forge.distributed.rank_info import RankInfo
 from forge.env import Env
 from forge.errors import TaskError
 from forge.metrics.media import Text
@@ -52,9 +52,9 @@ class TrainerProxy:
         return self._adapter.trainer
 
     @property
-    def _env(self) -> Env | Setting:
+    def _env(self) -> Env | RankInfo:
         trainer = self._adapter.trainer
-        return Setting.read() if trainer is None or not self._adapter.is_built else trainer.env
+        return RankInfo.read() if trainer is None or not self._adapter.is_built else trainer.env
 
     # -- progress -----------------------------------------------------------------------------------------------------
 

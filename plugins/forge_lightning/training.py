@@ -143,12 +143,12 @@ class Trains(ModuleMethods):
         if self._epoch is None:
             return
         if accumulates:
-            self._epoch.metrics.take(call.name, call.value)
+            self._epoch.metrics.claim(call.name, call.value)
         if call.on_epoch:
             self.names.setdefault(call.name, f"{name}_epoch")
             self.names[f"{call.name}_epoch"] = f"{name}_epoch"
             if accumulates:
-                self._epoch.metrics.call(f"{name}_epoch", call.value)
+                self._epoch.metrics.add_name(f"{name}_epoch", call.value)
             else:
                 self._epoch.means.add(f"{name}_epoch", call.value, weight)
 
@@ -160,14 +160,14 @@ class Trains(ModuleMethods):
                 f"{type(self.module).__name__}.training_step returned None to skip a batch; on several ranks all must "
                 "train on every batch. Return a loss of weight 0 instead: (loss * 0)."
             )
-        self._mark = trainer.means.mark()
+        self._mark = trainer.means.savepoint()
         first = next(parameter for parameter in self.parameters() if parameter.requires_grad)
         return first.flatten()[:0].sum()
 
     def _forget_skipped(self) -> None:
         """Remove the loss of a skipped batch from the means."""
         if self._mark is not None and self.trainer is not None:
-            self.trainer.means.back_to(self._mark)
+            self.trainer.means.rollback(self._mark)
             self._mark = None
 
     @hookimpl(wrapper=True)
@@ -207,8 +207,8 @@ class Trains(ModuleMethods):
         them with the values that it logs."""
         if not step.ends_epoch or self._epoch is None:
             return
-        if trainer.means.held is not None:
-            trainer.means.held.computed.update(trainer.means.held.updated())  # before the module resets its own
+        if (metrics := trainer.means.task_metrics) is not None:
+            metrics.computed.update(metrics.updated())  # before the module resets its own
         self.fresh, self._weight, self.epoch_is_over = self._epoch.read(), 1, True
         self._call("on_train_epoch_end")
         values, self.fresh = {**self.fresh, **self._epoch.read()}, {}

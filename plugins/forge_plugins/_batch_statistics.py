@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
-from forge.data.adapt import resumable_reason, shares_badly
+from forge.data.adapt import has_single_position, resumable_reason
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
 from forge.data.windows import set_epoch
@@ -33,7 +33,7 @@ def unreadable(trainer: forge.Run, over: bool) -> str | None:
     loader, step = trainer.loaders["train"][None], trainer.step
     if over:
         return None
-    if shares_badly(loader):
+    if has_single_position(loader):
         return f"{type(loader).__name__} keeps its place, which a second pass would move."
     if resumable_reason(loader) is not None:
         return (
@@ -58,7 +58,7 @@ def estimate(
     As torch.optim.swa_utils.update_bn, but through the hooks of a training step, with gradients on, since a training
     step may ask for some, and with each module in the mode it trains in.
     """
-    loader, means = trainer.loaders["train"][None], trainer.means.mark()
+    loader, means = trainer.loaders["train"][None], trainer.means.savepoint()
     moving: list[Any] = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
     momenta = [module.momentum for module in modules]
     seen = 0
@@ -79,7 +79,7 @@ def estimate(
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum
-        trainer.means.back_to(means)
+        trainer.means.rollback(means)
     return seen, found
 
 

@@ -194,10 +194,10 @@ class Guard(forge.Plugin):
             self._held = [buffer.detach().clone() for buffer in now]
         elif now:
             torch._foreach_copy_(self._held, now)
-        counted, self._bad_turn = step.trainer.means.mark(), False
+        counted, self._bad_turn = step.trainer.means.savepoint(), False
         result = yield
         if self._bad_turn:
-            step.trainer.means.back_to(counted)
+            step.trainer.means.rollback(counted)
             if self._held:
                 with torch.no_grad():
                     now = [owner[name] for owner, name in self._buffers]

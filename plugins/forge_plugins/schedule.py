@@ -94,7 +94,7 @@ class Schedule(forge.Plugin):
         if self.config.kind != "task":
             make = self._recipe_for(trainer)
             for name, entry in built.entries.items():
-                built.add_schedule(name, optimizers.Schedule(make(entry.optimizer)))
+                built.add_schedule(name, optimizers.ScheduledLR(make(entry.optimizer)))
         return built
 
     # -- what to build ------------------------------------------------------------------------------------------------

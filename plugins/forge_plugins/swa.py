@@ -129,7 +129,7 @@ class SWA(Averaging):
                     f"validation. Leave one out: {self.name}.lr=null, or another schedule."
                 )
             schedule = ToRate(entry.optimizer, lr, anneal, self._start, trainer.progress)
-            trainer.optimizers.add_schedule(name, optimizers.Schedule(schedule))
+            trainer.optimizers.add_schedule(name, optimizers.ScheduledLR(schedule))
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:

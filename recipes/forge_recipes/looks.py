@@ -59,7 +59,7 @@ class Looks:
         self._counts, self._first, self._worst = None, (), ()
         names = [self.names[i] for i in labels.tolist()]
         seen: dict[str, Any] = {"embedding": forge.Embedding(hidden.float(), names, self._pixels(images))}
-        if find_spec("PIL") is None:  # it comes with torchvision; missing pictures must not end a run
+        if find_spec("torchvision") is None:  # missing pictures must not end a run
             return seen
         shown = slice(self.shown)
         seen["predictions"] = self._grid(images[shown], labels[shown], said[shown])

@@ -358,7 +358,7 @@ def test_an_unknown_average_is_answered_with_those_there_are(
     out = tmp_path / "w.safetensors"
     with pytest.raises(forge.CheckpointError, match=r"holds no average called 'emma'\. Did you mean 'ema'\?"):
         call("export", averaged, out, "--weights", "emma")
-    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. There is: ema, swa\."):
+    with pytest.raises(forge.CheckpointError, match=r"holds no average called 'polyak'\. Known: ema, swa\."):
         call("export", averaged, out, "--weights", "polyak")
     with pytest.raises(forge.CheckpointError, match=r"No plugin of its run keeps one"):
         call("export", made / "a", out, "--weights", "ema")

@@ -237,7 +237,7 @@ class TestNames:
         for written, meant in (("frist", "first"), ("runs/frist", "first"), ("2026-ab", "mine/2026-aa")):
             with pytest.raises(forge.ForgeError, match=f"There is no run '{written}'. Did you mean '{meant}'?"):
                 locate(written)
-        with pytest.raises(forge.ForgeError, match=r"There is: first, mine/2026-aa\."):
+        with pytest.raises(forge.ForgeError, match=r"Known: first, mine/2026-aa\."):
             locate("zebra")
 
     def test_a_name_for_two_is_refused(self) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import forge
 from forge.data import DevicePrefetch, Loader, TensorLoader, adopt, resumable_reason
-from forge.data.adapt import shares_badly
+from forge.data.adapt import has_single_position
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -166,7 +166,7 @@ class TestDataLoader:
 
         reasons = {
             "in_order=False": DataLoader(DATA, 2, num_workers=1, in_order=False),
-            "Own iterates in a way of its own": Own(DATA),
+            "Own overrides __iter__": Own(DATA),
             "Endless has no length": DataLoader(DATA, batch_sampler=Endless()),  # pyright: ignore[reportArgumentType]
         }
         for reason, loader in reasons.items():
@@ -340,7 +340,7 @@ class TestOthers:
             loader.set_epoch(1)
             assert not caplog.records
             loader.seek(1, loader.position(1, 2))
-        assert "The train loader Plain cannot be continued exactly" in caplog.text
+        assert "The train loader Plain cannot resume exactly" in caplog.text
         assert "its first 2 batches are dropped" in caplog.text
         assert [batch.tolist() for batch in loader] == [[2.0]]
         assert len(list(loader)) == 3
@@ -372,10 +372,10 @@ class TestOthers:
         stream = Loader(Stream(), 2)
         own = adopt(DataLoader(DATA, 3, sampler=Drawing()), "train")
         for bad in (stream, Stateful(), own, iter([1]), DevicePrefetch(stream, "cpu"), adopt(stream, "train", True)):
-            assert shares_badly(bad)
+            assert has_single_position(bad)
         for good in (Loader(DATA, 2), TensorLoader(torch.zeros(2), batch_size=1), adopt([DATA], "train"), Plain()):
-            assert not shares_badly(good)
-            assert not shares_badly(DevicePrefetch(good, "cpu"))
+            assert not has_single_position(good)
+            assert not has_single_position(DevicePrefetch(good, "cpu"))
 
 
 @pytest.mark.parametrize(

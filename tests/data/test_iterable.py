@@ -163,7 +163,7 @@ def test_another_number_of_workers_is_refused() -> None:
     one: Any = Loader(Counting(), 2)
     one.load_state_dict(state)  # nothing had been read
     state = {"epoch": 0, "next": 0, "streams": [None, None]}
-    with pytest.raises(forge.DataError, match=r"read in 2 streams and is now in 1.*num_workers=2"):
+    with pytest.raises(forge.DataError, match=r"read in 2 streams and now in 1.*num_workers=2"):
         one.load_state_dict(state)
 
 
@@ -187,7 +187,7 @@ def test_a_dataset_without_state_is_usable_but_says_that_it_cannot_be_continued(
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert not hasattr(loader, "state_dict")
     assert not hasattr(loader, "seek")
-    assert "Stream is an iterable dataset that cannot say where it is" in str(resumable_reason(loader))
+    assert "Stream is an iterable dataset without a state" in str(resumable_reason(loader))
     assert resumable_reason(Loader(Counting(), 2)) is None
 
 
@@ -221,7 +221,7 @@ def test_a_stream_that_raises_is_named_with_its_place() -> None:
 
 
 def test_options_without_meaning_for_a_stream_are_refused() -> None:
-    with pytest.raises(forge.DataError, match="Stream is an iterable dataset: it decides its order itself"):
+    with pytest.raises(forge.DataError, match="Stream is an iterable dataset, which defines its own order"):
         Loader(Stream(), 2, True)
     with pytest.raises(forge.DataError, match="no batch to drop"):
         Loader(Stream(), None, drop_last=True)

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 import forge
 from forge.data import Bucketed, Loader, Order, Weighted
-from forge.data.order import Indices, Plan, batch_ranges, occurrences
+from forge.data.order import Indices, OrderPlan, batch_ranges, occurrences
 
 seeds = st.integers(0, 2**40)
 epochs = st.integers(0, 1000)
@@ -147,9 +147,9 @@ class TestBucketed:
 
 def test_a_position_inside_a_batch_is_refused() -> None:
     with pytest.raises(forge.DataError, match="no batch begins at sample 3 of an epoch of 8"):
-        batch_ranges(Plan(range(8)), 8, 3, 2, False)
+        batch_ranges(OrderPlan(range(8)), 8, 3, 2, False)
     with pytest.raises(forge.DataError, match=r"no batch begins at sample 3.*differ in size"):
-        batch_ranges(Plan(range(8), [0, 2, 8]), 8, 3, 2, False)
+        batch_ranges(OrderPlan(range(8), [0, 2, 8]), 8, 3, 2, False)
 
 
 def test_an_order_of_ones_own_needs_no_more_than_indices() -> None:

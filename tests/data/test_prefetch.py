@@ -304,7 +304,7 @@ class TestPlugin:
             """Prefetches on the CPU too."""
 
             @forge.hookimpl(wrapper=True)
-            def forge_build_loader(self, trainer: forge.Trainer) -> Any:
+            def forge_build_loader(self, trainer: forge.Run) -> Any:
                 return Ahead((yield))
 
         def transform(x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -298,7 +298,7 @@ class TestArchives:
 
     def test_a_file_that_is_there_twice_is_refused(self, tmp_path: Path) -> None:
         path = write(tmp_path / "bad.tar", [("a.txt", b"1"), ("b.txt", b"2"), ("a.TXT", b"3")])
-        with pytest.raises(forge.DataError, match=r"in '.*bad.tar' the member 'a.TXT' is there twice"):
+        with pytest.raises(forge.DataError, match=r"in '.*bad.tar' the member 'a.TXT' occurs twice"):
             len(TarShards(path))
 
     def test_the_same_key_in_two_shards_is_two_samples(self, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ class TestArchives:
         path = tmp_path / "bad.tar"
         path.write_bytes(header("x", 2**33, tarfile.GNUTYPE_LONGNAME))
         os.truncate(path, 2**33 + 4096)
-        with pytest.raises(forge.DataError, match="made to do harm"):
+        with pytest.raises(forge.DataError, match="malicious"):
             len(TarShards(path))
 
     @pytest.mark.parametrize("data", [b"", b"not a tar at all" * 100, b"\0" * 100, b"\1" * 2048])

@@ -215,14 +215,14 @@ def test_a_file_that_changes_its_size_is_refused_when_it_is_mapped(tmp_path: Pat
     path = write(tmp_path / "t.bin", np.arange(100))
     stream = TokenStream(path, 4, 2)
     write(path, np.arange(50))
-    with pytest.raises(forge.DataError, match=r"changed its size.*Make it anew"):
+    with pytest.raises(forge.DataError, match=r"changed its size.*Open it again"):
         next(iter(stream))
 
 
 def test_files_that_cannot_be_a_stream_are_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(forge.DataError, match=r"there is no file .*gone.bin.*Check the path"):
+    with pytest.raises(forge.DataError, match=r"no file .*gone.bin.*Check the path"):
         TokenStream(tmp_path / "gone.bin", 4, 2)
-    with pytest.raises(forge.DataError, match=r"there is no file"):
+    with pytest.raises(forge.DataError, match=r"no file"):
         TokenStream(tmp_path, 4, 2)
     (tmp_path / "odd.bin").write_bytes(b"12345")
     with pytest.raises(forge.DataError, match=r"odd.bin' has 5 bytes.*2-byte tokens.*dtype not uint16"):
@@ -247,8 +247,8 @@ def test_sources_that_are_no_tokens_are_refused(source: Any) -> None:
     [
         ({"window": 0}, "window is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"mode": "randon"}, "no mode 'randon'.*'random'"),
-        ({"dtype": "int64"}, "'int64' are not read"),
+        ({"mode": "randon"}, "unknown mode 'randon'.*'random'"),
+        ({"dtype": "int64"}, "'int64' is not supported"),
         ({"mode": "shuffled", "samples": 3}, "samples is for mode='random'"),
         ({"samples": 0}, "samples is 0"),
     ],

@@ -21,10 +21,9 @@ from torch.distributed import TCPStore
 
 import forge
 from forge.distributed import stall_report
-from forge.distributed.clock import Clock
-from forge.distributed.heartbeat import Watch
-from forge.distributed.namespace import fresh
-from forge.distributed.store_channel import Beat, Cause, Line, is_alive
+from forge.distributed.heartbeat import Heartbeat, StallClock
+from forge.distributed.namespace import fresh_store
+from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive
 from forge.errors import PeerFailed
 from tests.support import forked
 
@@ -228,11 +227,11 @@ def store() -> TCPStore:
 
 
 def test_of_two_causes_the_first_one_counts(store: TCPStore) -> None:
-    forge_lines = [Line(store, rank) for rank in range(2)]
-    forge_lines[1]._store = forge_lines[0]._store  # one run: in a process of its own each rank counts from 0
-    assert forge_lines[0].cause() is None
-    first = forge_lines[1].claim(Cause("raised", 1, "b", 1, "mine"))
-    assert forge_lines[0].claim(Cause("raised", 0, "a", 0, "another")) == first == forge_lines[0].cause()
+    channels = [StoreChannel(store, rank) for rank in range(2)]
+    channels[1]._store = channels[0]._store  # one run: in a process of its own each rank counts from 0
+    assert channels[0].cause() is None
+    first = channels[1].claim(FailureCause("raised", 1, "b", 1, "mine"))
+    assert channels[0].claim(FailureCause("raised", 0, "a", 0, "another")) == first == channels[0].cause()
     assert store.get("forge/failure") == b"mine"
 
 
@@ -241,7 +240,7 @@ def test_ranks_of_a_new_life_do_not_answer_to_the_signs_of_the_last(store: TCPSt
         met: dict[int, Any] = {}
 
         def join(rank: int, met: dict[int, Any] = met) -> None:
-            met[rank] = fresh(store.clone(), rank, 2, timedelta(seconds=30))
+            met[rank] = fresh_store(store.clone(), rank, 2, timedelta(seconds=30))
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
         for thread in threads[:: 1 if life % 2 else -1]:
@@ -255,7 +254,7 @@ def test_ranks_of_a_new_life_do_not_answer_to_the_signs_of_the_last(store: TCPSt
 
 def test_a_rank_that_waits_for_others_in_vain_says_so(store: TCPStore) -> None:
     with pytest.raises(forge.ForgeError, match="Rank 1 of 2 waited"):
-        fresh(store, 1, 2, timedelta(seconds=0.1))
+        fresh_store(store, 1, 2, timedelta(seconds=0.1))
 
 
 def test_a_dead_process_that_nobody_has_buried_is_not_alive() -> None:
@@ -267,33 +266,33 @@ def test_a_dead_process_that_nobody_has_buried_is_not_alive() -> None:
     assert is_alive(os.getpid())
 
 
-def watch_of(store: TCPStore, rank: int) -> Watch:
-    return Watch(store, rank, 2)
+def heartbeat_of(store: TCPStore, rank: int) -> Heartbeat:
+    return Heartbeat(store, rank, 2)
 
 
 def test_a_silent_rank_of_another_machine_is_gone_unless_its_neighbour_sees_it(store: TCPStore) -> None:
-    watch = Watch(store, 0, 3)
+    heartbeat = Heartbeat(store, 0, 3)
 
     def beat(rank: int, number: int, sees: list[int]) -> None:
-        line = Line(store, rank)
-        line._store = watch._line._store
-        line.beat(Beat(rank, number, "far", "another machine", 1, 4, "somewhere", False, sees))
+        channel = StoreChannel(store, rank)
+        channel._store = heartbeat._channel._store
+        channel.beat(Beat(rank, number, "far", "another machine", 1, 4, "somewhere", False, sees))
 
     beat(1, 1, [2])
     beat(2, 1, [1])
-    assert watch._gone() is None
-    watch._seen[1] = (watch._seen[1][0], time.monotonic() - 100)
-    assert watch._gone() is None  # rank 2 has just been heard, and sees its process
+    assert heartbeat._gone() is None
+    heartbeat._seen[1] = (heartbeat._seen[1][0], time.monotonic() - 100)
+    assert heartbeat._gone() is None  # rank 2 has just been heard, and sees its process
     beat(2, 2, [])
-    assert watch._gone() == 1
+    assert heartbeat._gone() == 1
     beat(1, 2, [2])
-    assert watch._gone() is None
+    assert heartbeat._gone() is None
 
 
 def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
-    watch = watch_of(store, 1)
-    watch._line.claim(Cause("raised", 0, "elsewhere", 0, "ValueError: first", 2))
-    told = watch.judge(RuntimeError("[gloo] Connection closed by peer"))
+    heartbeat = heartbeat_of(store, 1)
+    heartbeat._channel.claim(FailureCause("raised", 0, "elsewhere", 0, "ValueError: first", 2))
+    told = heartbeat.judge(RuntimeError("[gloo] Connection closed by peer"))
     assert isinstance(told, PeerFailed)
     assert (told.rank, told.code) == (0, 2)
     assert capfd.readouterr().err == ""
@@ -302,48 +301,48 @@ def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd
 def test_a_lost_connection_is_blamed_on_the_rank_that_fell_silent(
     store: TCPStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watch = watch_of(store, 0)
-    far = Line(store, 1)
-    far._store = watch._line._store
+    heartbeat = heartbeat_of(store, 0)
+    far = StoreChannel(store, 1)
+    far._store = heartbeat._channel._store
     far.beat(Beat(1, 1, "far", "another machine", 1, 4, "somewhere"))
-    told = watch.judge(RuntimeError("Connection closed by peer [10.0.0.2]:1234"))
+    told = heartbeat.judge(RuntimeError("Connection closed by peer [10.0.0.2]:1234"))
     assert isinstance(told, PeerFailed)
-    text = "rank 1 of 2 on far failed first: gone (killed?): it gives no sign of life; it was last seen at update 4"
+    text = "rank 1 of 2 on far failed first: gone (killed?): it sends no heartbeat; it was last seen at update 4"
     assert text in capfd.readouterr().err
 
 
 def test_leaving_with_0_in_the_middle_of_a_run_becomes_a_failure(store: TCPStore) -> None:
-    told = watch_of(store, 1).judge(SystemExit(0))
+    told = heartbeat_of(store, 1).judge(SystemExit(0))
     assert isinstance(told, SystemExit)
     assert told.code == 1
 
 
 def test_what_all_ranks_agreed_on_is_no_failure(store: TCPStore) -> None:
-    watch, leaving = watch_of(store, 1), forge.Interrupted("saved")
+    heartbeat, leaving = heartbeat_of(store, 1), forge.Interrupted("saved")
     leaving.agreed = True
-    assert watch.judge(leaving) is leaving
-    assert watch.agreed
-    assert watch._line.cause() is None
+    assert heartbeat.judge(leaving) is leaving
+    assert heartbeat.agreed
+    assert heartbeat._channel.cause() is None
 
 
 def test_the_first_update_and_a_save_may_take_longer_than_the_watchdog(store: TCPStore) -> None:
     trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=5), step=None, evaluated=0, resumed_from=5)
-    watch = Watch(store, 0, 2, trainer, watchdog=3)
-    watch._is_stalled()
-    assert watch._limit() == 600
+    heartbeat = Heartbeat(store, 0, 2, trainer, watchdog=3)
+    heartbeat._is_stalled()
+    assert heartbeat._limit() == 600
     trainer.step = SimpleNamespace(micro=0)
-    watch._is_stalled()
-    assert watch._limit() == 600
+    heartbeat._is_stalled()
+    assert heartbeat._limit() == 600
     trainer.progress.update = 6
-    watch._is_stalled()
-    assert watch._limit() == 3
-    with watch.no_timeout():
-        assert watch._limit() == 3600
-    assert watch._limit() == 3
+    heartbeat._is_stalled()
+    assert heartbeat._limit() == 3
+    with heartbeat.no_timeout():
+        assert heartbeat._limit() == 3600
+    assert heartbeat._limit() == 3
 
 
 def test_a_clock_starts_again_with_every_micro_batch() -> None:
-    clock = Clock()
+    clock = StallClock()
     trainer: Any = SimpleNamespace(
         progress=SimpleNamespace(update=1), step=SimpleNamespace(micro=0), evaluated=0, resumed_from=None
     )

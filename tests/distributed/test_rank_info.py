@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.distributed.rank_info import PORTS, Setting, first_host
+from forge.distributed.rank_info import PORTS, RankInfo, first_host
 from forge.errors import ForgeError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -19,26 +19,26 @@ SLURM = {
 
 
 def test_without_any_of_them_it_is_one_process() -> None:
-    assert Setting.read({}) == Setting(0, 1, 0, None)
+    assert RankInfo.read({}) == RankInfo(0, 1, 0, None)
 
 
 def test_torchruns_variables_are_read_with_the_count_of_restarts() -> None:
-    setting = Setting.read({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert setting == Setting(3, 8, 1, "node1", 29400, 2)
+    setting = RankInfo.read({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert setting == RankInfo(3, 8, 1, "node1", 29400, 2)
 
 
 def test_sruns_variables_are_read_and_ranks_meet_on_the_first_node() -> None:
-    setting = Setting.read(SLURM)
+    setting = RankInfo.read(SLURM)
     assert (setting.rank, setting.world, setting.local_rank, setting.address) == (5, 16, 1, "node017")
     assert setting.port == PORTS[123456 % len(PORTS)]
 
 
 def test_torchrun_inside_a_slurm_job_comes_first() -> None:
-    assert Setting.read({**SLURM, **TORCHRUN}).world == 8
+    assert RankInfo.read({**SLURM, **TORCHRUN}).world == 8
 
 
 def test_a_job_script_without_srun_is_one_process() -> None:
-    assert Setting.read({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}).world == 1
+    assert RankInfo.read({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}).world == 1
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,6 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 
 def test_what_is_missing_or_no_number_is_named() -> None:
     with pytest.raises(ForgeError, match="sets RANK but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
-        Setting.read({"RANK": "0", "WORLD_SIZE": "2"})
+        RankInfo.read({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ForgeError, match="RANK is 'one'; it must be a whole number"):
-        Setting.read({**TORCHRUN, "RANK": "one"})
+        RankInfo.read({**TORCHRUN, "RANK": "one"})

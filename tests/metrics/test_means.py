@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import forge
 from forge.metrics.means import FOLD_AFTER, Means
-from forge.progress import Interval, Progress
+from forge.progress import Counters, Interval
 
 numbers = st.floats(-100, 100, width=32)
 
@@ -89,7 +89,7 @@ def test_a_metric_that_is_no_scalar_is_refused_by_name(on_host: bool) -> None:
 
 
 def at(update: int = 0, sample: int = 0, samples: int = 0, epoch: int = 0, ends_epoch: bool = False) -> Any:
-    trainer = SimpleNamespace(progress=Progress(update=update, sample=sample), agreed_time=None)
+    trainer = SimpleNamespace(progress=Counters(update=update, sample=sample), agreed_time=None)
     before = {"index": update - 1, "samples_before": sample - samples}
     return SimpleNamespace(trainer=trainer, samples=samples, epoch=epoch, ends_epoch=ends_epoch, **before)
 

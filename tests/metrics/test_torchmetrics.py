@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint import Checkpoint
 from forge.errors import TaskError
+from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
 from forge_plugins import DDP, FSDP, JSONL, SAM, TensorParallel
 from forge_plugins import Checkpoint as Saves
@@ -266,16 +267,16 @@ def test_a_metric_that_training_updates_keeps_the_step_out_of_a_cuda_graph_by_na
 
 def test_metrics_go_back_with_the_means_to_a_mark() -> None:
     task = Measured()
-    means = forge.metrics.means.Means(torch.device("cpu"))
-    means.hold(task)
+    means = Means(torch.device("cpu"))
+    means.track(task)
     task.seen.update(1.0)
     means.add("loss", 2.0)
-    mark = means.mark()
+    savepoint = means.savepoint()
     for _ in range(2):
         task.seen.update(5.0)
         task.auroc.update(torch.tensor([0.5]), torch.tensor([1]))
         means.add("loss", 7.0)
-        means.back_to(mark)
+        means.rollback(savepoint)
     assert means.read().result() == {"train/seen": 1.0, "loss": 2.0}
     assert means.empty
 
@@ -289,9 +290,9 @@ class Extremes(Classifier):
         self.each = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
 
 
-def held_by(task: nn.Module) -> forge.metrics.means.Means:
-    means = forge.metrics.means.Means(torch.device("cpu"))
-    means.hold(task)
+def held_by(task: nn.Module) -> Means:
+    means = Means(torch.device("cpu"))
+    means.track(task)
     return means
 
 
@@ -310,9 +311,9 @@ def test_what_a_wrapper_remembers_of_a_run_is_saved_and_goes_back_to_a_mark() ->
     resumed = Extremes()
     means = held_by(resumed)
     means.load_state_dict(saved)
-    mark = means.mark()
+    savepoint = means.savepoint()
     resumed.range(100.0)
-    means.back_to(mark)
+    means.rollback(savepoint)
     resumed.range.update(4.0)
     assert means.read().result() == expected
 

@@ -394,7 +394,7 @@ def with_streams_of_different_lengths() -> None:
         (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives other batches on another rank"),
         (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
         (with_another_split, "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0"),
-        (with_a_collate_that_drops, "DataError: A batch of 2 samples came out of its collate_fn with 1"),
+        (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
         (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
         (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
         (with_streams_of_different_lengths, "DataError: The ranks disagree on the number of batches: rank 0 has 1"),
@@ -636,7 +636,7 @@ def test_the_batch_of_each_rank_is_told() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_name() -> None:
-    from forge.data.sharding import SharedLoader
+    from forge.data.sharding import RankLoader
 
-    with pytest.raises(DataError, match="gives a str, which cannot be divided among 2 ranks"):
-        list(SharedLoader(["text"], 0, 2, "train"))
+    with pytest.raises(DataError, match="yields a str, which cannot be divided among 2 ranks"):
+        list(RankLoader(["text"], 0, 2, "train"))

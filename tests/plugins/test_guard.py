@@ -499,10 +499,10 @@ def test_a_mean_knows_whether_it_is_finite_so_far() -> None:
 def test_means_go_back_to_where_they_were(device: str) -> None:
     means = Means(torch.device(device))
     means.add("loss", 1.0, 2)
-    mark = means.mark()
+    savepoint = means.savepoint()
     means.add("loss", math.nan)
     means.add("new", 1.0)
-    means.back_to(mark)
+    means.rollback(savepoint)
     means.add("loss", 3.0, 2)
     if device == "cpu":
         assert means.read().result() == {"loss": 2.0}

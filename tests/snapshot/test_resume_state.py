@@ -198,8 +198,8 @@ def test_another_optimizer_is_refused_by_name_and_nothing_is_changed(
 def test_an_lr_that_is_not_used_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     die(tmp_path, [Checkpoint(every="1 update")], 3, task=Built(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)))
     live(tmp_path, [Checkpoint()], task=Built(lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.6)))
-    assert "SGD goes on with lr=0.1, as in the checkpoint; 0.2 is not used" in caplog.text
-    assert "SGD goes on with momentum=0.5, as in the checkpoint; 0.6 is not used" in caplog.text
+    assert "SGD continues with lr=0.1 from the checkpoint; 0.2 is ignored" in caplog.text
+    assert "SGD continues with momentum=0.5 from the checkpoint; 0.6 is ignored" in caplog.text
 
 
 KEPT = "SGD lr=0.1 (0.2 is not used), SGD momentum=0.5 (0.6 is not used)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forge.data.adapt import resumable_reason, shares_badly
+from forge.data.adapt import has_single_position, resumable_reason
 from forge.errors import DataError, TaskError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def refuse_unusable_loaders(trainer: Run) -> None:
         )
     given = trainer.given_loaders
     both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
-    if any(loader is given["train"] for loader in both) and shares_badly(train[None]):
+    if any(loader is given["train"] for loader in both) and has_single_position(train[None]):
         raise DataError(
             f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
             "training on. Make a loader for each."

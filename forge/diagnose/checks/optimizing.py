@@ -17,7 +17,7 @@ from forge.errors import TaskError
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-    from forge.optim.optimizers import Entry, Optimizers, Schedule
+    from forge.optim.optimizers import OptimizerEntry, Optimizers, ScheduledLR
 
 logger = logging.getLogger("forge")
 
@@ -66,7 +66,7 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
         )
 
 
-def _refuse_foreign(entry: Entry, label: str, task: TaskModule, named: dict[int, str]) -> None:
+def _refuse_foreign(entry: OptimizerEntry, label: str, task: TaskModule, named: dict[int, str]) -> None:
     foreign = [p for p in entry.parameters if id(p) not in named]
     if foreign:
         own = len(entry.parameters) - len(foreign)
@@ -77,7 +77,7 @@ def _refuse_foreign(entry: Entry, label: str, task: TaskModule, named: dict[int,
         )
 
 
-def _refuse_twice(entry: Entry, label: str, named: dict[int, str]) -> None:
+def _refuse_twice(entry: OptimizerEntry, label: str, named: dict[int, str]) -> None:
     """torch refuses one parameter in two groups itself, and will refuse it twice in one."""
     seen: set[int] = set()
     twice = [p for p in entry.parameters if id(p) in seen or seen.add(id(p))]
@@ -88,7 +88,7 @@ def _refuse_twice(entry: Entry, label: str, named: dict[int, str]) -> None:
         )
 
 
-def _warn_of_dropped_schedule(entry: Entry, label: str, task: TaskModule) -> None:
+def _warn_of_dropped_schedule(entry: OptimizerEntry, label: str, task: TaskModule) -> None:
     """A schedule of torch's leaves its mark on the optimizer's step. One that is alive may be stepped by the task."""
     optimizer = entry.optimizer
     marked = hasattr(optimizer.step, "_wrapped_by_lr_sched") and not getattr(optimizer, "_opt_called", False)
@@ -103,7 +103,7 @@ def _warn_of_dropped_schedule(entry: Entry, label: str, task: TaskModule) -> Non
         )
 
 
-def _refuse_short_schedule(schedule: Schedule, name: str | None, label: str, task: TaskModule) -> None:
+def _refuse_short_schedule(schedule: ScheduledLR, name: str | None, label: str, task: TaskModule) -> None:
     """torch's OneCycleLR raises at its last step plus one: in the middle of the run."""
     given = schedule.schedule
     if not isinstance(given, OneCycleLR) or task.trainer is None or given.last_epoch != 0:
@@ -119,7 +119,7 @@ def _refuse_short_schedule(schedule: Schedule, name: str | None, label: str, tas
     )
 
 
-def _planned_steps(schedule: Schedule, trainer: Run) -> int | None:
+def _planned_steps(schedule: ScheduledLR, trainer: Run) -> int | None:
     """How often a schedule will step, where that is known: whoever plans windows may plan longer ones later."""
     planned, every = trainer.planned_updates, schedule.every
     if planned != trainer.max_updates and trainer.hooks.forge_plan_step != trainer.core.forge_plan_step:

@@ -189,7 +189,7 @@ class CudaGraph(forge.Plugin):
         if self._rates is not None:
             done = trainer.progress.update - (trainer.resumed_from or 0)
             logger.info("cuda_graph: %d of %d updates were replayed.", self.replayed, max(done, self.replayed))
-            trainer.means.settle_with(None)
+            trainer.means.flush_with(None)
         if self._measured_before is not None:
             cudnn.benchmark = self._measured_before
         for group, options in self._options_before:
@@ -237,7 +237,7 @@ class CudaGraph(forge.Plugin):
         self._fitness.remember()
         if not self._graphs:
             logger.info("cuda_graph: from update %d on the step is replayed.", step.index)
-            step.trainer.means.settle_with(self._settle)
+            step.trainer.means.flush_with(self._flush)
         self._pool = graph.pool
         self._graphs[window.key] = graph
         return graph
@@ -247,16 +247,16 @@ class CudaGraph(forge.Plugin):
         self._rates.write()
         others = [other for other in self._graphs.values() if other is not graph and other.rows]
         for other in others:  # values are handed over in the order of their updates
-            other.settle()
+            other.flush()
         graph.replay(window, step)
         step.updated = True
         self.replayed += 1
         self._replays += 1
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         for graph in self._graphs.values():
             if graph.rows:
-                graph.settle()
+                graph.flush()
 
     # -- what stands in the way ---------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class CudaGraph(forge.Plugin):
         change = known.change(closely=look) if self._graphs else None
         if change is None:
             return False
-        self._settle()
+        self._flush()
         self._changes.append(change if self._replays < MANY else "")
         if change.startswith(fitness.OPTION) and self._changes[-FEW:] == FEW * [change]:
             self._give_up(f"{change} again and again, and a graph holds it as a constant")
@@ -277,7 +277,7 @@ class CudaGraph(forge.Plugin):
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
         """From now on every update runs uncaptured."""
-        self._settle()
+        self._flush()
         self._off = reason
         self._graphs, self._pool = {}, None
         told = f"cuda_graph: updates run uncaptured, because {reason}."

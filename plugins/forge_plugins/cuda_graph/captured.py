@@ -51,13 +51,13 @@ class Captured:
     def replay(self, window: Window, step: forge.Step) -> None:
         """Run the update on this window."""
         if self.rows == len(self._table):
-            self.settle()
+            self.flush()
         self._inputs.load(window.tensors)
         self._graph.replay()
         self._weights.append(list(step.items))
         self.rows += 1
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Hand over the metrics of all replays so far, as if each had been counted when its update was made."""
         count, self.rows = self.rows, 0
         weights, self._weights = self._weights, []
@@ -67,13 +67,13 @@ class Captured:
         self._cursor.zero_()
         for row, items in zip(values, weights, strict=True):
             for (name, micro), value in zip(self._columns, row.unbind(), strict=True):
-                self._means.keep(name, value, 1 if micro is None else items[micro])
+                self._means.append(name, value, 1 if micro is None else items[micro])
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
     def _record(self, step: forge.Step, window: Window) -> None:
         trainer = step.trainer
-        trainer.means.settle()
+        trainer.means.flush()
         inputs = self._inputs.tensors
         batches = window.with_tensors(inputs)
 

@@ -34,7 +34,7 @@ def of_the_run(trainer: forge.Run, optimizers: Optimizers) -> str | None:
 
 def of_the_metrics(trainer: forge.Run) -> str | None:
     """The metric of torchmetrics that training updates: its state is replaced, and a graph would add to it no more."""
-    updated = trainer.means.held.updated() if trainer.means.held is not None else []
+    updated = trainer.means.task_metrics.updated() if trainer.means.task_metrics is not None else []
     if not updated:
         return None
     return (
