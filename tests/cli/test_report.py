@@ -161,7 +161,7 @@ class TestRunsAsTheyAre:
             file.write('{"update": 4, "train/lo')
         shown = Page(page([Run(folder)]))
         assert shown.points("train") == [[(1, 1.0), (2, 0.5), (3, 1 / 3)]]
-        assert "Ended without a word after 0 epochs, 3 updates in 1.5 s" in shown.text
+        assert "Ended without a record after 0 epochs, 3 updates in 1.5 s" in shown.text
 
     def test_what_is_not_finite_is_left_out_of_the_curve_and_named_in_the_table(self, make_run: Any) -> None:
         shown = Page(page([Run(make_run([{"update": i, "val/loss": None if i == 3 else 1.0 * i} for i in (1, 2, 3)]))]))
@@ -210,11 +210,34 @@ class TestTexts:
 
     def test_bold_code_fences_and_paragraphs_are_drawn_and_everything_is_escaped(self, make_run: Any) -> None:
         text = self.shown(make_run, "**3** of `a*b` <b>\n\n```text\nTo **be**\n```\n\nafter **a `b** c`")
-        assert "<p class='t'><b>3</b> of <code>a*b</code> &lt;b&gt;</p><pre>To **be**</pre>" in text
-        assert "<p class='t'>after **a <code>b** c</code></p>" in text
+        assert "<p><strong>3</strong> of <code>a*b</code> &lt;b&gt;</p>" in text
+        assert '<pre><code class="language-text">To **be**\n</code></pre>' in text
+        assert "<p>after **a <code>b** c</code></p>" in text
 
-    def test_a_table_stays_as_it_was_written(self, make_run: Any) -> None:
-        assert "<pre>| a | b |\n|---|---|\n| 1 | 2 |</pre>" in self.shown(make_run, "| a | b |\n|---|---|\n| 1 | 2 |")
+    def test_a_table_is_drawn(self, make_run: Any) -> None:
+        text = self.shown(make_run, "| a | b |\n|---|---|\n| 1 | <2 |")
+        assert "<td>1</td>\n<td>&lt;2</td>" in text
+
+    @pytest.mark.parametrize(
+        "hostile",
+        [
+            HOSTILE,
+            f"- item\n\n    {HOSTILE}\n\n> {HOSTILE}",
+            f"```{{#x .y onclick=alert(1)}}\n{HOSTILE}\n```",
+            f"| a | b |\n|---|---|\n| {HOSTILE} | `{HOSTILE}` |",
+            "[a](javascript:alert(1)) ![b](http://elsewhere/x.png) [c][d] ![e][d] <http://elsewhere> <a@b.example>"
+            "\n\n[d]: javascript:alert(1)",
+            "&#60;script&#62; &lt;img src=x&gt;",
+            "\x02wzxhzdk:0\x03 \ufdd0script\ufdd2",
+            "1. " * 6000,
+            "[" * 60_000,
+        ],
+    )
+    def test_markdown_passes_no_markup_or_address_through(self, make_run: Any, hostile: str) -> None:
+        shown = Page(self.shown(make_run, hostile))
+        assert not {"script", "img", "a", "link", "iframe", "object"} & set(shown.tags)
+        assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("src", "href")]
+        assert "<img src=x>" not in shown.text  # an entity is shown as it was written
 
     def test_a_text_that_does_not_change_is_there_once(self, make_run: Any) -> None:
         text = self.shown(make_run, "old", "same", "same", "same")
