@@ -15,7 +15,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.witness import Difference
+    from forge.testing.witness import TensorDifference
 
 EXAMPLES = """\
 Exit code 0: the two runs were equal bit for bit; 1: they were not.
@@ -79,14 +79,14 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     if args.life:
-        return live(args)
+        return run_child(args)
     if args.updates < 1:
         raise ForgeError("--updates must be at least 1.")
     with subprocesses.folder_for(args.keep, "determinism") as folder:
         return compare(args, folder)
 
 
-def live(args: Namespace) -> int:
+def run_child(args: Namespace) -> int:
     """One of the two runs, in a process of its own."""
     from forge.testing.witness import Witness
 
@@ -112,7 +112,7 @@ def compare(args: Namespace, folder: Path) -> int:
         own.mkdir()
         # a process orders its sets by a random seed; these two differ, unless the user has fixed it for every run
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(number))}
-        subprocesses.live("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
+        subprocesses.run_verb("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
     one, other = (read_trace(folder / name / "record.jsonl") for name in "12")
     if len(one) < 2:
         raise ForgeError("The run made no update: there is nothing to compare.")
@@ -135,7 +135,7 @@ def same(updates: int, values: int) -> str:
     )
 
 
-def _report(difference: Difference, device: str, deterministic: bool) -> None:
+def _report(difference: TensorDifference, device: str, deterministic: bool) -> None:
     console = show.console()
     console.print(Text(f"Not the same: {difference}.", "bold red"), soft_wrap=True)
     console.print(f"{difference.equal:,} values before it were equal bit for bit.", soft_wrap=True)
@@ -148,7 +148,7 @@ def _report(difference: Difference, device: str, deterministic: bool) -> None:
         console.print(f"  - {cause}", soft_wrap=True)
 
 
-def causes(difference: Difference, device: str, deterministic: bool) -> list[str]:
+def causes(difference: TensorDifference, device: str, deterministic: bool) -> list[str]:
     """What may be behind a difference, the likeliest first."""
     known = list(CAUSES[difference.kind])
     if difference.kind not in ("output", "loss", "gradient", "parameter", "buffer"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from forge.cli import ranks, target
-from forge.cli.measure import naming_options
+from forge.cli.evaluate import naming_options
 from forge.config.recipe import DEFAULT
 from forge.util import show
 

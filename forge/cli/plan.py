@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from forge.cli import costs, fits, target
+from forge.cli import plan_costs, plan_memory, target
 from forge.config import Recipe
 from forge.config.build import make_plugins
 from forge.config.merge import leaves
@@ -43,7 +43,7 @@ def parser() -> ArgumentParser:
         "--measure", action="store_true", help="train a few updates, and say what each plugin costs; nothing is kept"
     )
     parser.add_argument(
-        "--updates", type=int, metavar="N", help=f"with --measure: how many updates (default: {costs.UPDATES})"
+        "--updates", type=int, metavar="N", help=f"with --measure: how many updates (default: {plan_costs.UPDATES})"
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="say what fits on N devices, and which strategy to take; needs no GPU"
@@ -68,26 +68,26 @@ def run(args: Namespace) -> int:
         hooks = {hook: [{"plugin": c.plugin, "role": c.role} for c in who] for hook, who in calls.items()}
         plan: dict[str, Any] = {"recipe": recipe.name, "stack": stack.names, "hooks": hooks, "values": values}
         if args.measure:
-            plan["measured"] = costs.measure(recipe, args.updates)
+            plan["measured"] = plan_costs.measure(recipe, args.updates)
         print(json.dumps(plan, indent=2))
         return 0
     _print_stack(recipe, stack)
     _print_hooks(calls)
     _print_values(recipe, values)
     if args.measure:
-        report = costs.measure(recipe, args.updates)
-        costs.show_costs(report, [hook for hook, who in calls.items() if any(call.plugin != CORE for call in who)])
+        report = plan_costs.measure(recipe, args.updates)
+        plan_costs.show_costs(report, [hook for hook, who in calls.items() if any(call.plugin != CORE for call in who)])
     return 0
 
 
 def _say_what_fits(args: Namespace, recipe: Recipe) -> int:
     if args.measure:
         raise ForgeError("--measure trains here, --devices and --memory plan for elsewhere: ask for one at a time.")
-    found = fits.plan(args, recipe)
+    found = plan_memory.plan(args, recipe)
     if args.json:
-        print(json.dumps({"recipe": recipe.name, **fits.as_json(found, args, recipe)}, indent=2))
+        print(json.dumps({"recipe": recipe.name, **plan_memory.as_json(found, args, recipe)}, indent=2))
     else:
-        fits.show_plan(found, args, recipe)
+        plan_memory.show_plan(found, args, recipe)
     return 0
 
 

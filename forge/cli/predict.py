@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import ranks, target
-from forge.cli.measure import measuring_parser, naming_options, warn_without_weights
+from forge.cli.evaluate import measuring_parser, naming_options, warn_without_weights
 from forge.errors import DataError, ForgeError, TaskError
 from forge.util import show
 

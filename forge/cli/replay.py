@@ -130,7 +130,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
     settings, turn = tree["trainer"], tree["turn"]
     trainer = Trainer(
         max_updates=tree["progress"]["update"] + 1,
-        plugins=[_as_it_was(tree), *_stack(tree["stack"]), anomaly],
+        plugins=[_restore_window(tree), *_stack(tree["stack"]), anomaly],
         run_dir=False,
         device=device or settings["device"],
         deterministic=settings["deterministic"],
@@ -165,7 +165,7 @@ def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
     return plugins
 
 
-def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
+def _restore_window(tree: Mapping[str, Any]) -> Plugin:
     """A plugin, outermost, that puts counters, buffers and random numbers where the window began."""
     import torch
 
@@ -173,7 +173,7 @@ def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
     from forge.contract.plugin import Plugin
     from forge.rng import RNGState
 
-    class AsItWas(Plugin):
+    class RestoreWindow(Plugin):
         @hookimpl
         def forge_start(self, trainer: Any) -> None:
             for field, value in tree["progress"].items():
@@ -187,7 +187,7 @@ def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
             RNGState.from_tree(tree["rng"]).restore(step.trainer.env.device)
             return (yield)
 
-    return AsItWas()
+    return RestoreWindow()
 
 
 def _name_samples(found: dict[str, Any], recorded: Mapping[str, Any]) -> None:

@@ -35,7 +35,9 @@ def folder_for(keep: str | None, verb: str) -> Iterator[Path]:
     yield folder
 
 
-def live(verb: str, args: Namespace, words: Sequence[str], environment: Mapping[str, str], expected: int = 0) -> None:
+def run_verb(
+    verb: str, args: Namespace, words: Sequence[str], environment: Mapping[str, str], expected: int = 0
+) -> None:
     """Run the verb on the same target in a process of its own; another end than the expected one is an error here."""
     command = [sys.executable, "-m", "forge", verb, *same_target(args), *words]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})

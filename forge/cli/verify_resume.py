@@ -14,7 +14,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.trace import Difference, Line
+    from forge.testing.trace import Line, TraceDifference
 
 EXAMPLES = """\
 examples:
@@ -51,14 +51,14 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     if args.life:
-        return live(args)
+        return run_child(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
     with subprocesses.folder_for(args.keep, "verify") as folder:
         return verify(args, folder)
 
 
-def live(args: Namespace) -> int:
+def run_child(args: Namespace) -> int:
     """One life of the run, in a process of its own: it goes on from its newest checkpoint, and may be killed."""
     from forge.registry import load
     from forge.testing.trace import Recorder
@@ -84,7 +84,7 @@ def verify(args: Namespace, folder: Path) -> int:
     console = show.console()
     every = max(1, args.updates // 7)
     console.print(f"The straight run: {args.updates} updates ...", style="dim")
-    _live(args, folder / "straight", every, None)
+    _run_attempt(args, folder / "straight", every, None)
     straight = read_trace(folder / "straight" / "trace.jsonl")
     if not straight:
         raise ForgeError("The straight run made no update: there is nothing to compare.")
@@ -95,35 +95,35 @@ def verify(args: Namespace, folder: Path) -> int:
     for life, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
         console.print(f"The killed run, life {life} of {len(kills) + 1}: {end} ...", style="dim")
-        _live(args, folder / "killed", every, kill)
+        _run_attempt(args, folder / "killed", every, kill)
     killed = read_trace(folder / "killed" / "trace.jsonl")
     difference = compare(straight, killed) or _lost(straight, killed) or _weights(folder, last)
     return _report(difference, last, kills, [line["update"] for line in killed])
 
 
-def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
+def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
     words += ["--kill-at", str(kill_at)] if kill_at is not None else []
-    subprocesses.live("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
+    subprocesses.run_verb("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
 
 
-def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:
-    from forge.testing.trace import Difference
+def _lost(straight: list[Line], killed: list[Line]) -> TraceDifference | None:
+    from forge.testing.trace import TraceDifference
 
     seen = {line["update"] for line in killed}
     lost = next((line["update"] for line in straight if line["update"] not in seen), None)
-    return None if lost is None else Difference(lost, "batch", "the killed run never made it")
+    return None if lost is None else TraceDifference(lost, "batch", "the killed run never made it")
 
 
-def _weights(folder: Path, last: int) -> Difference | None:
-    from forge.testing.trace import Difference
+def _weights(folder: Path, last: int) -> TraceDifference | None:
+    from forge.testing.trace import TraceDifference
 
     ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
-    return None if ends[0] == ends[1] else Difference(last, "weights", "in weights.safetensors")
+    return None if ends[0] == ends[1] else TraceDifference(last, "weights", "in weights.safetensors")
 
 
-def _report(difference: Difference | None, last: int, kills: list[int], made: list[int]) -> int:
+def _report(difference: TraceDifference | None, last: int, kills: list[int], made: list[int]) -> int:
     console = show.console()
     if difference is None:
         console.print(same(last, kills, made), soft_wrap=True)

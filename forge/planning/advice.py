@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forge.planning.strategies import Levers, Row
+from forge.planning.strategies import Levers, StrategyRow
 
 COMFORT = 0.8
 """Above this share of the memory a step fits barely: fragments, NCCL's buffers and the CUDA context come on top."""
@@ -15,7 +15,7 @@ COMFORT = 0.8
 class Advice:
     """What to take, or None where nothing fits, and why."""
 
-    row: Row | None
+    row: StrategyRow | None
     reason: str
 
 
@@ -24,11 +24,11 @@ def fit(peak: int, memory: int) -> str:
     return "yes" if peak <= COMFORT * memory else "barely" if peak <= memory else "no"
 
 
-def advise(rows: Sequence[Row], asked: Levers, memory: int) -> Advice:
+def advise(rows: Sequence[StrategyRow], asked: Levers, memory: int) -> Advice:
     """The first rung that fits with room to spare: ddp, fsdp, remat, amp, offload, tensor parallel. `asked` are the
     levers that the recipe has already."""
     ladder = _ladder(rows, asked)
-    passed: list[Row] = []
+    passed: list[StrategyRow] = []
     for row in ladder:
         if fit(row.peak, memory) == "yes":
             return Advice(row, _why(row, passed, memory))
@@ -45,12 +45,12 @@ def advise(rows: Sequence[Row], asked: Levers, memory: int) -> Advice:
     )
 
 
-def label(row: Row) -> str:
+def label(row: StrategyRow) -> str:
     levers = str(row.levers)
     return f"{row.strategy} + {levers}" if levers else row.strategy
 
 
-def _ladder(rows: Sequence[Row], asked: Levers) -> list[Row]:
+def _ladder(rows: Sequence[StrategyRow], asked: Levers) -> list[StrategyRow]:
     many = any(row.strategy == "ddp" for row in rows)
     steps = [asked, asked._replace(remat=True), Levers(amp=True, remat=True), asked._replace(amp=True)]
     plain = [("ddp", asked), *(("fsdp", step) for step in steps)] if many else [("single", step) for step in steps]
@@ -60,7 +60,7 @@ def _ladder(rows: Sequence[Row], asked: Levers) -> list[Row]:
     return first + others
 
 
-def _why(row: Row, passed: Sequence[Row], memory: int) -> str:
+def _why(row: StrategyRow, passed: Sequence[StrategyRow], memory: int) -> str:
     if not passed:
         return f"it fits with room to spare: {_told(row, memory)}"
     least = min(passed, key=lambda other: other.peak)
@@ -68,5 +68,5 @@ def _why(row: Row, passed: Sequence[Row], memory: int) -> str:
     return f"{label(least)} {fits} ({_told(least, memory)}); this does: {_told(row, memory)}"
 
 
-def _told(row: Row, memory: int) -> str:
+def _told(row: StrategyRow, memory: int) -> str:
     return f"{row.peak / 2**30:.2f} of {memory / 2**30:.4g} GiB, {row.peak / memory:.0%}"

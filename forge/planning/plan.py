@@ -11,10 +11,10 @@ from forge.data.sharding import SharedLoader
 from forge.data.windows import batch_size
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
+from forge.planning.blocks import repeated
 from forge.planning.footprint import Footprint
 from forge.planning.rehearsal import rehearse
-from forge.planning.strategies import Levers, Row, rows
-from forge.planning.units import repeated
+from forge.planning.strategies import Levers, StrategyRow, rows
 
 AMP, REMAT, PREFETCH, DDP = "amp", "remat", "prefetch", "ddp"
 STRATEGIES = (DDP, "fsdp", "tensor_parallel")
@@ -31,7 +31,7 @@ class MemoryPlan:
     "Samples in a micro-batch, all devices together."
     asked: Levers
     "The levers that the recipe has."
-    rows: list[Row]
+    rows: list[StrategyRow]
     advice: Advice
     notes: list[str] = field(default_factory=list)
 

@@ -20,12 +20,12 @@ from forge.engine.trainer import Trainer
 from forge.env import Env, move
 from forge.metrics.means import Means
 from forge.optim.optimizers import Optimizers
+from forge.planning.blocks import units
+from forge.planning.cuda_ops import chosen_as_on_cuda
+from forge.planning.fake_cuda import CUDA, FakeCudaMode
 from forge.planning.footprint import Footprint
-from forge.planning.host import CUDA, OnHost
-from forge.planning.kernels import chosen_as_on_cuda
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
-from forge.planning.units import units
 from forge.tuning.trial import is_left_out, quiet
 
 UPDATES = 2
@@ -45,7 +45,7 @@ def rehearse(
     """
     with explained(), quiet(), chosen_as_on_cuda():
         kept = [plugin for plugin in make_plugins(plugins or {}) if not _is_planned_apart(plugin)]
-        mode = OnHost({type(plugin).__module__.partition(".")[0] for plugin in kept})
+        mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept})
         task = _without_values(make_task, mode)
         rehearsal = Rehearsal(_fake(batch, mode), ahead)
         rehearsal.give_weights(task, batch)
@@ -56,16 +56,16 @@ def rehearse(
             "validate_every": None,
         }
         trainer = Trainer(plugins=[rehearsal, *kept], **options)
-        with mode, rehearsal.tracker, suppress(Over):
+        with mode, rehearsal.tracker, suppress(RehearsalDone):
             trainer.fit(task, rehearsal.batches())
         return rehearsal.footprint()
 
 
-class Over(Exception):
+class RehearsalDone(Exception):
     """The rehearsal has seen enough: the end of a run would read its metrics."""
 
 
-class Stage(Env):
+class FakeCudaEnv(Env):
     """Stands for one CUDA device: a batch that comes to it is a copy, and the task is there already."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Rehearsal(Plugin):
 
     @hookimpl
     def forge_setup_env(self, trainer: Trainer) -> Env:
-        return Stage()
+        return FakeCudaEnv()
 
     @hookimpl(wrapper=True)
     def forge_build_optimizers(self, trainer: Trainer) -> Generator[None, Optimizers, Optimizers]:
@@ -143,7 +143,7 @@ class Rehearsal(Plugin):
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
         if step.index + 1 == UPDATES:
-            raise Over
+            raise RehearsalDone
         self.tracker.forget_moments()
 
     def footprint(self) -> Footprint:

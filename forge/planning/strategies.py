@@ -28,7 +28,7 @@ class Levers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StrategyRow:
     """One strategy with its levers: bytes on each device."""
 
     strategy: str
@@ -48,7 +48,7 @@ class Row:
 
 def rows(
     whole: Mapping[Levers, Footprint], share: Mapping[Levers, Footprint], devices: int, bucket_views: bool
-) -> list[Row]:
+) -> list[StrategyRow]:
     """Every strategy with every lever that was rehearsed, on the whole batch and on a device's share of it."""
     found = [_row("single", levers, f, f.moments[f.worst].total) for levers, f in whole.items()]
     if devices > 1:
@@ -61,25 +61,25 @@ def rows(
     return found + [tensor_parallel(f, levers, devices, size, batch) for size in sizes for levers, f in most]
 
 
-def ddp(f: Footprint, levers: Levers, bucket_views: bool) -> Row:
+def ddp(f: Footprint, levers: Levers, bucket_views: bool) -> StrategyRow:
     """Everything on every device. Gradients live in buckets, which are there from beginning to end; without views
     (gradient_as_bucket_view) they are there beside their buckets."""
     peak = max(m.total + f.gradients - (m.gradients if bucket_views else 0) for m in f.moments.values())
     return _row("ddp", levers, f, peak)
 
 
-def fsdp(f: Footprint, levers: Levers, devices: int) -> Row:
+def fsdp(f: Footprint, levers: Levers, devices: int) -> StrategyRow:
     """Parameters, gradients and optimizer state divided by the devices; whole is what is outside of all blocks, and
     two blocks at a time, and the gradient of one."""
     return _sharded("fsdp", f, levers, kept=1 / devices, rough=True)
 
 
-def offloaded(f: Footprint, levers: Levers) -> Row:
+def offloaded(f: Footprint, levers: Levers) -> StrategyRow:
     """FSDP that keeps its shards in the host's memory, where the optimizer steps too."""
     return _sharded("fsdp + offload", f, levers, kept=0.0, rough=True)
 
 
-def tensor_parallel(f: Footprint, levers: Levers, devices: int, size: int, batch: int) -> Row:
+def tensor_parallel(f: Footprint, levers: Levers, devices: int, size: int, batch: int) -> StrategyRow:
     """FSDP beside groups of devices that hold one model between them: weights are divided as before, blocks are
     gathered to 1/size, and a group shares its part of the batch.
 
@@ -101,7 +101,7 @@ def _sharded(
     times: float = 1.0,
     samples: int | None = None,
     rough: bool = False,
-) -> Row:
+) -> StrategyRow:
     """`kept` of parameters, gradients and optimizer state stays on the device, `gathered` of a block is whole there,
     and what grows with samples grows `times`."""
     weights = f.parameters - f.buffers
@@ -138,7 +138,7 @@ def _row(
     activations: int | None = None,
     samples: int | None = None,
     rough: bool = False,
-) -> Row:
+) -> StrategyRow:
     parts = (
         f.parameters if parameters is None else parameters,
         f.gradients if gradients is None else gradients,
@@ -147,4 +147,4 @@ def _row(
     )
     peak += WORKSPACE
     held = parts[0] + parts[2] + parts[3]  # gradients come as activations go: both are seldom there in full
-    return Row(name, levers, *parts, max(WORKSPACE, peak - held), peak, samples or f.samples, rough)
+    return StrategyRow(name, levers, *parts, max(WORKSPACE, peak - held), peak, samples or f.samples, rough)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
+from forge.planning.fake_cuda import HOST
 from forge.planning.footprint import Moment
-from forge.planning.host import HOST
 
 ROUNDING = 512
 """CUDA's allocator hands out multiples of this."""

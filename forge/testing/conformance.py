@@ -11,12 +11,12 @@ from forge.contract.plugin import Plugin
 from forge.contract.stack import check_hooks
 from forge.errors import StackError
 from forge.testing import cost
-from forge.testing.capturing import check_capturable
+from forge.testing.capturable import check_capturable
 from forge.testing.exceptions import check_exceptions
 from forge.testing.files import check_files
 from forge.testing.leaks import check_graphs, check_leaks
 from forge.testing.order import check_order
-from forge.testing.remembering import check_runs, check_state
+from forge.testing.resume import check_runs, check_state
 from forge.testing.subject import SITUATIONS, Given, Subject, subject
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
@@ -100,7 +100,7 @@ def check_plugin(
         checks.pop("capturable", None)
     for check in checks.values():
         check(looked_at)
-    nothing = cost.Cost(float("nan"), float("nan"))
+    nothing = cost.PluginCost(float("nan"), float("nan"))
     spent = nothing if "cost" in left and max_cost_us is None else cost.measure(looked_at)
     assert max_cost_us is None or spent.own_us <= max_cost_us, (
         f"{looked_at.name!r} adds {spent.own_us:.0f} µs to an update of {spent.alone_us:.0f} µs; allowed are "

@@ -16,7 +16,7 @@ ROUNDS, ENOUGH_S = 3, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PluginCost:
     """Microseconds per update, the medians of the quickest of a few fits each."""
 
     alone_us: float
@@ -28,14 +28,14 @@ class Cost:
         return max(self.with_us - self.alone_us, 0.0)  # NaN stays NaN
 
 
-def measure(subject: Subject) -> Cost:
+def measure(subject: Subject) -> PluginCost:
     """Fits with and without the plugin in turn, so that a busy machine slows both."""
     alone, beside = [], []
     began = time.perf_counter()
     while len(alone) < ROUNDS and (not alone or time.perf_counter() - began < ENOUGH_S):
         alone.append(_update_us(subject))
         beside.append(_update_us(subject, subject.make()))
-    return Cost(min(alone), min(beside))
+    return PluginCost(min(alone), min(beside))
 
 
 def _update_us(subject: Subject, *plugins: Plugin) -> float:

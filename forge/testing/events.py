@@ -10,11 +10,11 @@ from pluggy import HookImpl
 from forge.contract.hooks import hookimpl
 from forge.contract.stack import SPECS
 from forge.engine.trainer import Trainer
-from forge.testing.calls import Calls, Function
+from forge.testing.hook_calls import Function, HookCalls
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedEvent:
     """One call of one plugin's hook."""
 
     hook: str
@@ -27,7 +27,7 @@ class Event:
         return f"update {self.update}: {self.plugin}.{self.hook}"
 
 
-class EventTrace(Calls):
+class EventTrace(HookCalls):
     """Write down every call of a hook while a run goes on; put it last in the stack.
 
     ::
@@ -43,7 +43,7 @@ class EventTrace(Calls):
     def __init__(self) -> None:
         super().__init__()
         self.name = "forge.testing.events"
-        self.events: list[Event] = []
+        self.events: list[TracedEvent] = []
         "Everything that was called, in order, over all runs since the last `clear`."
         self._trainer: Trainer | None = None
 
@@ -53,7 +53,7 @@ class EventTrace(Calls):
         names = [event.hook for event in self.events]
         return [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
 
-    def of(self, plugin: str, hook: str | None = None) -> list[Event]:
+    def of(self, plugin: str, hook: str | None = None) -> list[TracedEvent]:
         """The calls of one plugin, of one hook of it if asked."""
         return [e for e in self.events if e.plugin == plugin and hook in (None, e.hook)]
 
@@ -109,7 +109,7 @@ class EventTrace(Calls):
 
         def noted(*args: Any) -> Any:
             assert self._trainer is not None
-            self.events.append(Event(hook, name, self._trainer.progress.update))
+            self.events.append(TracedEvent(hook, name, self._trainer.progress.update))
             return function(*args)
 
         return noted

@@ -14,8 +14,8 @@ from forge.contract.plugin import Plugin
 from forge.contract.stack import ONE_BY_ONE, SPECS
 from forge.contract.task import TaskModule
 from forge.testing.leaks import check_task
+from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject, wraps
-from forge.testing.switches import flags_kept
 from forge.testing.tiny import Batch, TinyTask
 from forge.testing.weights import first_difference
 
@@ -40,7 +40,7 @@ def check_exceptions(subject: Subject) -> None:
     for step in STEPS:
         _check_place(subject, f"the task's {step}", FailingTask(step), None, expected)
     for hook in dict.fromkeys((*ALWAYS, *wrapped)):
-        _check_place(subject, f"another plugin's {hook}", TinyTask(), Failing(hook), expected)
+        _check_place(subject, f"another plugin's {hook}", TinyTask(), FailingPlugin(hook), expected)
 
 
 def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin | None, expected: TaskModule) -> None:
@@ -107,7 +107,7 @@ class FailingTask(TinyTask):
             raise self.error
 
 
-class Failing(Plugin):
+class FailingPlugin(Plugin):
     """Fails in one hook, at its second call where there are several."""
 
     def __init__(self, hook: str):
@@ -117,7 +117,7 @@ class Failing(Plugin):
         setattr(self, hook, _failing(self, hook))
 
 
-def _failing(plugin: Failing, hook: str) -> Callable[..., Any]:
+def _failing(plugin: FailingPlugin, hook: str) -> Callable[..., Any]:
     left = 1 if hook in ("forge_setup_env", "forge_build_optimizers", "forge_start", "forge_export") else 2
 
     @hookimpl(wrapper=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.engine.trainer import Trainer
+from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject
-from forge.testing.switches import flags_kept
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 """The registries of hooks that each module has."""
@@ -57,7 +57,7 @@ def check_leaks(subject: Subject) -> None:
 def check_graphs(subject: Subject) -> None:
     """No tensor with its graph outlives its update: what a plugin keeps of a loss must be detached."""
     with _only_what_is_new():
-        probe = Graphs()
+        probe = GraphProbe()
         subject.fit(subject.make(), probe, max_updates=GRAPHS_AT[1])
     assert not probe.kept, (
         f"{subject.name!r} keeps {probe.kept} of an update's tensors alive with the graph that made them, so memory "
@@ -152,7 +152,7 @@ def _only_what_is_new() -> Iterator[None]:
             gc.unfreeze()
 
 
-class Graphs(Plugin):
+class GraphProbe(Plugin):
     """Counts tensors that have outlived their update together with the graph they came from."""
 
     observer = True

@@ -13,7 +13,7 @@ from forge.contract.task import TaskModule
 from forge.engine.defaults import Core
 from forge.engine.trainer import FitResult
 from forge.errors import ForgeError, StackError
-from forge.testing.steady import metric_difference
+from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Subject
 from forge.testing.weights import first_difference
 

@@ -53,14 +53,14 @@ def run_tiny(
     """
     stack = make_plugins(list(plugins))
     given = next((plugin for plugin in stack if isinstance(plugin, EventTrace)), None)
-    trace, log = given or EventTrace(), Log()
+    trace, log = given or EventTrace(), LogProbe()
     options: dict[str, Any] = {"run_dir": run_dir, "log_every": 1, **trainer_options}
     stack = [*(plugin for plugin in stack if plugin is not trace), log, trace]
     trained, result = fit_tiny(stack, task=task, train=train, val=val, **options)
     return TinyRun(trained, result, log.metrics, trace, run_dir)
 
 
-class Log(Plugin):
+class LogProbe(Plugin):
     """What reached the sinks."""
 
     observer = True

@@ -122,7 +122,7 @@ def fit(
             return fit(plugins, situation, task=task, folder=Path(temporary), **trainer_options)
     stack = list(plugins)
     if situation.window > 1 and not any(owns(plugin, "forge_plan_step") for plugin in stack):
-        stack.append(Window(situation.window))
+        stack.append(FixedWindow(situation.window))
     asked: dict[str, Any] = {"max_epochs": None, "max_updates": UPDATES, "run_dir": folder}
     if folder is not None:
         asked["resume"] = "auto"
@@ -139,7 +139,7 @@ def wraps(plugin: Plugin, hook: str) -> bool:
     return bool(getattr(getattr(plugin, hook, None), "forge_impl", {}).get("wrapper"))
 
 
-class Window(Plugin):
+class FixedWindow(Plugin):
     """Accumulate: the kit knows no other plugin, so it brings its own."""
 
     def __init__(self, window: int):

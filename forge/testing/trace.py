@@ -60,7 +60,7 @@ class Recorder(Plugin):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TraceDifference:
     """Where a trace leaves the one it should repeat."""
 
     update: int
@@ -83,18 +83,18 @@ def read_trace(path: Path) -> list[Line]:
     return lines
 
 
-def compare(straight: Iterable[Line], other: Iterable[Line]) -> Difference | None:
+def compare(straight: Iterable[Line], other: Iterable[Line]) -> TraceDifference | None:
     """The first difference of `other`, whose updates may come again and again, from the straight run."""
     expected = {line["update"]: line for line in straight}
     for line in other:
         right = expected.get(line["update"])
         if right is None:
-            return Difference(line["update"], "batch", "the straight run has no such update")
+            return TraceDifference(line["update"], "batch", "the straight run has no such update")
         odd = next((part for part in PARTS if line[part] != right[part]), None)
         if odd is not None:
             if odd != "batch" and line[HIDDEN] != right[HIDDEN]:
                 odd = HIDDEN
-            return Difference(line["update"], odd, _detail(line[odd], right[odd]))
+            return TraceDifference(line["update"], odd, _detail(line[odd], right[odd]))
     return None
 
 

@@ -173,7 +173,7 @@ def eager_modules(trainer: Run) -> Iterator[tuple[str, nn.Module]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """The first tensor in which two runs differ."""
 
     update: int
@@ -212,20 +212,20 @@ class Difference:
         return f", by about {self.share:.1g} of its norm" if self.share else ", in bits that do not change its value"
 
 
-def compare(one: Iterable[Line], other: Iterable[Line]) -> Difference | None:
+def compare(one: Iterable[Line], other: Iterable[Line]) -> TensorDifference | None:
     """The first difference between the records of two runs, in the order of what happened; None where all is equal."""
     equal = 0
     for ours, theirs in zip_longest(one, other):
         if ours is None or theirs is None:
             longer: Line = ours or theirs or {}
-            return Difference(longer["update"], "order", "one of the runs ended before it", [], [], equal, [])
+            return TensorDifference(longer["update"], "order", "one of the runs ended before it", [], [], equal, [])
         hidden = [name for name in ours["hidden"] if ours["hidden"][name] != theirs["hidden"].get(name)]
         for a, b in zip_longest(ours["events"], theirs["events"]):
             if a is None or b is None or a[:2] != b[:2]:
                 names = " against ".join("nothing" if e is None else KINDS[e[0]].format(e[1]) for e in (a, b))
-                return Difference(ours["update"], "order", names, [], [], equal, hidden)
+                return TensorDifference(ours["update"], "order", names, [], [], equal, hidden)
             if a[2] != b[2]:
-                return Difference(ours["update"], a[0], a[1], a[3], b[3], equal, hidden, _shapes(a[2], b[2]))
+                return TensorDifference(ours["update"], a[0], a[1], a[3], b[3], equal, hidden, _shapes(a[2], b[2]))
             equal += 1
     return None
 

@@ -21,8 +21,8 @@ from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.tuning import memory
-from forge.tuning.trial import Trial, run_trial
+from forge.tuning import peak_memory
+from forge.tuning.trial import TuningTrial, run_trial
 from forge.util.oom import is_out_of_memory
 
 WARM_UP = 2
@@ -110,7 +110,7 @@ def batch_range(
             raise ForgeError(f"{name}={value}: it must be at least {least}.")
     budget = None if limit is None else int(limit * 1e9)
     tried: dict[int, Probe] = {}
-    memory.clean()
+    peak_memory.clean()
 
     def works(size: int) -> bool:
         if size not in tried:
@@ -174,11 +174,11 @@ def probe_size(
         why_not = f"over the limit of {budget / 1e9:g} GB"
     speed = timer.speed
     del timer  # with all that it still holds of the task
-    memory.clean()
+    peak_memory.clean()
     return Probe(size, why_not, peak, speed)
 
 
-class Timer(Trial):
+class Timer(TuningTrial):
     """Time the updates after the first few, and see that batches have the size that was asked for."""
 
     def __init__(self, size: int, updates: int):
@@ -195,7 +195,7 @@ class Timer(Trial):
     def forge_start(self, trainer: Trainer) -> None:
         super().forge_start(trainer)
         self.device = trainer.env.device
-        memory.start(self.device)
+        peak_memory.start(self.device)
 
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
@@ -219,7 +219,7 @@ class Timer(Trial):
 
     def peak(self) -> int | None:
         """Bytes at the peak since the run began; None where it did not begin."""
-        return None if self.device is None else memory.peak(self.device)
+        return None if self.device is None else peak_memory.peak(self.device)
 
 
 def _first_line(error: BaseException) -> str:

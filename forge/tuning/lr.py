@@ -21,7 +21,7 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError, TaskError, did_you_mean
 from forge.optim.optimizers import Optimizers
-from forge.tuning.trial import Trial, run_trial, set_rate
+from forge.tuning.trial import TuningTrial, run_trial, set_rate
 
 DIVERGED = 4.0
 """The test ends where the smoothed loss is this many times its best, and above where it began."""
@@ -108,7 +108,7 @@ def lr_range(
     return ramp.curve()
 
 
-class Ramp(Trial):
+class Ramp(TuningTrial):
     """Give every update the next rate, and note its loss."""
 
     def __init__(self, rates: Sequence[float], optimizer: str | None = None):

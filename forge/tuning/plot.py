@@ -28,14 +28,14 @@ def draw_lr(curve: LRCurve, title: str, path: str | Path) -> Path:
     except ImportError as error:
         raise ForgeError("A picture needs Pillow: pip install pillow") from error
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
-    Sheet(ImageDraw.Draw(image), curve).draw(title)
+    LRPlot(ImageDraw.Draw(image), curve).draw(title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path, "PNG")
     return path
 
 
-class Sheet:
+class LRPlot:
     """One curve on paper. Coordinates are those of the finished picture; `x` and `y` turn values into them."""
 
     def __init__(self, pen: Any, curve: LRCurve):

@@ -1,4 +1,4 @@
-"""Trial: a few real updates on a fresh task, for a measurement; nothing is written, and nothing is kept."""
+"""TuningTrial: a few real updates on a fresh task, for a measurement; nothing is written, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard", "schedule"
 """What a plugin may provide that has no place in a trial: it would save, stop the run, or move the learning rate."""
 
 
-class Trial(Plugin):
+class TuningTrial(Plugin):
     """What a measurement adds to the stack; schedules of the task's own are taken out."""
 
     @hookimpl(wrapper=True)
@@ -56,7 +56,7 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def run_trial(
-    trial: Trial,
+    trial: TuningTrial,
     make_task: Callable[[], TaskModule],
     make_train: Callable[[], Any],
     *,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge.cli import determinism, main, subprocesses
-from forge.testing.witness import Difference
+from forge.testing.witness import TensorDifference
 from tests.conftest import Run
 
 TASK = """
@@ -103,12 +103,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Both runs happen here, which is quick; what a process of its own would add is left to the long tests."""
     calls = []
 
-    def live(verb: str, args: Namespace, words: list[str], environment: dict[str, str], expected: int = 0) -> None:
+    def run_verb(verb: str, args: Namespace, words: list[str], environment: dict[str, str], expected: int = 0) -> None:
         given = [*subprocesses.same_target(args), *words, "-p", "no:tensorboard", "-p", "no:progress"]
         calls.append((given, environment))
         assert determinism.run(determinism.parser().parse_intermixed_args(given)) == 0
 
-    monkeypatch.setattr(subprocesses, "live", live)
+    monkeypatch.setattr(subprocesses, "run_verb", run_verb)
     return calls
 
 
@@ -207,7 +207,9 @@ def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest
 
 
 def causes(kind: str, apart: float, device: str = "cuda", deterministic: bool = False) -> list[str]:
-    return determinism.causes(Difference(1, kind, "x", [1.0, 1.0], [1.0, 1.0 + apart], 0, []), device, deterministic)
+    return determinism.causes(
+        TensorDifference(1, kind, "x", [1.0, 1.0], [1.0, 1.0 + apart], 0, []), device, deterministic
+    )
 
 
 def test_a_tiny_difference_is_most_likely_a_kernel() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge.cli import main, tune
-from forge.tuning import BatchReport, Probe, batch, memory
+from forge.tuning import BatchReport, Probe, batch, peak_memory
 
 TASK = """
 import torch
@@ -57,7 +57,7 @@ def file(empty_folder: Path) -> str:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(batch, "LONG_ENOUGH", 0.0)
-    monkeypatch.setattr(memory, "clean", lambda: None)
+    monkeypatch.setattr(peak_memory, "clean", lambda: None)
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
@@ -143,7 +143,7 @@ def test_the_end_of_the_data_and_of_what_was_asked_for_are_told_apart(capsys: An
 
 
 def test_a_budget_silences_the_remark_about_the_cpu(capsys: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "peak", lambda device: 3 * 10**9)
+    monkeypatch.setattr(peak_memory, "peak", lambda device: 3 * 10**9)
     _, err = ask(capsys, "batch", file + ":Task", "--limit", "2.5", code=2)
     assert "On a CPU" not in err
     assert "error: Not even a batch of 1 fits: over the limit of 2.5 GB." in err

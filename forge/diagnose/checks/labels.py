@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.diagnose.checks.place import refuse
+from forge.diagnose.checks.user_line import refuse
 
 
 def look_at_class_labels(loss: str, scores: Tensor, target: Tensor, classes: int, ignore: int) -> None:

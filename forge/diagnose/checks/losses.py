@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.checks.labels import look_at_class_labels
-from forge.diagnose.checks.place import refuse, warn
 from forge.diagnose.checks.shapes import look_at_equal_shapes, look_at_shapes
+from forge.diagnose.checks.user_line import refuse, warn
 from forge.errors import TaskError
 
 logger = logging.getLogger("forge")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forge.diagnose.checks.place import refuse, warn
+from forge.diagnose.checks.user_line import refuse, warn
 
 
 def look_at_equal_shapes(loss: str, scores: Tensor, target: Tensor) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from forge.contract.task import TaskModule, defines
-from forge.diagnose.checks.place import warn_of
 from forge.diagnose.checks.signatures import check_signature
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 
 if TYPE_CHECKING:

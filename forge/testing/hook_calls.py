@@ -17,7 +17,7 @@ from forge.engine.trainer import Trainer
 Function = Callable[..., Any]
 
 
-class Calls(Plugin):
+class HookCalls(Plugin):
     """Puts something around implementations of hooks, for one run, through `trainer.instrument`.
 
     It stands last in a stack, behind whoever uses that seam as well, and hands on to it.

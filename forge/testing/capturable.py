@@ -21,7 +21,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.stack import INSIDE
 from forge.engine.trainer import Trainer
-from forge.testing.calls import Calls, Function
+from forge.testing.hook_calls import Function, HookCalls
 from forge.testing.subject import Subject
 from forge.util.text import short_path
 
@@ -40,11 +40,11 @@ TO_HOST: dict[Any, str] = {
     Tensor.numpy: "a tensor becomes an array (.numpy())",
     Tensor.cpu: "a tensor is copied to the host (.cpu())",
 }
-NOT_ITS_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<")
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<")
 """Where the files of torch and of forge's kernel begin."""
 
 
-class Read(Exception):
+class DeviceRead(Exception):
     """A value of the device was read inside an update."""
 
 
@@ -53,17 +53,17 @@ def check_capturable(subject: Subject) -> None:
     plugin = subject.make()
     if not any(getattr(plugin, hook, None) is not None for hook in INSIDE):
         return
-    watch = Reads(plugin, _no_sync if torch.cuda.is_available() else _no_read)
+    watch = DeviceReadWatch(plugin, _no_sync if torch.cuda.is_available() else _no_read)
     try:
         subject.fit(plugin, watch, device="cuda" if torch.cuda.is_available() else "cpu")
-    except Read as read:
+    except DeviceRead as read:
         raise AssertionError(
             f"{subject.name!r} says capturable = True, but waits for the device in {watch.hook}: {read}. Inside a CUDA "
             "graph that is an error. Keep it a tensor, hand it to step.record, or do it in forge_step_end."
         ) from None
 
 
-class Reads(Calls):
+class DeviceReadWatch(HookCalls):
     """Puts `strict` around the plugin's own code in an update, and around nothing else."""
 
     def __init__(self, plugin: Plugin, strict: Callable[[], Any]):
@@ -116,7 +116,7 @@ def _no_sync() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "synchronizing CUDA operation" in str(error):
-            raise Read(f"{error}, at {_own_line(_innermost(error))}") from error
+            raise DeviceRead(f"{error}, at {_own_line(_innermost(error))}") from error
         raise
     finally:
         torch.cuda.set_sync_debug_mode(before)
@@ -136,10 +136,10 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name in READS:
-            raise Read(f"{READS[name]}, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"{READS[name]}, at {_own_line(sys._getframe())}")
         masks = [part for part in tree_leaves(args[1:]) if isinstance(part, Tensor) and part.dtype is torch.bool]
         if name == "aten::index" and masks:
-            raise Read(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
         return func(*args, **(kwargs or {}))
 
 
@@ -150,13 +150,13 @@ class _Methods(TorchFunctionMode):
         # a torch.device may well be that of another tensor, which is the CPU only here
         to_host = func is Tensor.to and "cpu" in (*args[1:2], (kwargs or {}).get("device"))
         if func in TO_HOST or to_host:
-            raise Read(f"{TO_HOST.get(func, TO_HOST[Tensor.cpu])}, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"{TO_HOST.get(func, TO_HOST[Tensor.cpu])}, at {_own_line(sys._getframe())}")
         return func(*args, **(kwargs or {}))
 
 
 def _own_line(frame: FrameType | None) -> str:
     """The innermost line, from a frame outwards, that is neither torch's nor forge's."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_ITS_OWN):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge.diagnose.checks.place import warn_of
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 
 NOT_LAYERS = frozenset({"_parameters", "_buffers", "_modules", "trainer", "init_args"})

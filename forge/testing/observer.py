@@ -8,7 +8,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.rng import RNGState
-from forge.testing.steady import metric_difference
+from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.trace import digest
 from forge.testing.weights import first_difference
@@ -25,7 +25,7 @@ def check_observer(
     subject: Subject, situation: Situation, plugin: Plugin, watched: tuple[TaskModule, FitResult]
 ) -> None:
     """Compare a fit that the plugin has watched with one that nobody has."""
-    theirs, ours = Traces(), Traces()
+    theirs, ours = SideEffectProbe(), SideEffectProbe()
     alone = subject.fit(theirs, situation=situation)
     claim = f"{subject.name!r} says observer = True, but {situation.name} ends differently with it: "
     difference = first_difference(watched[0], alone[0])
@@ -35,7 +35,7 @@ def check_observer(
         assert one == other, f"{claim}{name} is {one!r} instead of {other!r}."
     metrics = alone[1].metrics
     difference = metric_difference(
-        watched[1].metrics, metrics, metrics, lambda: subject.fit(Traces(), situation=situation)[1].metrics
+        watched[1].metrics, metrics, metrics, lambda: subject.fit(SideEffectProbe(), situation=situation)[1].metrics
     )
     assert difference is None, f"{claim}{difference}"
     if situation is subject.situation:
@@ -44,15 +44,15 @@ def check_observer(
         assert not left, f"{claim}{left}"
 
 
-def _cause(subject: Subject, situation: Situation, theirs: Traces) -> str:
+def _cause(subject: Subject, situation: Situation, theirs: SideEffectProbe) -> str:
     """What the plugin leaves changed in a fit of its own, as a sentence: the likely cause of other weights."""
-    ours = Traces()
+    ours = SideEffectProbe()
     subject.fit(subject.make(), ours, situation=situation)
     left = _left(ours, theirs)
     return f" {left[0].upper()}{left[1:]}" if left else ""
 
 
-def _left(ours: Traces, theirs: Traces) -> str:
+def _left(ours: SideEffectProbe, theirs: SideEffectProbe) -> str:
     """What differs; modes before generators, because a dropout in another mode draws other numbers."""
     for update, modes in theirs.modes.items():
         apart = [path for path, training in ours.modes.get(update, modes).items() if training != modes.get(path)]
@@ -65,14 +65,14 @@ def _left(ours: Traces, theirs: Traces) -> str:
     return f"it draws from {' and '.join(kinds)}. Draw from a generator of your own." if kinds else ""
 
 
-class Traces(Plugin):
+class SideEffectProbe(Plugin):
     """The mode of every module after each update, and how far every generator was at the end of the last one."""
 
     observer = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.name, self.state = "forge.testing.traces", dict[str, str]()
+        self.name, self.state = "forge.testing.side_effects", dict[str, str]()
         self.modes: dict[int, dict[str, bool]] = {}
 
     @hookimpl

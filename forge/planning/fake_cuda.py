@@ -15,7 +15,7 @@ TORCH = str(Path(torch.__file__).parent)
 aten = torch.ops.aten
 
 
-class OnHost(FakeTensorMode):
+class FakeCudaMode(FakeTensorMode):
     """Fake tensors that are all on the host, also where CUDA was asked for.
 
     Fake tensors on CUDA go forward without a GPU, but not backward: autograd looks for the device's threads.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
-from forge.diagnose.checks.hidden import refuse_hidden_layers, warn_of_plain_tensors
 from forge.diagnose.checks.signatures import check_signature
+from forge.diagnose.checks.unregistered import refuse_hidden_layers, warn_of_plain_tensors
 from forge.errors import TaskError
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import STAGE_METHODS, TaskModule
 from forge.diagnose.checks.losses import LossWatch
-from forge.diagnose.checks.place import warn_of
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 from forge.metrics.means import check_scalars
 

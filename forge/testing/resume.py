@@ -16,9 +16,9 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
-from forge.testing.purity import check_observer
-from forge.testing.runs import Log
-from forge.testing.steady import metric_difference
+from forge.testing.metric_difference import metric_difference
+from forge.testing.observer import check_observer
+from forge.testing.runs import LogProbe
 from forge.testing.subject import Situation, Subject
 from forge.testing.weights import first_difference
 
@@ -29,11 +29,11 @@ CUT = 4
 def check_runs(subject: Subject) -> None:
     """In every situation: a fit, what an observer may change in it, a second one by the same object, a resumed one."""
     for situation in subject.situations:
-        plugin, log = subject.make(), Log()
+        plugin, log = subject.make(), LogProbe()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             with subject.surviving(situation.name):
-                straight, result = subject.fit(plugin, Saver(), log, situation=situation, folder=folder)
+                straight, result = subject.fit(plugin, SaveOnce(), log, situation=situation, folder=folder)
             if plugin.observer:
                 check_observer(subject, situation, plugin, (straight, result))
             _check_again(subject, situation, plugin, straight)
@@ -59,15 +59,15 @@ def _check_again(subject: Subject, situation: Situation, plugin: Plugin, first: 
     )
 
 
-def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule, log: Log, folder: Path) -> None:
+def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule, log: LogProbe, folder: Path) -> None:
     saved = Checkpoints(folder / "checkpoints")
     for other in saved.all():  # the plugin may save as well
         saved.remove(other)
     saved.folder.mkdir(exist_ok=True)
-    (folder / Saver.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
+    (folder / SaveOnce.FOLDER / saved.path(CUT).name).rename(saved.path(CUT))
     with subject.surviving(f"{situation.name} that is resumed at update {CUT}"):
-        second = Log()
-        resumed, _ = subject.fit(subject.make(), Saver(), second, situation=situation, folder=folder)
+        second = LogProbe()
+        resumed, _ = subject.fit(subject.make(), SaveOnce(), second, situation=situation, folder=folder)
     where = f"{situation.name.capitalize()} with {subject.name!r} that is resumed at update {CUT}"
     advice = "Return what it must remember from forge_state_dict, and take it in forge_load_state_dict."
     difference = first_difference(resumed, straight)
@@ -80,7 +80,7 @@ def _check_resumed(subject: Subject, situation: Situation, straight: TaskModule,
     assert difference is None, f"{where} logs something else: {difference} {advice}"
 
 
-def _numbers(log: Log, but: Container[str] = ()) -> dict[str, float]:
+def _numbers(log: LogProbe, but: Container[str] = ()) -> dict[str, float]:
     """Every number that was logged, by its name and its update."""
     return {
         f"{name} at update {update}": value
@@ -90,7 +90,7 @@ def _numbers(log: Log, but: Container[str] = ()) -> dict[str, float]:
     }
 
 
-def _constant(log: Log) -> set[str]:
+def _constant(log: LogProbe) -> set[str]:
     """Metrics that never change: what is measured once, when a run begins, may be another number when it goes on."""
     values: dict[str, list[float]] = {}
     for metrics in log.metrics.values():
@@ -101,12 +101,12 @@ def _constant(log: Log) -> set[str]:
 
 
 def _logged_again(subject: Subject, situation: Situation) -> dict[str, float]:
-    log = Log()
-    subject.fit(subject.make(), Saver(), log, situation=situation)
+    log = LogProbe()
+    subject.fit(subject.make(), SaveOnce(), log, situation=situation)
     return _numbers(log)
 
 
-class Saver(Plugin):
+class SaveOnce(Plugin):
     """Saves once: the kit knows no other plugin."""
 
     observer = True

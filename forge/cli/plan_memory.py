@@ -13,7 +13,7 @@ from forge.util import show
 
 if TYPE_CHECKING:
     from forge.config import Recipe
-    from forge.planning import MemoryPlan, Row
+    from forge.planning import MemoryPlan, StrategyRow
 
 STYLES = {"yes": "green", "barely": "yellow", "no": "red"}
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "peak")
@@ -96,7 +96,7 @@ def as_json(found: MemoryPlan, args: Namespace, recipe: Recipe) -> dict[str, Any
     }
 
 
-def command(row: Row, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str:
+def command(row: StrategyRow, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str:
     """The command line that runs a row."""
     from forge.planning.plan import STRATEGIES
 
