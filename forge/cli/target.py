@@ -20,6 +20,7 @@ from forge.config import Recipe, list_recipes, load_recipe
 from forge.config.recipe import DEFAULT
 from forge.errors import ForgeError, did_you_mean
 from forge.util import show
+from forge.util.frames import is_library
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -201,11 +202,10 @@ def _cause(error: Exception) -> str:
     if isinstance(error, SyntaxError):  # the line that cannot be read was never run
         said = f"{type(error).__name__}: {error.msg}"
         lines.append((error.filename or "", error.lineno, error.text))
-    places = [Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
-    others = tuple(f"{place}{os.sep}" for place in places)
+    packages = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib", "platlib"))
     own = [
         f"  {show.near(Path(file))}:{line}: {(text or '').strip()}"
         for file, line, text in lines
-        if file and not file.startswith(("<", *others))
+        if file and not file.startswith(packages) and not is_library(file)
     ]
     return "\n".join([said, *own])

@@ -6,12 +6,10 @@ a person can act on.
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -19,14 +17,13 @@ import torch
 from torch import Tensor
 
 from forge.snapshot.sandbox import without_side_effects
+from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge.contract.step import Step
 
-FORGE = str(Path(__file__).parents[1]) + os.sep
-LIBRARIES = (FORGE, str(Path(torch.__file__).parent) + os.sep, "<")
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 
 INSTEAD = {
@@ -80,9 +77,9 @@ def _called_at(trainer: Run, error: BaseException) -> str:
         file, me = frame.f_code.co_filename, frame.f_locals.get("self")
         if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
             continue  # it stands between the caller and the operation, whoever wrote it
-        if not file.startswith(LIBRARIES):
+        if not is_library(file):
             line = f"{short_path(file)}:{number}"
-        elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
+        elif file.startswith(folder_of("forge")) or frame.f_code.co_name == "backward":
             line = ""  # what came before it only called the Trainer, or began the backward pass
         if id(me) in names:
             module = f", in the module {names[id(me)]} ({type(me).__name__})"
@@ -98,7 +95,7 @@ def _called_before_backward(trainer: Run, error: BaseException) -> str:
     if trainer.step is None or not trainer.step.window or not in_backward:
         return ""
     frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
-    own = [f"{short_path(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    own = [f"{short_path(file)}:{line}" for file, line in frames if not is_library(file)]
     return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,6 +21,7 @@ from forge.contract.stack import INSIDE
 from forge.engine.trainer import Trainer
 from forge.testing.hook_calls import Function, HookCalls
 from forge.testing.subject import Subject
+from forge.util.frames import is_library
 from forge.util.text import short_path
 
 READS = {
@@ -40,8 +39,6 @@ TO_HOST: dict[Any, str] = {
     Tensor.numpy: "a tensor becomes an array (.numpy())",
     Tensor.cpu: "a tensor is copied to the host (.cpu())",
 }
-LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<")
-"""Where the files of torch and of forge's kernel begin."""
 
 
 class DeviceRead(Exception):
@@ -156,7 +153,7 @@ class _Methods(TorchFunctionMode):
 
 def _own_line(frame: FrameType | None) -> str:
     """The innermost line, from a frame outwards, that is neither torch's nor forge's."""
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    while frame is not None and is_library(frame.f_code.co_filename, ("forge", "torch")):  # plugins are looked at
         frame = frame.f_back
     return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
 

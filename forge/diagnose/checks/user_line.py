@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from forge.errors import TaskError
+from forge.util.frames import LIBRARIES
 
 
 def refuse(message: str) -> None:
@@ -40,7 +41,7 @@ def _users_frame() -> FrameType | None:
     """The innermost frame outside torch and forge."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "forge"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             return frame
         frame = frame.f_back
     return None
