@@ -1,7 +1,7 @@
-"""Planning: how much memory a recipe needs on each device, from fake tensors alone, and which strategy to take.
+"""Planning: the memory that a recipe needs on each device, from fake tensors alone, and the best strategy.
 
-One training step is rehearsed (`rehearse`) with tensors that have shapes and no values; strategies are arithmetic on
-what it shows (`rows`); `plan_memory` does all of it for a recipe.
+`rehearse` runs a training step with tensors that have shapes and no values; `rows` computes every strategy from that;
+`plan_memory` does both for a recipe.
 """
 
 from forge.planning.advice import Advice, advise

@@ -1,4 +1,4 @@
-"""Refusal: a task that cannot be planned from shapes alone, told by the line that needs more."""
+"""Refusal of a task that cannot be planned from shapes alone, with the line that needs values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEASURE = "Measure it on the device instead, with -p throughput, or find the lar
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What a rehearsal stumbles over becomes one message with a line in it."""
+    """Turn any error of a rehearsal into a TaskError that names the line."""
     try:
         yield
     except ForgeError:
@@ -36,7 +36,7 @@ def explained() -> Iterator[None]:
         if isinstance(error, READS):
             why = "reads a value of a tensor, or makes a shape that depends on values"
         elif isinstance(error, UNKNOWN):
-            why = f"runs an operation that is not known without values ({_first_line(error)})"
+            why = f"runs an operation that needs values ({_first_line(error)})"
         elif any(word in str(error) for word in ("FakeTensor", "data pointer", "tensor subclass", "numpy")):
             why = f"needs a tensor's values ({_first_line(error)})"
         else:
@@ -45,7 +45,7 @@ def explained() -> Iterator[None]:
 
 
 def culprit(error: BaseException) -> tuple[str, str]:
-    """The innermost line that is neither torch's nor forge's, as "file:line", and what stands there."""
+    """Return the innermost line outside torch and forge as "file:line", and its code."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [place for place in places if not is_library(place[0])]
     own = own or [place for place in places if not is_library(place[0], ("forge", "torch"))]  # a built-in plugin

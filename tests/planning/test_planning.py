@@ -475,8 +475,8 @@ def test_a_mistake_of_the_task_is_told_with_its_line() -> None:
     ("words", "message"),
     [
         (["--devices", "0"], "--devices is 0; it must be at least 1."),
-        (["--memory", "-1"], "--memory is -1; say how many GiB"),
-        (["--devices", "2"], "There is no GPU here to take the memory from"),
+        (["--memory", "-1"], "--memory is -1; give the GiB"),
+        (["--devices", "2"], "This machine has no GPU to take the memory from"),
         (["--memory", "80", "--measure"], "--measure trains here"),
     ],
 )

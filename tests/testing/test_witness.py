@@ -159,7 +159,7 @@ def test_another_shape_is_shown_on_both_sides() -> None:
 def test_what_was_made_before_the_first_update_is_said_so() -> None:
     first = [line(0, ("first buffer", "salt", digest, [1.0, 2.0])) for digest in "ab"]
     found = compare(first[:1], first[1:])
-    assert str(found).startswith("before the first update, the buffer salt as the task was made is the first value")
+    assert str(found).startswith("before the first update, the initial buffer salt is the first value")
 
 
 def test_other_things_in_another_order_are_a_difference() -> None:

@@ -23,7 +23,7 @@ from forge.testing import TinyGAN, TinyTask, tiny_batches
 from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range, peak_memory
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
-from forge.tuning.lr import longest_fall, ran_away, rate_text, smooth
+from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
 from forge_plugins import Accumulate, Clip
 
@@ -61,7 +61,7 @@ def noise(count: int = 5) -> list[torch.Tensor]:
 @pytest.fixture(autouse=True)
 def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here looks at speeds, so no update is repeated to measure them; nor at what a trial leaves for later."""
-    monkeypatch.setattr(searching, "LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(searching, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(peak_memory, "clean", lambda: None)
 
 
@@ -273,11 +273,11 @@ def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
 
 
 def test_a_loss_has_run_away_when_it_is_far_above_its_best_and_above_its_start() -> None:
-    assert ran_away([2.0, 1.0, 4.1])
-    assert not ran_away([2.0, 0.1, 1.9])  # small losses may wobble
-    assert not ran_away([2.0, 1.0, 3.9])
-    assert not ran_away([-5.0, -6.0, -5.5])
-    assert ran_away([-1.0, -2.0, 10.0])
+    assert has_diverged([2.0, 1.0, 4.1])
+    assert not has_diverged([2.0, 0.1, 1.9])  # small losses may wobble
+    assert not has_diverged([2.0, 1.0, 3.9])
+    assert not has_diverged([-5.0, -6.0, -5.5])
+    assert has_diverged([-1.0, -2.0, 10.0])
 
 
 @pytest.mark.parametrize(
