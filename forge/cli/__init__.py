@@ -1,4 +1,4 @@
-"""The command line: one module a verb, imported when its verb is given. torch is imported only by what runs."""
+"""The command line: one module per verb, imported when the verb is used; verbs that run nothing do not import torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ VERBS = {
     "validate": "Measure weights on the validation split.",
     "test": "Measure weights on the test split.",
     "predict": "Write a task's predictions to a file.",
-    "board": "Look at runs with TensorBoard, on this machine.",
-    "verify-resume": "Kill and resume a recipe, and compare with a straight run bit for bit.",
+    "board": "Show runs in TensorBoard, on this machine.",
+    "verify-resume": "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run.",
     "determinism": "Run a recipe twice and name the first tensor that differs.",
-    "tune": "Find a learning rate, or the largest batch that fits, by trying.",
-    "runs": "List runs with what they came to, or compare some.",
-    "report": "Write a run, or several, as one HTML page to send to someone.",
+    "tune": "Measure a learning rate, or the largest batch that fits.",
+    "runs": "List runs with their results, or compare some.",
+    "report": "Write one or several runs as one HTML page.",
     "ckpt": "Show, verify, compare or export checkpoints.",
     "replay": "Run the window of an anomaly report again.",
-    "plan": "Show what a recipe would run: plugins by hook, every value and where it came from.",
+    "plan": "Show what a recipe runs: plugins by hook, every value and its origin.",
     "recipes": "List recipes, show one, or copy one to start from.",
     "plugins": "List installed plugins, or show one's options and hooks.",
     "new": "Start a task or a plugin package from a working template.",
@@ -46,13 +46,13 @@ forge {__version__}, a PyTorch training framework: one readable step rhythm, plu
   forge fit quickstart --resume                          continue its newest run after an interruption
   forge fit quickstart clip.max_norm=0.5 -p no:jsonl     change an option, remove a plugin
   forge fit my_task.py:MyTask --recipe fast              train a task of your own
-  forge VERB --help                                      everything a verb takes
+  forge VERB --help                                      all options of a verb
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 well, 1 a crash, 2 a mistake that the message
-    explains, 85 a signal after which the run can be resumed."""
+    """Run one command and return its exit code: 0 success, 1 a crash, 2 a mistake that the message explains, 85 a
+    signal after which the run can be resumed."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     finally:
@@ -69,24 +69,24 @@ def _main(words: list[str]) -> int:
     except SystemExit as leaving:  # argparse: --help, or a usage error it has printed
         return exit_code(leaving.code) if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt as leaving:
-        if not _is_told(leaving):
+        if not _is_reported(leaving):
             show.message("interrupted", style="yellow")
         return exit_code(130)
     except BrokenPipeError:  # `forge plugins | head`: the reader has seen enough
         return 141
     except ForgeError as error:
-        if not _is_told(error):
+        if not _is_reported(error):
             show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return 2
     except Exception as error:
-        if not _is_told(error):
+        if not _is_reported(error):
             traceback.print_exc()  # prints the notes too: plugin, hook, update
         return 1
 
 
 def _flush_streams() -> None:
-    """Flush stdout and stderr; one whose reader is gone writes to nowhere from here on. Python flushes both once more
-    when it exits, and would turn the exit code into 120 if that failed."""
+    """Flush stdout and stderr, and redirect a stream whose reader is gone to /dev/null. Python flushes both again at
+    exit, and would change the exit code to 120 if that failed."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -94,8 +94,8 @@ def _flush_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _is_told(error: BaseException) -> bool:
-    """Whether the screen has it already: as the first cause of several ranks, or from another that met the same."""
+def _is_reported(error: BaseException) -> bool:
+    """Return whether this error was printed already, by this rank as the first cause or by another rank."""
     return getattr(error, "__forge_printed__", False) or not is_first_to_fail()
 
 
@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
     if verb not in verbs():
         raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, verbs())}")
     module = module_of(verb)
-    # intermixed: overrides may stand before, between and after the options
+    # intermixed: overrides may come before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
         return module.run(args)

@@ -1,7 +1,7 @@
 """A folder of links to runs, for TensorBoard.
 
-TensorBoard names a run by its path below one folder. Given several (`--logdir_spec`) it leaves out the PROJECTOR
-page; with links every page works, and runs have the names that people know them by.
+TensorBoard names a run by its path below one folder. With several folders (`--logdir_spec`) it drops the PROJECTOR
+page; with links every page works, and runs keep their own names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class Links:
-    """A link in `folder` for every run in the folders given, made and removed as runs come and go."""
+    """Links in `folder` to every run of the given folders, updated as runs appear and disappear."""
 
     def __init__(self, folder: Path, given: Sequence[Path], base: Path):
         self._folder, self._given, self._base = folder, given, base
@@ -24,7 +24,7 @@ class Links:
         "The runs that are shown."
 
     def renew(self) -> set[str]:
-        """Look for runs again; return the names of those that there are."""
+        """Search for runs again and return their names."""
         wanted: dict[str, Path] = {}
         for run, log in (found for path in self._given for found in runs_below(path.resolve())):
             name = name_of(run, self._base)
@@ -38,11 +38,11 @@ class Links:
         return self.names
 
     def _link(self, name: str, log: Path) -> bool:
-        """Whether a run has its link; one that cannot be made now is tried again at the next look."""
+        """Make the link of a run; return False if it cannot be made now, so that the next search tries again."""
         link = self._folder / name
         if name in self._made and link.is_symlink():
             return True
-        if any(parent.is_symlink() for parent in self._above(link)):  # a run inside of a run: never write there
+        if any(parent.is_symlink() for parent in self._parents(link)):  # a run inside a run: never write there
             return False
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -52,36 +52,31 @@ class Links:
         return True
 
     def _remove(self, name: str) -> None:
-        """Take a link away, and the folders above it that are empty now: their names may become those of runs."""
+        """Remove a link and the folders above it that are empty now: a new run may take their names."""
         link = self._folder / name
         with suppress(OSError):
             link.unlink(missing_ok=True)
-            for parent in self._above(link):
+            for parent in self._parents(link):
                 parent.rmdir()
 
-    def _above(self, link: Path) -> list[Path]:
+    def _parents(self, link: Path) -> list[Path]:
         return [parent for parent in link.parents if self._folder in parent.parents]
 
 
 def runs_below(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """(run, the folder of its event files) for every run in a folder, or for the folder itself where it is one."""
+    """Yield (run, folder of its event files) for every run in a folder, which may be a run itself."""
     for parent, folders, _ in os.walk(folder):
         here = Path(parent)
         for log in (here / "tensorboard", here):
-            if has_events(log):
+            if any("tfevents" in file.name for file in log.glob("*")):
                 yield here if here.name != "tensorboard" else here.parent, log
                 folders.clear()
                 break
         folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
-def has_events(folder: Path) -> bool:
-    """Whether TensorBoard would find something in this very folder."""
-    return any("tfevents" in file.name for file in folder.glob("*"))
-
-
 def base_of(given: Sequence[Path]) -> Path:
-    """Where names begin: in the one folder of runs that was given, or in what several paths have in common."""
+    """Return the folder that names are relative to: the only folder given, or the common parent of several."""
     paths = [path.resolve() for path in given]
     if len(paths) == 1 and not any(run == paths[0] for run, _ in runs_below(paths[0])):
         return paths[0]

@@ -1,4 +1,4 @@
-"""Pages of TensorBoard that show more when `forge board` serves them."""
+"""TensorBoard pages that `forge board` extends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIONS = ("task", "data", "trainer")
 
 
 class OrderedColumns(backend_context.Context):
-    """The columns of HPARAMS, those first that one compares runs by: the page shows only the first few at once."""
+    """The columns of HPARAMS, the most important first: the page shows only a few at once."""
 
     def experiment_from_metadata(self, *args: Any, **kwargs: Any) -> Any:
         experiment = super().experiment_from_metadata(*args, **kwargs)
@@ -26,13 +26,13 @@ class OrderedColumns(backend_context.Context):
 
 
 def _of_metric(info: Any) -> tuple[int, bool, str]:
-    """Validation, test, training, the loss first; then what plugins measure."""
+    """Sort validation, test and training metrics first, each with its loss before others; then those of plugins."""
     name = info.name.tag
     return _place(name.partition("/")[0], STAGES), not name.endswith("/loss"), name
 
 
 def _of_option(info: Any) -> tuple[bool, int, str]:
-    """What differs between runs; then the task's options, the data's, the Trainer's and those of plugins."""
+    """Sort options that differ between runs first; then those of the task, the data, the Trainer and plugins."""
     return not getattr(info, "differs", False), _place(info.name.partition(".")[0], OPTIONS), info.name
 
 
@@ -41,7 +41,7 @@ def _place(name: str, names: tuple[str, ...]) -> int:
 
 
 class HParams(hparams_plugin.HParamsPlugin):
-    """The HPARAMS page with its columns in order."""
+    """The HPARAMS page with ordered columns."""
 
     def __init__(self, context: Any):
         super().__init__(context)
@@ -49,7 +49,7 @@ class HParams(hparams_plugin.HParamsPlugin):
 
 
 class Projector(projector_plugin.ProjectorPlugin):
-    """The PROJECTOR page with points that have come or changed since TensorBoard was started."""
+    """The PROJECTOR page, reloading points written since TensorBoard was started."""
 
     _written: dict[str, int] | None = None
 
@@ -66,4 +66,4 @@ class Projector(projector_plugin.ProjectorPlugin):
 
 
 PAGES: dict[Any, Any] = {hparams_plugin.HParamsPlugin: HParams, projector_plugin.ProjectorPlugin: Projector}
-"""Instead of TensorBoard's own."""
+"""Replacements of TensorBoard's own pages."""

@@ -1,4 +1,4 @@
-"""`forge determinism`: does a recipe do the same thing twice, and if not, which tensor is the first that differs?"""
+"""`forge determinism`: run a recipe twice, compare bit for bit, and name the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rich.text import Text
 
 from forge.cli import subprocesses, target
 from forge.errors import ForgeError
+from forge.runs.wording import counted
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.witness import Difference
+    from forge.testing.witness import TensorDifference
 
 EXAMPLES = """\
-Exit code 0: the two runs were equal bit for bit; 1: they were not.
+Exit code 0: the two runs are equal bit for bit; 1: they are not.
 
 examples:
   forge determinism quickstart
@@ -26,13 +27,13 @@ examples:
   forge determinism my_task.py:MyTask --deterministic      with deterministic algorithms only
 """
 
-UNSEEDED = "Something that the seed does not reach: os.urandom, secrets, uuid, the time, or a generator of its own"
-SET_ORDER = "The order of a set, or of what os.listdir and glob return: sort it."
-KERNEL = "A kernel that adds up in no fixed order: try --deterministic, which allows only those that do not."
-KERNEL_OF_ITS_OWN = "A kernel that is not torch's own and adds up in no fixed order: an extension, a Triton kernel."
+UNSEEDED = "A source that the seed does not reach: os.urandom, secrets, uuid, the time, or a generator of its own"
+SET_ORDER = "The order of a set, or of the results of os.listdir and glob: sort them."
+KERNEL = "A kernel that sums in no fixed order: try --deterministic, which allows only kernels with a fixed order."
+EXTERNAL_KERNEL = "A kernel outside torch that sums in no fixed order: an extension, a Triton kernel."
 FORWARD = [
     f"{UNSEEDED} (a torch.Generator or numpy.random.default_rng without a seed) in the forward pass.",
-    "State that is kept outside of the task: a cache, a global, a file.",
+    "State kept outside the task: a cache, a global, a file.",
     SET_ORDER,
 ]
 CAUSES = {
@@ -41,22 +42,22 @@ CAUSES = {
     "batch": [
         f"{UNSEEDED} in the dataset, its transforms or the collate function.",
         SET_ORDER,
-        "Data workers that hand out samples as they come.",
+        "Data workers that return samples in the order in which they finish.",
     ],
     "rng before": [
-        "Something seeds or draws random numbers a different number of times before the forward pass: the data in this "
+        "Code that seeds or draws random numbers a different number of times before the forward pass: the data in this "
         "process, a validation, a plugin.",
     ],
     "output": FORWARD,
     "loss": FORWARD,
-    "gradient": ["A backward written by hand, or a hook on a tensor, that uses something which is not seeded."],
-    "parameter": ["The gradients were equal: look at the optimizer, and at plugins that change gradients or weights."],
-    "buffer": ["A buffer that the forward pass fills from something which is not seeded."],
-    "optimizer": ["A learning-rate schedule or an optimizer that looks at the time, or keeps state of its own."],
-    "rng": ["Something draws random numbers a different number of times: a loop over a set, a condition on the time."],
-    "order": ["A branch that depends on the time, on the order of a set, or on state outside of the task."],
+    "gradient": ["A custom backward, or a hook on a tensor, that uses an unseeded source."],
+    "parameter": ["The gradients were equal: check the optimizer, and plugins that change gradients or weights."],
+    "buffer": ["A buffer that the forward pass fills from an unseeded source."],
+    "optimizer": ["A learning-rate schedule or an optimizer that reads the time, or keeps state of its own."],
+    "rng": ["Code that draws random numbers a different number of times: a loop over a set, a condition on the time."],
+    "order": ["A branch that depends on the time, on the order of a set, or on state outside the task."],
 }
-"""What is likely behind the first difference, by its kind; kernels are told of separately."""
+"""Likely causes of the first difference by its kind, without kernels."""
 ROUNDING = 1e-5
 """A difference below this share of a tensor looks like a sum in another order."""
 
@@ -67,10 +68,10 @@ def parser() -> ArgumentParser:
     )
     target.add_arguments(parser)
     parser.add_argument(
-        "--updates", type=int, default=20, metavar="N", help="how many updates to compare (default: %(default)s)"
+        "--updates", type=int, default=20, metavar="N", help="number of updates to compare (default: %(default)s)"
     )
     parser.add_argument(
-        "--deterministic", action="store_true", help="with deterministic algorithms only (trainer.deterministic=true)"
+        "--deterministic", action="store_true", help="use deterministic algorithms only (trainer.deterministic=true)"
     )
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their records in this folder")
     parser.add_argument("--life", help=SUPPRESS)
@@ -79,15 +80,15 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     if args.life:
-        return live(args)
+        return run_child(args)
     if args.updates < 1:
         raise ForgeError("--updates must be at least 1.")
     with subprocesses.folder_for(args.keep, "determinism") as folder:
         return compare(args, folder)
 
 
-def live(args: Namespace) -> int:
-    """One of the two runs, in a process of its own."""
+def run_child(args: Namespace) -> int:
+    """Run one of the two runs, in this process."""
     from forge.testing.witness import Witness
 
     folder = Path(args.life)
@@ -102,7 +103,7 @@ def compare(args: Namespace, folder: Path) -> int:
     from forge.testing.trace import read_trace
 
     if target.load(args, to_train=True).trainer.get("seed") is None:
-        show.warning("the recipe sets no seed, so every fit is another one. Both runs use trainer.seed=0 here.")
+        show.warning("the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here.")
         args.overrides.append("trainer.seed=0")
     if args.deterministic:
         args.overrides.append("trainer.deterministic=true")
@@ -110,49 +111,47 @@ def compare(args: Namespace, folder: Path) -> int:
         show.console().print(f"Run {number} of 2: {args.updates} updates ...", style="dim")
         own = folder / str(number)
         own.mkdir()
-        # a process orders its sets by a random seed; these two differ, unless the user has fixed it for every run
+        # a random seed orders the sets of a process: the two runs get different ones, unless the user has fixed it
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(number))}
-        subprocesses.live("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
+        subprocesses.run_verb("determinism", args, ["--life", str(own), "--updates", str(args.updates)], environment)
     one, other = (read_trace(folder / name / "record.jsonl") for name in "12")
     if len(one) < 2:
-        raise ForgeError("The run made no update: there is nothing to compare.")
+        raise ForgeError("The run made no update, so nothing can be compared. Check the data and trainer.max_updates.")
     difference = witness.compare(one, other)
     if difference is None:
         count = sum(len(line["events"]) for line in one)
-        show.console().print(same(len(one) - 1, count), soft_wrap=True)
+        show.console().print(equal_text(len(one) - 1, count), soft_wrap=True)
         return 0
     _report(difference, one[0]["device"], args.deterministic)
     return 1
 
 
-def same(updates: int, values: int) -> str:
-    """What was found equal."""
-    length = f"{updates} update{'' if updates == 1 else 's'}"
+def equal_text(updates: int, values: int) -> str:
     return (
-        f"Bit for bit the same: two runs of {length}, each in a process of its own. "
-        f"Compared were {values:,} values: batches, outputs of modules, losses, gradients, parameters, buffers, "
+        f"Bit for bit the same: two runs of {counted(updates, 'update')}, each in a process of its own. "
+        f"Compared {values:,} values: batches, outputs of modules, losses, gradients, parameters, buffers, "
         "optimizer state and the state of random numbers."
     )
 
 
-def _report(difference: Difference, device: str, deterministic: bool) -> None:
+def _report(difference: TensorDifference, device: str, deterministic: bool) -> None:
     console = show.console()
     console.print(Text(f"Not the same: {difference}.", "bold red"), soft_wrap=True)
     console.print(f"{difference.equal:,} values before it were equal bit for bit.", soft_wrap=True)
     if difference.hidden:
         names = ", ".join(difference.hidden[:5])
-        console.print(f"Attributes of the task that differ by then, and are no part of its state: {names}.")
+        console.print(f"Attributes of the task outside its state_dict that differ as well: {names}.")
     console.print()
     console.print(show.heading("Likely causes"))
     for cause in causes(difference, device, deterministic):
         console.print(f"  - {cause}", soft_wrap=True)
 
 
-def causes(difference: Difference, device: str, deterministic: bool) -> list[str]:
-    """What may be behind a difference, the likeliest first."""
+def causes(difference: TensorDifference, device: str, deterministic: bool) -> list[str]:
+    """Return possible causes of a difference, the likeliest first."""
     known = list(CAUSES[difference.kind])
     if difference.kind not in ("output", "loss", "gradient", "parameter", "buffer"):
         return known
-    kernel = KERNEL_OF_ITS_OWN if deterministic else KERNEL
+    kernel = EXTERNAL_KERNEL if deterministic else KERNEL
     small = not math.isnan(difference.share) and difference.share < ROUNDING
     return [kernel, *known] if small or (difference.kind == "gradient" and device != "cpu") else [*known, kernel]

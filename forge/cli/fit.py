@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from forge.cli import ranks, target
-from forge.cli.measure import naming_options
+from forge.cli.evaluate import explain_misfit
 from forge.config.recipe import DEFAULT
 from forge.util import show
 
@@ -32,14 +32,14 @@ examples:
 def parser() -> ArgumentParser:
     parser = show.new_parser("fit", "Train a recipe, or a task from your own file.", EXAMPLES)
     target.add_arguments(parser)
-    parser.add_argument("--run-dir", metavar="DIR", help="where the run is written (default: runs/RECIPE/TIME-ID)")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of the run (default: runs/RECIPE/TIME-ID)")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; none: start a new run",
+        help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; without one, start new",
     )
     parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     ranks.add_arguments(parser)
     return parser
@@ -49,10 +49,10 @@ def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
     if args.nproc is not None:
         return ranks.launch(args, recipe)
-    ranks.go_by_users_command()
+    ranks.use_users_command()
     talks = ranks.rank() == 0 and not args.quiet
     if args.quiet:
-        logging.getLogger("forge").setLevel(logging.WARNING)  # whoever opened the log puts its level back
+        logging.getLogger("forge").setLevel(logging.WARNING)  # show.plain_messages restores the level
     trainer, task, data = target.build(recipe, args.run_dir)
     if args.resume:
         trainer.resume = "auto"
@@ -60,8 +60,8 @@ def run(args: Namespace) -> int:
     if args.trace:
         trainer.trace = sys.stderr.write
     if talks and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
-        show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N says otherwise.", "dim")
-    with naming_options(args, "fit", task):
+        show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N changes that.", "dim")
+    with explain_misfit(args, "fit", task):
         result = trainer.fit(task, data.train, data.val, weights=args.weights)
     if talks:
         _report(result, trainer, data, args)
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
 
 
 def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) -> None:
-    """What it came to; on a terminal the bar has left that there already, and only what comes next is missing."""
+    """Print the result; on a terminal the progress bar has printed it, and only the next command is added."""
     console = show.console()
     shown = "progress" in trainer.stack and sys.stdout.isatty() and sys.stderr.isatty()
     lines = {} if shown else _lines(result)
@@ -85,13 +85,13 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
     from forge.runs.folder import Run
     from forge.runs.summary import summary
 
-    aside = [name for name in result.metrics if is_diagnostic(name, trainer.stack.names)]
-    if aside:
-        whose = ", ".join(dict.fromkeys(name.partition("/")[0] for name in sorted(aside)))
-        lines = {"also": f"{len(aside)} metrics of {whose}, in the run's logs", **lines}
+    diagnostics = [name for name in result.metrics if is_diagnostic(name, trainer.stack.names)]
+    if diagnostics:
+        plugins = ", ".join(dict.fromkeys(name.partition("/")[0] for name in sorted(diagnostics)))
+        lines = {"also": f"{len(diagnostics)} metrics of {plugins}, in the run's logs", **lines}
     best = bests(Run(result.run_dir)) if result.run_dir is not None else {}
     console.print()
-    shown_metrics = {name: value for name, value in result.metrics.items() if name not in aside}
+    shown_metrics = {name: value for name, value in result.metrics.items() if name not in diagnostics}
     console.print(summary(shown_metrics, best, lines), soft_wrap=True)
 
 
@@ -105,7 +105,6 @@ def _lines(result: FitResult) -> dict[str, str]:
 
 
 def _same_task(args: Namespace) -> list[str]:
-    """The arguments that name the same task and data again."""
-    named = [("--recipe", args.recipe), ("--data", args.data)]
-    options = [word for flag, value in named if value for word in (flag, value)]
-    return [args.target, *options, *(text for text in args.overrides if text.startswith(("task.", "data.")))]
+    """Return the arguments that name the same task and data."""
+    kept = [text for text in args.overrides if text.startswith(("task.", "data."))]
+    return target.same_target(args, overrides=kept, plugins=())

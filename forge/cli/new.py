@@ -1,4 +1,4 @@
-"""`forge new`: a task file or a plugin package that runs as it is."""
+"""`forge new`: start a task file or a plugin package from a working template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLUGIN_FILES = {
 def parser() -> ArgumentParser:
     parser = show.new_parser("new", "Start a task or a plugin package from a working template.", EXAMPLES)
     parser.add_argument("kind", choices=["task", "plugin"])
-    parser.add_argument("name", metavar="NAME", help="my_task, my-task or MyTask: they come to the same")
+    parser.add_argument("name", metavar="NAME", help="my_task, my-task or MyTask: all mean the same")
     return parser
 
 
@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         command = f"forge fit {path}:{names['cls']}"
     else:
         folder = Path(args.name)
-        _refuse_a_taken_name(names["name"], names["module"])
+        _refuse_taken_name(names["name"], names["module"])
         _write(
             {
                 folder / Template(path).substitute(names): _filled(f"plugin/{source}", names)
@@ -55,7 +55,7 @@ def run(args: Namespace) -> int:
 
 
 def _names(given: str, kind: str) -> dict[str, str]:
-    """One name in all its forms: my_task, MyTask, and for a plugin the package forge-my-task."""
+    """Return all forms of a name: my_task, MyTask, and for a plugin the package forge-my-task."""
     name = snake_case(given.replace("-", "_"))
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ForgeError(f"{given!r} cannot name a {kind}: use letters, digits and _, with a letter first.")
@@ -65,8 +65,8 @@ def _names(given: str, kind: str) -> dict[str, str]:
     return {"name": name, "cls": cls, "module": f"forge_{name}", "dist": f"forge-{name.replace('_', '-')}"}
 
 
-def _refuse_a_taken_name(name: str, module: str) -> None:
-    """Two packages with one plugin, or one module, are in each other's way as soon as both are installed."""
+def _refuse_taken_name(name: str, module: str) -> None:
+    """Refuse a name that another package has: two plugins or modules of one name conflict once both are installed."""
     there = registry.installed("plugin").get(name)
     what = f"a plugin of {registry.origin(there)}" if there else f"the package {module}" if find_spec(module) else None
     if what is not None:
@@ -79,7 +79,7 @@ def _filled(template: str, names: dict[str, str]) -> str:
 
 
 def _write(contents: dict[Path, str]) -> None:
-    """Write all files or none: something of that name is never overwritten."""
+    """Write all files or none; an existing file is never overwritten."""
     for path in contents:
         if path.exists():
             raise ForgeError(f"{path} exists. Choose another name, or move it away.")

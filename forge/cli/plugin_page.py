@@ -1,4 +1,4 @@
-"""A plugin's documentation, read from its class: docstring, Config, declarations and hooks. Also as a page."""
+"""A plugin's documentation, from its class: docstring, Config, declarations and hooks; also as a Markdown page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge import options, registry
+from forge import options
+from forge.config.build import plugin_class
 from forge.contract import hooks
 from forge.contract.plugin import Plugin
 from forge.contract.stack import ACTIONS, SPECS
-from forge.errors import StackError
 from forge.options import Option
 
 DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observer", "capturable", "replays")
@@ -19,23 +19,15 @@ DECLARATIONS = ("provides", "requires", "conflicts", "before", "after", "observe
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a docstring: flowing text, or code that stays as it is."""
+    """A part of a docstring: text to be wrapped, or code to be kept unchanged."""
 
     text: str
     is_code: bool = False
 
 
-def plugin_class(name: str) -> type[Plugin]:
-    """The installed plugin of that name."""
-    kind = registry.load("plugin", name)
-    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
-        raise StackError(f"The plugin {name!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
-    return kind
-
-
 def parts(docstring: str) -> Iterator[Part]:
-    """Paragraphs, lists and, where `::` announces it, code."""
-    for block in re.split(r"\n\n+(?! )", docstring):  # code may have blank lines; what follows it is not indented
+    """Split a docstring into paragraphs, lists and code, which `::` introduces."""
+    for block in re.split(r"\n\n+(?! )", docstring):  # code may have blank lines; text after it is not indented
         head, colons, code = block.partition("::\n\n")
         if colons and code.startswith(" "):
             if head.strip():
@@ -48,7 +40,7 @@ def parts(docstring: str) -> Iterator[Part]:
 
 
 def examples(kind: type[Plugin]) -> list[str]:
-    """The command lines in a plugin's docstring."""
+    """Return the command lines in a plugin's docstring."""
     code = [part.text for part in parts(inspect.getdoc(kind) or "") if part.is_code]
     return [line for text in code for line in text.splitlines() if line.startswith("forge ")]
 
@@ -58,13 +50,13 @@ def default_of(option: Option) -> str:
 
 
 def declared(kind: type[Plugin]) -> list[str]:
-    """What the class declares to the stack, in words; an instance may drop some of it."""
+    """Return the declarations of the class in words; an instance may drop some."""
     values = {name: getattr(kind, name) for name in DECLARATIONS if getattr(kind, name)}
     return [name if value is True else f"{name} {', '.join(value)}" for name, value in values.items()]
 
 
 def implemented(kind: type[Plugin]) -> list[tuple[str, str]]:
-    """Each hook of the class with its role; an instance may drop some."""
+    """Return each hook of the class with its role; an instance may drop some."""
     found = []
     for hook in SPECS:
         marks = getattr(getattr(kind, hook, None), "forge_impl", None)
@@ -75,7 +67,7 @@ def implemented(kind: type[Plugin]) -> list[tuple[str, str]]:
 
 
 def when(hook: str) -> str:
-    """The first sentence of the hook's own documentation, after "Event." or "Action."."""
+    """Return the first sentence of the hook's documentation, after "Event." or "Action."."""
     text = " ".join((inspect.getdoc(getattr(hooks, hook)) or "").split())
     text = text.removeprefix("Event. ").removeprefix("Action. ")
     return text.partition(". ")[0].removesuffix(".")

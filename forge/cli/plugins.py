@@ -1,4 +1,4 @@
-"""`forge plugins`: what is installed, from metadata; with a name, one plugin's documentation."""
+"""`forge plugins`: list installed plugins; with a name, show that plugin's documentation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from forge import options, registry
 from forge.cli import plugin_page
+from forge.config.build import plugin_class
 from forge.errors import ForgeError
 from forge.util import show
 
@@ -24,14 +25,14 @@ def parser() -> ArgumentParser:
 def run(args: Namespace) -> int:
     if args.markdown:
         if not args.name:
-            raise ForgeError("forge plugins --markdown prints one plugin's page: name it.")
+            raise ForgeError("--markdown prints the page of one plugin. Write: forge plugins NAME --markdown")
         print(plugin_page.markdown(args.name), end="")
         return 0
     return _show(args.name) if args.name else _list()
 
 
 def _list() -> int:
-    """Read from package metadata and source alone, so that a broken package is listed like any other."""
+    """List plugins from package metadata and source alone, so that a broken package is listed too."""
     grid = show.table("plugin", "what it does", "package", wrap=["what it does"])
     for name, entry in registry.installed("plugin").items():
         grid.add_row(name, registry.summary(entry), registry.origin(entry))
@@ -42,7 +43,7 @@ def _list() -> int:
 
 
 def _show(name: str) -> int:
-    kind = plugin_page.plugin_class(name)
+    kind = plugin_class(name)
     entry = registry.installed("plugin")[name]
     console = show.console()
     console.print(Text.assemble((name, "bold"), (f"  {registry.origin(entry)}, {entry.value}", "dim")), soft_wrap=True)

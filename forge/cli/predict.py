@@ -1,4 +1,4 @@
-"""`forge predict`: write what a task predicts to a safetensors file."""
+"""`forge predict`: write a task's predictions to a safetensors file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import ranks, target
-from forge.cli.measure import measuring_parser, naming_options, warn_without_weights
+from forge.cli.evaluate import explain_misfit, measuring_parser, warn_without_weights
 from forge.errors import DataError, ForgeError, TaskError
 from forge.util import show
 
@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
         raise ForgeError(f"--out {args.out} is a folder; name a file, as in --out {out / 'predictions.safetensors'}.")
     if out.suffix != ".safetensors":
         raise ForgeError(
-            f"--out {args.out}: predictions are tensors, and are written as safetensors. Name it "
+            f"--out {args.out}: predictions are written as safetensors. Name the file "
             f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
         )
     recipe = target.load(args)
@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
     if loader is None:
         raise DataError(f"The data of {args.target!r} have neither a predict nor a test split.")
     warn_without_weights(args)
-    with naming_options(args, "predict", task):
+    with explain_misfit(args, "predict", task):
         tensors = gather(trainer.predict(task, loader, weights=args.weights))
     if ranks.rank() != 0:  # every rank has all predictions; one of them writes the file
         return 0
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
 
 
 def gather(outputs: list[Any]) -> dict[str, Tensor]:
-    """The outputs of all batches as one tensor per name; a bare tensor goes by the name "predictions"."""
+    """Concatenate the outputs of all batches, by name; a bare tensor is named "predictions"."""
     import torch
 
     named = [dict(output) if isinstance(output, Mapping) else {"predictions": output} for output in outputs]
@@ -68,7 +68,7 @@ def gather(outputs: list[Any]) -> dict[str, Tensor]:
         if not isinstance(value, torch.Tensor):
             raise TaskError(
                 f"predict_step returned a {type(value).__name__} for {name!r}; only tensors, or dicts of tensors, can "
-                "be written. Call trainer.predict from Python to have it as it is."
+                "be written. To get other types, call trainer.predict from Python."
             )
     try:
         return {name: torch.cat([torch.atleast_1d(output[name]) for output in named]).contiguous() for name in named[0]}

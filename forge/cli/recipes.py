@@ -1,4 +1,4 @@
-"""`forge recipes`: list them, show one with the origin of every value, or copy one to start from."""
+"""`forge recipes`: list recipes, show one with the origin of every value, or copy one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge.util import show
 
 EXAMPLES = """\
 examples:
-  forge recipes                               list what is installed
+  forge recipes                               list installed recipes
   forge recipes quickstart                    show one, merged, with the origin of every value
   forge recipes copy quickstart mine.yaml     then: forge fit mine.yaml
 """
@@ -59,7 +59,7 @@ def _show(name: str) -> int:
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
-        print(text, end="")  # as it is: `forge recipes NAME > mine.yaml` is a recipe
+        print(text, end="")  # unchanged: `forge recipes NAME > mine.yaml` is a recipe
     return 0
 
 
@@ -67,7 +67,7 @@ def _copy(name: str, file: Path, force: bool) -> int:
     source = locate(name)
     file = file / f"{source.stem}.yaml" if file.is_dir() else file
     if file.suffix not in (".yaml", ".yml"):
-        raise ForgeError(f"{str(file)!r} does not end in .yaml, by which forge knows a recipe file.")
+        raise ForgeError(f"{str(file)!r} is no name of a recipe file: it must end in .yaml.")
     if file.exists() and not force:
         raise ForgeError(f"{str(file)!r} exists. Choose another name, or overwrite it with --force.")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _copy(name: str, file: Path, force: bool) -> int:
 
 
 def annotated(recipe: Recipe) -> str:
-    """The merged recipe as YAML, each value followed by a comment that says where it came from."""
+    """Return the merged recipe as YAML, with the origin of each value in a comment."""
     values = {key: value for key, value in recipe.config.items() if key != "description"}
     described = [(line, "") for line, _ in _lines({"description": recipe.description}, {})]
     lines = [*described, *_lines(values, recipe.origin)] if recipe.description else list(_lines(values, recipe.origin))

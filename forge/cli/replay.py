@@ -1,4 +1,4 @@
-"""`forge replay`: run a window again that `anomaly` kept, and see whether the same thing happens."""
+"""`forge replay`: run the window of an anomaly report again, and compare the findings."""
 
 from __future__ import annotations
 
@@ -24,80 +24,70 @@ examples:
 """
 PARTS = {"model", "buffers", "rng", "window", "turn", "progress", "task", "recipe", "stack", "trainer", "finding"}
 OF_THIS_RUN = {"place", "samples", "batch_changed"}
-"""What a finding says of the run it was made in: lines of a file that may have been edited, places in a dataset."""
+"""Parts of a finding that belong to its run: lines of a file that may have been edited, positions in a dataset."""
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("replay", "Run a window again that the plugin anomaly kept.", EXAMPLES)
+    parser = show.new_parser("replay", "Run a window again that the plugin anomaly saved.", EXAMPLES)
     parser.add_argument("bundle", metavar="BUNDLE", help="RUN/anomaly/update-XXXXXXXX")
-    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, where it is none that is installed by name")
-    parser.add_argument("--device", metavar="NAME", help="where to run it (default: as the run did)")
+    parser.add_argument("--task", metavar="FILE.py:Task", help="the task, if it is not installed by name")
+    parser.add_argument("--device", metavar="NAME", help="device to run on (default: the run's own)")
     return parser
 
 
 def run(args: Namespace) -> int:
-    """0 where the same thing was found again, 1 where it was not."""
+    """Return 0 if the finding was reproduced, else 1."""
     tree = _load(Path(args.bundle))
     task = _make_task(tree, args.task)
-    finding, told = _run_again(tree, task, args.device)
+    finding, as_text = _run_again(tree, task, args.device)
     recorded = tree["finding"]
     console = show.console()
     if finding is None:
         console.print(Text("This time everything is finite. Not reproduced."))
-        console.print(Text(told(recorded, title="What was recorded:")), soft_wrap=True)
+        console.print(Text(as_text(recorded, title="Recorded:")), soft_wrap=True)
         return 1
     _name_samples(finding, recorded)
-    console.print(Text(told(finding)), soft_wrap=True)
+    console.print(Text(as_text(finding)), soft_wrap=True)
     if not _same(finding, recorded):
-        console.print(Text(told(recorded, title="Not reproduced exactly. What was recorded:")), soft_wrap=True)
+        console.print(Text(as_text(recorded, title="Not reproduced exactly. Recorded:")), soft_wrap=True)
         return 1
     console.print(Text("Reproduced exactly.", "green"))
     return 0
 
 
 def _load(path: Path) -> dict[str, Any]:
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import Checkpoint, manifest
+    from forge.checkpoint.checkpoint import NAME
 
     if not path.is_dir():
-        what = f"{path} is a file, no replay bundle" if path.exists() else f"There is no replay bundle {path}"
-        raise ForgeError(f"{what}.{_others(path.parent)}")
-    _refuse_a_run(path)
+        what = f"{path} is a file, no replay bundle" if path.exists() else f"No replay bundle {path}"
+        raise ForgeError(f"{what}. {_bundles_in(path.parent)}")
+    if not NAME.fullmatch(path.name) and not (path / manifest.NAME).exists():
+        raise ForgeError(
+            f"{path} is no replay bundle. {_bundles_in(path if path.name == 'anomaly' else path / 'anomaly')}"
+        )
     tree = Checkpoint(path).load()
     if not tree.keys() >= PARTS:
-        raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, made by the plugin anomaly.")
+        raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, written by the plugin anomaly.")
     if tree["window"] is None:
-        where = f" Its samples are these of the dataset: {tree['indices']}." if tree.get("indices") else ""
+        where = f" Its samples have these indices in the dataset: {tree['indices']}." if tree.get("indices") else ""
         raise ForgeError(
-            f"{path} holds no batches: they were not plain tensors, numbers and strings, so they were not kept.{where}"
+            f"{path} has no batches: they were not plain tensors, numbers and strings, so they were not saved.{where}"
         )
     return tree
 
 
-def _others(folder: Path) -> str:
-    """The bundles of a folder, or where there are any."""
+def _bundles_in(folder: Path) -> str:
     from forge.checkpoint import Checkpoints
 
-    found = [str(bundle) for bundle in Checkpoints(folder).all()] if folder.name == "anomaly" else []
+    found = [f"  {bundle}" for bundle in Checkpoints(folder).all()] if folder.name == "anomaly" else []
     if found:
-        return "\n".join([" These are there:", *(f"  {bundle}" for bundle in found)])
-    return " They are RUN/anomaly/update-XXXXXXXX, made by the plugin anomaly."
-
-
-def _refuse_a_run(path: Path) -> None:
-    """A folder that is no bundle may hold some: say which."""
-    from forge.checkpoint import Checkpoints, manifest
-    from forge.checkpoint.checkpoint import NAME
-
-    if NAME.fullmatch(path.name) or (path / manifest.NAME).exists():
-        return
-    folder = path if path.name == "anomaly" else path / "anomaly"
-    found = [f"  {bundle}" for bundle in Checkpoints(folder).all()]
-    there = "\n".join(["These are there:", *found]) if found else "There is none: the plugin anomaly makes them."
-    raise ForgeError(f"{path} is no replay bundle; those of a run are in {folder}/. {there}")
+        return "\n".join([f"Bundles in {folder}:", *found])
+    return "Bundles are RUN/anomaly/update-XXXXXXXX, written by the plugin anomaly."
 
 
 def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
-    """The task by its registered name, or the user's own class; built with the options it had."""
+    """Build the task with the options it had: the class given, or the one of its registered name."""
     from forge import options, registry
 
     recorded, recipe = tree["task"], tree["recipe"] or {}
@@ -107,11 +97,11 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
     elif name is not None:
         kind = registry.load("task", name)
     else:
-        raise ForgeError(f"The bundle's task {recorded['class']!r} is none that is installed: say --task FILE.py:Task.")
+        raise ForgeError(f"The bundle's task {recorded['class']!r} is not installed by name: add --task FILE.py:Task.")
     if recorded["not_saved"]:
         raise ForgeError(
-            f"{recorded['class']} was made with {', '.join(recorded['not_saved'])}, which is no plain data: it cannot "
-            "be made again from a file."
+            f"{recorded['class']} was built with {', '.join(recorded['not_saved'])}, which is no plain data, so it "
+            "cannot be rebuilt from a file."
         )
     task = kind(**options.check(options.of_callable(kind), recorded["options"], f"task of {recorded['class']}"))
     try:
@@ -122,7 +112,7 @@ def _make_task(tree: Mapping[str, Any], given: str | None) -> TaskModule:
 
 
 def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) -> tuple[dict[str, Any] | None, Any]:
-    """The finding of a second run, or None; and how to tell one."""
+    """Return the finding of a second run, or None, and the function that turns findings into text."""
     from forge.config.build import make_plugin
     from forge.engine.trainer import Trainer
 
@@ -130,7 +120,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
     settings, turn = tree["trainer"], tree["turn"]
     trainer = Trainer(
         max_updates=tree["progress"]["update"] + 1,
-        plugins=[_as_it_was(tree), *_stack(tree["stack"]), anomaly],
+        plugins=[_restore_window(tree), *_stack(tree["stack"]), anomaly],
         run_dir=False,
         device=device or settings["device"],
         deterministic=settings["deterministic"],
@@ -148,7 +138,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
 
 
 def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
-    """The same plugins, by name, without those that only watch, save, or step in when something is not finite."""
+    """Build the recorded plugins, without those that observe, save, or handle values that are not finite."""
     from forge import registry
     from forge.config.build import make_plugin
 
@@ -157,7 +147,7 @@ def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
         if entry["observer"]:
             continue
         if entry["name"].partition("@")[0] not in registry.installed("plugin"):
-            show.warning(f"{entry['name']!r} is no installed plugin: it is left out.")
+            show.warning(f"the plugin {entry['name']!r} is not installed: it is left out.")
             continue
         plugin = make_plugin(entry["name"], entry["options"])
         if getattr(plugin, "forge_save", None) is None and not {"guard", "anomaly"} & set(plugin.provides):
@@ -165,15 +155,15 @@ def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:
     return plugins
 
 
-def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
-    """A plugin, outermost, that puts counters, buffers and random numbers where the window began."""
+def _restore_window(tree: Mapping[str, Any]) -> Plugin:
+    """Return an outermost plugin that restores the counters, buffers and random numbers of the window's start."""
     import torch
 
     from forge.contract.hooks import hookimpl
     from forge.contract.plugin import Plugin
     from forge.rng import RNGState
 
-    class AsItWas(Plugin):
+    class RestoreWindow(Plugin):
         @hookimpl
         def forge_start(self, trainer: Any) -> None:
             for field, value in tree["progress"].items():
@@ -187,17 +177,17 @@ def _as_it_was(tree: Mapping[str, Any]) -> Plugin:
             RNGState.from_tree(tree["rng"]).restore(step.trainer.env.device)
             return (yield)
 
-    return AsItWas()
+    return RestoreWindow()
 
 
 def _name_samples(found: dict[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Rows of the window have the places in the dataset that the run had; the window alone does not know them."""
+    """Copy the dataset indices of the recorded finding, which the window alone does not have."""
     for mine, theirs in [(found, recorded), *zip(found["data"], recorded["data"], strict=False)]:
         mine["samples"] = theirs.get("samples") if mine.get("rows") == theirs.get("rows") else None
 
 
 def _same(found: Any, recorded: Any) -> bool:
-    """Whether two findings say the same; NaN is NaN here."""
+    """Return whether two findings are equal; NaN equals NaN."""
     if isinstance(found, Mapping) and isinstance(recorded, Mapping):
         keys = (found.keys() | recorded.keys()) - OF_THIS_RUN
         return all(key in found and key in recorded and _same(found[key], recorded[key]) for key in keys)

@@ -1,4 +1,4 @@
-"""`forge report`: a run as one HTML page to send to someone."""
+"""`forge report`: write one or several runs as one HTML page."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from forge.runs.find import locate
 from forge.util import show
 
 EXAMPLES = """\
-RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has. The page needs no
-network and holds no script; a run that is still going can be reported too.
+RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name. The page needs no network and has
+no script; a run in progress can be reported too.
 
 examples:
   forge report runs/quickstart                          the newest run; writes report.html into its folder
   forge report runs/quickstart/RUN -o quickstart.html
-  forge report RUN_A RUN_B -o compared.html             curves over one another, and what differs
+  forge report RUN_A RUN_B -o compared.html             curves overlaid, and the differences
 """
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("report", "Write a run, or several, as one HTML page to send to someone.", EXAMPLES)
+    parser = show.new_parser("report", "Write one or several runs as one HTML page.", EXAMPLES)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run; several are compared")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="where to write (default: RUN/report.html; for several: report.html)"
+        "-o", "--output", metavar="FILE", help="file to write (default: RUN/report.html; for several: report.html)"
     )
     return parser
 

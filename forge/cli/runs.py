@@ -1,12 +1,14 @@
-"""`forge runs`: what has run here and what it came to; `forge runs compare` says what made the difference."""
+"""`forge runs`: list runs with their results; `forge runs compare`: show what differs between some."""
 
 from __future__ import annotations
 
 import json
 import math
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from rich.console import Console
@@ -21,31 +23,28 @@ from forge.runs.find import RUNS, label, locate, runs_in
 from forge.runs.folder import Run
 from forge.util import show
 
-COMPARE = "compare"
 EXAMPLES = """\
-RUN is a run folder, a folder of runs (its newest), or a part of a run's name that only it has.
+RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name.
 
 examples:
   forge runs                                      every run under runs/, newest first
-  forge runs runs/quickstart --sort val/accuracy  one recipe's, the best first
-  forge runs compare RUN_A RUN_B                  what differs in recipe, result and surroundings
+  forge runs runs/quickstart --sort val/accuracy  the runs of one recipe, the best first
+  forge runs compare RUN_A RUN_B                  differences in recipe, result and environment
   forge runs --json | jq '.[0].metrics'           for programs
 """
 STYLES = {"running": "cyan", "finished": "green", "interrupted": "yellow", "failed": "red", "killed": "red"}
 SHORTER = "shorter"
 DISPENSABLE = ("recipe", "task", "duration", "started", SHORTER, "updates")
-"""Columns that a narrow terminal does without, first to last; on the way runs lose the name of their group."""
+"""Columns dropped on a narrow terminal, in this order; at `SHORTER` runs lose the name of their group."""
 MOST_METRICS = 6
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser(
-        "runs", "List runs with what they came to, or compare some (compare RUN RUN ...).", EXAMPLES
-    )
+    parser = show.new_parser("runs", "List runs with their results, or compare some (compare RUN RUN ...).", EXAMPLES)
     parser.add_argument(
-        "words", metavar="FOLDER | compare RUN RUN ...", nargs="*", help=f"where to look (default: {RUNS})"
+        "words", metavar="FOLDER | compare RUN RUN ...", nargs="*", help=f"folder to list (default: {RUNS})"
     )
-    parser.add_argument("--sort", metavar="METRIC", help="the best value first, as in --sort val/accuracy")
+    parser.add_argument("--sort", metavar="METRIC", help="list the best value first, as in --sort val/accuracy")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     return parser
 
@@ -58,10 +57,8 @@ def run(args: Namespace) -> int:
             return _compare([locate(name) for name in (one, other, *more)], args.json)
         case ["compare", *_]:
             raise ForgeError("forge runs compare takes two runs or more. Write: forge runs compare RUN RUN")
-        case []:
-            return _list(RUNS, args.sort, args.json)
-        case [folder]:
-            return _list(folder, args.sort, args.json)
+        case [] | [_]:
+            return _list(args.words[0] if args.words else RUNS, args.sort, args.json)
         case several:
             raise ForgeError(
                 f"forge runs lists one folder, and got {', '.join(several)}. To compare: forge runs compare"
@@ -73,26 +70,24 @@ def run(args: Namespace) -> int:
 
 def _list(folder: str, metric: str | None, as_json: bool) -> int:
     if not Path(folder).is_dir() and folder != RUNS:
-        raise ForgeError(f"There is no folder {folder!r}.{_nearby(folder)}")
+        known = [str(path) for path in Path(RUNS).glob("*") if path.is_dir()]
+        raise ForgeError(f"No folder {folder!r}.{did_you_mean(folder, known)}")
     runs = runs_in(folder)
     if metric:
         runs = _sorted(runs, metric)
     if as_json:
-        print(json.dumps([described(run) for run in runs], indent=2, allow_nan=False))
+        print(json.dumps([run_as_json(run) for run in runs], indent=2, allow_nan=False))
         return 0
     if not runs:
-        show.message(f"No runs in {folder} yet: forge fit quickstart makes one.", "dim")
+        show.message(f"No runs in {folder} yet: train with forge fit quickstart.", "dim")
         return 0
     console = show.console()
     console.print(_table(runs, metric, console))
     if console.is_terminal:
-        console.print("\nforge runs compare RUN RUN says what differs; forge report RUN draws one.", style="dim")
+        console.print(
+            "\nforge runs compare RUN RUN shows the differences; forge report RUN writes a page.", style="dim"
+        )
     return 0
-
-
-def _nearby(folder: str) -> str:
-    there = [str(path) for path in Path(RUNS).iterdir()] if Path(RUNS).is_dir() else []
-    return did_you_mean(folder, [path for path in there if Path(path).is_dir()])
 
 
 def _sorted(runs: Sequence[Run], metric: str) -> list[Run]:
@@ -109,13 +104,9 @@ def _sorted(runs: Sequence[Run], metric: str) -> list[Run]:
 
 
 def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
-    """As many columns as there is room for; the run, its status and its metrics stay."""
-    counted: dict[str, int] = {}
-    for run in runs:
-        for name in run.final:
-            if name.startswith(("val/", "test/")):
-                counted[name] = counted.get(name, 0) + 1
-    metrics = sorted(counted, key=lambda name: -counted[name])[:MOST_METRICS]
+    """Build a table with as many columns as fit; the run, its status and its metrics always stay."""
+    counts = Counter(name for run in runs for name in run.final if name.startswith(("val/", "test/")))
+    metrics = [name for name, _ in counts.most_common(MOST_METRICS)]
     if metric and metric not in metrics:
         metrics.insert(0, metric)
     columns: dict[str, Callable[[Run], str | Text]] = {
@@ -126,14 +117,17 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
         "updates": _updates,
         "started": lambda run: wording.short_moment(run.started),
         "duration": lambda run: wording.duration(run.seconds),
-        **{name: lambda run, name=name: _value(run, name) for name in metrics},
+        **{
+            name: lambda run, name=name: wording.number(run.final[name]) if name in run.final else ""
+            for name in metrics
+        },
     }
     watched = {run.best.monitor for run in runs if run.best}
     best = f"best {' or '.join(sorted(watched))}" if watched else ""
     if best:
         columns[best] = _best
     dispensable = [*DISPENSABLE, *(name for name in reversed(metrics[1:]) if name != metric), best]
-    if any(run.subject != run.recipe for run in runs):  # a stack recipe says less than the task does
+    if any(run.subject != run.recipe for run in runs):  # the task is more informative than a stack recipe
         dispensable.insert(dispensable.index(SHORTER), dispensable.pop(dispensable.index("task")))
     while True:
         grid = _filled(runs, columns)
@@ -152,9 +146,8 @@ def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]
         if "/" in str(column.header) or column.header in ("updates", "duration"):
             column.justify = "right"
     for run in runs:
-        grid.add_row(
-            *(Text(cell) if isinstance(cell, str) else cell for cell in (tell(run) for tell in columns.values()))
-        )
+        cells = (cell(run) for cell in columns.values())
+        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
     return grid
 
 
@@ -162,17 +155,12 @@ def _updates(run: Run) -> str:
     return f"{run.updates}/{run.planned}" if run.planned and run.planned != run.updates else str(run.updates)
 
 
-def _value(run: Run, name: str) -> str:
-    return wording.number(run.final[name]) if name in run.final else ""
-
-
 def _best(run: Run) -> str:
     best = run.best
     return "" if best is None else f"{wording.number(best.value)} at {best.update}"
 
 
-def described(run: Run) -> dict[str, Any]:
-    """What `--json` says of one run."""
+def run_as_json(run: Run) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "name": run.name,
@@ -196,11 +184,11 @@ def described(run: Run) -> dict[str, Any]:
 def _compare(runs: Sequence[Run], as_json: bool) -> int:
     parts = compare.compare(runs)
     if as_json:
-        told = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}
-        print(json.dumps(told, indent=2, allow_nan=False))
+        content = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}
+        print(json.dumps(content, indent=2, allow_nan=False))
         return 0
     console = show.console()
-    names = _labels(runs)
+    names = [ascii_uppercase[i] if i < 26 else str(i + 1) for i in range(len(runs))]
     for name, run in zip(names, runs, strict=True):
         console.print(
             Text.assemble(
@@ -210,17 +198,8 @@ def _compare(runs: Sequence[Run], as_json: bool) -> int:
         )
     for part, rows in parts.items():
         console.print()
-        if not rows:
-            console.print(Text(f"{part}: no difference", "dim"))
-            continue
-        console.print(_side_by_side(part, rows, names))
+        console.print(_side_by_side(part, rows, names) if rows else Text(f"{part}: no difference", "dim"))
     return 0
-
-
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """A, B, C: what a run's column is called."""
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return [letters[i] if i < len(letters) else str(i + 1) for i in range(len(runs))]
 
 
 def _side_by_side(part: str, rows: compare.Rows, names: Sequence[str]) -> Table:
@@ -229,16 +208,16 @@ def _side_by_side(part: str, rows: compare.Rows, names: Sequence[str]) -> Table:
     grid = show.table(part, *names, *["difference"] * two, wrap=names)
     for column in grid.columns[1:]:
         column.justify = "right" if is_result else "left"
-    tell = wording.number if is_result else wording.value_text
+    as_text = wording.number if is_result else wording.value_text
     for key, values in rows.items():
-        cells = [Text("–" if value is None else tell(value)) for value in values]
+        cells = [Text("–" if value is None else as_text(value)) for value in values]
         change = compare.difference(values) if two else None
-        more = [Text(wording.signed(change), _tone(key, change)) if change else Text("")] if two else []
+        more = [Text(wording.signed(change), _color(key, change)) if change else Text("")] if two else []
         grid.add_row(Text(key), *cells, *more)
     return grid
 
 
-def _tone(key: str, change: float) -> str:
+def _color(key: str, change: float) -> str:
     mode = mode_of(key)
     return "" if mode is None else "green" if (change < 0) == (mode == "min") else "red"
 

@@ -1,4 +1,4 @@
-"""What a verb works on: a recipe by name or file, or a task from the user's own Python file, with its overrides."""
+"""The target of a verb: a recipe by name or file, or a task from the user's Python file, with overrides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +20,7 @@ from forge.config import Recipe, list_recipes, load_recipe
 from forge.config.recipe import DEFAULT
 from forge.errors import ForgeError, did_you_mean
 from forge.util import show
+from forge.util.frames import is_library
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from forge.engine.trainer import Trainer
 
 EPOCHS = 10
-"""How long a task from a file trains when neither its recipe nor the command line says."""
+"""Length of a fit on a task from a file, unless its recipe or the command line sets one."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The arguments of every verb that works on a recipe."""
+    """Add the arguments of every verb that works on a recipe."""
     parser.add_argument(
         "target", metavar="RECIPE", help="an installed recipe's name, FILE.yaml, or FILE.py:Task for a task of your own"
     )
@@ -50,8 +51,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
+def same_target(args: Namespace, changes: Mapping[str, Any] | None = None, **instead: Any) -> list[str]:
+    """Return the arguments that name the same recipe, task, data and stack, with other overrides or arguments."""
+    given, changes = {**vars(args), **instead}, changes or {}
+    kept = [text for text in given["overrides"] if text.partition("=")[0] not in changes]
+    named = [("--recipe", given["recipe"]), ("--data", given["data"]), *(("-p", name) for name in given["plugins"])]
+    options = [word for flag, value in named if value for word in (flag, value)]
+    return [args.target, *kept, *(f"{key}={value}" for key, value in changes.items()), *options]
+
+
 def load(args: Namespace, to_train: bool = False) -> Recipe:
-    """The recipe that the arguments describe, with the user's own task and data in place of the recipe's."""
+    """Load the recipe that the arguments describe, with the user's own task and data in it."""
     add = [name for name in args.plugins if not name.startswith("no:")]
     remove = [name.removeprefix("no:") for name in args.plugins if name.startswith("no:")]
     name, stack, task, data = args.target, args.recipe, None, None
@@ -60,7 +70,7 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
         task, module = task_class(args.target)
         data = getattr(module, "data", None)
     else:
-        _refuse_a_module(args.target)
+        _refuse_module_name(args.target)
     if args.data:
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
@@ -74,7 +84,7 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
 
 
 def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, TaskModule, Splits]:
-    """Trainer, task and data; the seed is set before the task draws its first weights."""
+    """Build the Trainer, the task and the data; the seed is set before the task draws its weights."""
     import torch
 
     from forge.engine.trainer import Trainer
@@ -94,8 +104,8 @@ def _is_python(target: str) -> bool:
     return target.endswith(".py") or ".py:" in target
 
 
-def _refuse_a_module(target: str) -> None:
-    """mine:Mine, as Python names it: forge takes the file. A recipe may have the name of a file beside it."""
+def _refuse_module_name(target: str) -> None:
+    """Refuse mine:Mine, as Python names modules, because forge takes files. A recipe may share a file's name."""
     module, colon, name = target.partition(":")
     files = [file for file in (f"{module}.py", f"{module.replace('.', '/')}.py") if Path(file).is_file()]
     if not colon and (not files or target in list_recipes()):
@@ -105,7 +115,7 @@ def _refuse_a_module(target: str) -> None:
 
 
 def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
-    """The task class that FILE.py:Task names; the name may be left out where the file has just one."""
+    """Return the task class of FILE.py:Task, and its module; a file with one task needs no name."""
     from forge.contract.task import TaskModule
     from forge.diagnose.checks import is_lightning
 
@@ -119,34 +129,29 @@ def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
     foreign = [key for key, value in here.items() if is_lightning(value) and key not in own]
     name = name or ("" if len(own or foreign) != 1 else next(iter(own or foreign)))
     if not name:
-        raise ForgeError(f"{target} has {len(own) or 'no'} tasks; say which: {target}:Task.{did_you_mean('', own)}")
+        raise ForgeError(f"{target} has {len(own) or 'no'} tasks; name one: {target}:Task.{did_you_mean('', own)}")
     kind = getattr(module, name, None)
     if kind is None:
         raise ForgeError(f"{target}: the file has no {name!r}.{did_you_mean(name, own)}")
     if isinstance(kind, type) and issubclass(kind, TaskModule):
         return kind, module
     if isinstance(kind, type) and is_lightning(kind):
-        raise ForgeError(f"{target}: {_wrap_it(name)}")
+        raise ForgeError(
+            f"{target}: {name} is a LightningModule. Wrap it in a task, in the same file, and name that one:\n"
+            f"  class Run{name}(forge.LightningAdapter):\n"
+            "      def __init__(self):\n"
+            f"          super().__init__({name}())"
+        )
     raise ForgeError(f"{target}: {name} is no subclass of forge.TaskModule.{did_you_mean(name, own)}")
-
-
-def _wrap_it(name: str) -> str:
-    return (
-        f"{name} is a LightningModule. Wrap it in a task, in the same file, and name that one:\n"
-        f"  class Run{name}(forge.LightningAdapter):\n"
-        "      def __init__(self):\n"
-        f"          super().__init__({name}())"
-    )
 
 
 def _function(target: str) -> Callable[..., Any]:
     module, name = _import(target)
+    name = name or "data"
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    found = getattr(module, name or "data", None)
+    found = getattr(module, name, None)
     if not callable(found):
-        raise ForgeError(
-            f"{target}: the file has no function {name or 'data'!r}.{did_you_mean(name or 'data', functions)}"
-        )
+        raise ForgeError(f"{target}: the file has no function {name!r}.{did_you_mean(name, functions)}")
     return found
 
 
@@ -154,19 +159,19 @@ _imported: dict[Path, ModuleType] = {}
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):
-    """Compile the file anew. Python trusts bytecode by size and whole seconds: a file edited twice within one second
-    would run as it was before."""
+    """Compile the file anew: Python trusts bytecode by size and whole seconds, so a file that is edited twice within a
+    second would run its old code."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _import(target: str) -> tuple[ModuleType, str]:
-    """Import the file of FILE.py:NAME by its path, with its folder importable as when Python runs the file itself."""
+    """Import the file of FILE.py:NAME by its path; its folder can be imported from, as if Python ran the file."""
     file, _, name = target.rpartition(":") if not target.endswith(".py") else (target, "", "")
     path = Path(file).resolve()
     if not path.is_file():
-        raise ForgeError(f"There is no file {file!r}.{_nearby(Path(file))}")
+        raise ForgeError(f"No file {file!r}.{_similar_files(Path(file))}")
     if path in _imported:
         return _imported[path], name
     label = path.stem if path.stem not in sys.modules else f"{path.stem}_of_{path.parent.name}"
@@ -176,7 +181,7 @@ def _import(target: str) -> tuple[ModuleType, str]:
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    sys.modules[label] = module  # data workers look classes up by module name
+    sys.modules[label] = module  # data workers find classes by their module's name
     try:
         loader.exec_module(module)
     except BaseException as error:
@@ -188,24 +193,23 @@ def _import(target: str) -> tuple[ModuleType, str]:
     return module, name
 
 
-def _nearby(file: Path) -> str:
-    """What else there is in a folder where there is no such file."""
+def _similar_files(file: Path) -> str:
+    """Suggest files of the same folder."""
     there = [str(path) for path in file.parent.glob("*.py")]
     return did_you_mean(str(file), get_close_matches(str(file), there, n=1) or (there if len(there) <= 10 else ()))
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong, and on which lines of the user's: those of Python, of packages and of forge say nothing here."""
-    said = f"{type(error).__name__}: {error}"
+    """Return the error and the lines of the user's files in its traceback."""
+    message = f"{type(error).__name__}: {error}"
     lines = [(frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):  # the line that cannot be read was never run
-        said = f"{type(error).__name__}: {error.msg}"
+    if isinstance(error, SyntaxError):  # the line with the error is in no frame
+        message = f"{type(error).__name__}: {error.msg}"
         lines.append((error.filename or "", error.lineno, error.text))
-    places = [Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
-    others = tuple(f"{place}{os.sep}" for place in places)
+    packages = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "purelib", "platlib"))
     own = [
         f"  {show.near(Path(file))}:{line}: {(text or '').strip()}"
         for file, line, text in lines
-        if file and not file.startswith(("<", *others))
+        if file and not file.startswith(packages) and not is_library(file)
     ]
-    return "\n".join([said, *own])
+    return "\n".join([message, *own])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from forge.cli.measure import measure, measuring_parser
+from forge.cli.evaluate import measure, measuring_parser
 
 
 def parser() -> ArgumentParser:

@@ -1,4 +1,4 @@
-"""`forge tune`: find a learning rate, or the largest batch that fits, by trying."""
+"""`forge tune`: measure a learning rate, or the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import subprocesses, target
+from forge.cli import target
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import ForgeError
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from forge.tuning import BatchReport, LRCurve, Probe
 
 EXAMPLES = """\
-Both train fresh copies of the task for a few updates, and keep nothing of them.
+Both train fresh copies of the task for a few updates, and write no run.
 
 examples:
-  forge tune lr quickstart                                   a range test, with its picture in runs/tune/
+  forge tune lr quickstart                                   a range test, plotted in runs/tune/
   forge tune lr my_task.py:MyTask --min 1e-5 --max 1 --updates 300
   forge tune batch quickstart                                powers of two, with memory and speed of each
-  forge tune batch my_task.py:MyTask --exact --limit 40      the largest of all within 40 GB
+  forge tune batch my_task.py:MyTask --exact --limit 40      the largest size within 40 GB
 """
 LR_NAMES = ("lr", "learning_rate")
 DEFAULTS = {"lr": {"min": 1e-7, "max": 10.0, "updates": 100}, "batch": {"max": 8192, "updates": 6}}
 ONLY = {"lr": ("min", "optimizer", "out"), "batch": ("exact", "limit")}
-"""Options that mean something for one kind of search."""
+"""Options of one kind of search alone."""
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("tune", "Find a learning rate, or the largest batch that fits, by trying.", EXAMPLES)
-    parser.add_argument("what", choices=list(ONLY), help="what to find")
+    parser = show.new_parser("tune", "Measure a learning rate, or the largest batch that fits.", EXAMPLES)
+    parser.add_argument("what", choices=list(ONLY), help="what to search for")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
     parser.add_argument(
@@ -47,14 +47,12 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--updates", type=int, metavar="N", help="lr: updates of the test (default: 100); batch: of each size (6)"
     )
-    parser.add_argument("--optimizer", metavar="NAME", help="lr: test this one of several optimizers, not all together")
-    parser.add_argument("--out", metavar="FILE", help="lr: where the picture goes (default: runs/tune/RECIPE-lr.png)")
+    parser.add_argument("--optimizer", metavar="NAME", help="lr: test only this one of several optimizers")
+    parser.add_argument("--out", metavar="FILE", help="lr: file of the plot (default: runs/tune/RECIPE-lr.png)")
     parser.add_argument(
         "--exact", action="store_true", default=None, help="batch: search between powers of two as well"
     )
-    parser.add_argument(
-        "--limit", type=float, metavar="GB", help="batch: a budget of memory; on a CPU it is the only limit"
-    )
+    parser.add_argument("--limit", type=float, metavar="GB", help="batch: memory budget; the only limit on a CPU")
     return parser
 
 
@@ -68,7 +66,7 @@ def run(args: Namespace) -> int:
             setattr(args, name, value)
     recipe = target.load(args, to_train=True)
     if recipe.trainer.get("seed") is None:
-        recipe = recipe.with_trainer({"seed": 0})  # asked twice, it gives one answer
+        recipe = recipe.with_trainer({"seed": 0})  # so that the result can be repeated
     return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
 
 
@@ -96,7 +94,7 @@ def _lr(args: Namespace, recipe: Recipe) -> int:
     console = show.console()
     if not curve.fell:
         show.warning(
-            "the loss hardly fell, so the suggestion means little. Take more updates (--updates 500), or another range."
+            "the loss hardly fell, so the suggestion means little. Use more updates (--updates 500), or another range."
         )
     for label, text in {"picture": str(show.near(path.absolute())), "use it": _use_lr(args, recipe, curve)}.items():
         console.print(Text.assemble((f"{label:<12}", "dim"), text), soft_wrap=True)
@@ -112,7 +110,7 @@ def _print_lr(curve: LRCurve) -> None:
         "a tenth of the rate at which the smoothed loss is lowest": (curve.suggestion, "suggestion"),
         "in the middle of the longest fall of the loss: careful": (curve.valley, "valley"),
         "where the loss falls fastest: bold": (curve.steepest, "steepest"),
-        "what the task sets now": (curve.reference, "now"),
+        "the task's own rate": (curve.reference, "now"),
     }
     for how, (rate, name) in rows.items():
         style = "bold" if name == "suggestion" else "dim" if name == "now" else ""
@@ -120,7 +118,7 @@ def _print_lr(curve: LRCurve) -> None:
     console.print()
     console.print(grid)
     console.print()
-    end = f"ran away at {rate_text(curve.diverged)}" if curve.diverged else "did not run away"
+    end = f"diverged at {rate_text(curve.diverged)}" if curve.diverged else "did not diverge"
     lowest = min(curve.smoothed)
     console.print(
         f"{len(curve.losses)} updates. The smoothed loss fell from {curve.smoothed[0]:.4g} to {lowest:.4g}, and {end}."
@@ -128,21 +126,16 @@ def _print_lr(curve: LRCurve) -> None:
 
 
 def _use_lr(args: Namespace, recipe: Recipe, curve: LRCurve) -> str:
-    """The command that trains with the suggestion, where the task takes a rate as its argument; else what to do."""
+    """Return the command that trains with the suggested rate; if the task takes no rate, what to change in it."""
     from forge.tuning.lr import rate_text
 
-    name = _lr_option(recipe)
+    name, factor = _lr_option(recipe), curve.suggestion / curve.reference
     if name is None or args.optimizer is not None:
         takes = f"The task takes no argument called {LR_NAMES[0]}: set" if name is None else "Set"
-        return f"{takes} it in configure_optimizers. All rates are to be multiplied by {_factor(curve):.3g}."
+        return f"{takes} it in configure_optimizers: multiply all rates by {factor:.3g}."
     now = recipe.resolved["task"].get(name)
     scaled = isinstance(now, (int, float)) and now > 0
-    value = float(now) * _factor(curve) if scaled else curve.suggestion
-    return _command(args, {f"task.{name}": rate_text(value)})
-
-
-def _factor(curve: LRCurve) -> float:
-    return curve.suggestion / curve.reference
+    return _command(args, {f"task.{name}": rate_text(float(now) * factor if scaled else curve.suggestion)})
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------
@@ -155,7 +148,7 @@ def _batch(args: Namespace, recipe: Recipe) -> int:
     own = _own_size(recipe)
     if args.limit is None and pick_device(recipe.trainer.get("device", "auto")).type == "cpu":
         show.message(
-            f"On a CPU nothing says when memory is full: sizes up to --max {int(args.max)} are tried. --limit GB sets "
+            f"A CPU does not report when memory is full: sizes up to --max {int(args.max)} are tried. --limit GB sets "
             "a budget.",
             "dim",
         )
@@ -180,13 +173,13 @@ def _batch(args: Namespace, recipe: Recipe) -> int:
 
 
 def _own_size(recipe: Recipe) -> int:
-    """The batch size of the recipe as it is; data that have none are refused with what to write."""
+    """Return the recipe's own batch size; raise if its data have no such option."""
     known = options_of("data", recipe.config, recipe.local, recipe.origin)
     if known is None or "batch_size" not in [option.name for option in known]:
         names = ", ".join(option.name for option in known or ()) or "none"
         raise ForgeError(
-            f"The data of {_name(recipe)!r} have no option batch_size (they have: {names}), so nobody can ask for "
-            "another. Write the function with one: def data(batch_size: int = 32)."
+            f"The data of {_name(recipe)!r} have no option batch_size (they have: {names}). "
+            "Add one to the function: def data(batch_size: int = 32)."
         )
     size = recipe.resolved.get("data", {}).get("batch_size")
     if size is None:
@@ -208,21 +201,23 @@ def _print_batch(report: BatchReport) -> None:
         style = "bold" if probe.size == report.recommended else "" if probe.fits else "dim"
         note = probe.why_not or _note(probe, report)
         speed = f"{probe.speed:,.0f}" if probe.fits else ""
-        grid.add_row(*(Text(text, style) for text in (f"{probe.size:,}", _gigabytes(probe.memory), speed, note)))
+        memory = "" if probe.memory is None else f"{probe.memory / 1e9:.2f} GB"
+        grid.add_row(*(Text(text, style) for text in (f"{probe.size:,}", memory, speed, note)))
     console.print()
     console.print(grid)
     console.print()
 
 
 def _note(probe: Probe, report: BatchReport) -> str:
-    said = {"recommended": report.recommended, "fastest": report.fastest.size, "largest": report.largest}
-    return ", ".join(word for word, size in said.items() if size == probe.size)
+    notes = {"recommended": report.recommended, "fastest": report.fastest.size, "largest": report.largest}
+    return ", ".join(note for note, size in notes.items() if size == probe.size)
 
 
 def verdict(report: BatchReport, own: int, rate: float | None) -> list[str]:
-    """What the table comes to, in sentences."""
+    """Summarise the table in sentences."""
     bound = report.too_large
-    lines = [f"{report.largest} is the largest batch that works; {_end(bound)}."]
+    end = "a larger one was not tried (--max)" if bound is None else f"{bound.size} does not: {bound.why_not}"
+    lines = [f"{report.largest} is the largest batch that works; {end}."]
     best = report.fastest
     if report.recommended < best.size:
         lines.append(
@@ -238,12 +233,8 @@ def verdict(report: BatchReport, own: int, rate: float | None) -> list[str]:
     return lines
 
 
-def _end(bound: Probe | None) -> str:
-    return "a larger one was not tried (--max)" if bound is None else f"{bound.size} does not: {bound.why_not}"
-
-
 def _scaling(factor: float, own: int, rate: float | None) -> str:
-    """The rule of thumb for the learning rate of another batch."""
+    """Explain how to scale the learning rate for another batch size."""
     from forge.tuning.lr import rate_text
 
     linear, root = f"{factor:g}", f"{math.sqrt(factor):.2g}"
@@ -251,19 +242,15 @@ def _scaling(factor: float, own: int, rate: float | None) -> str:
         linear, root = f"{linear} (lr {rate_text(rate * factor)})", f"{root} (lr {rate_text(rate * math.sqrt(factor))})"
     return (
         f"The recipe's own batch is {own}. The linear scaling rule: multiply the learning rate by {linear}, and warm "
-        f"up; for Adam and its kin the square root is the safer choice: {root}. `forge tune lr` measures it."
+        f"up; for Adam and similar optimizers the square root is safer: {root}. `forge tune lr` measures it."
     )
-
-
-def _gigabytes(size: int | None) -> str:
-    return "" if size is None else f"{size / 1e9:.2f} GB"
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
 def _name(recipe: Recipe) -> str:
-    """The recipe's name, or that of the user's own task."""
+    """Return the recipe's name, or that of the user's own task."""
     return recipe.local["task"].__name__ if "task" in recipe.local else recipe.name
 
 
@@ -279,7 +266,5 @@ def _own_rate(recipe: Recipe) -> float | None:
 
 
 def _command(args: Namespace, changes: Mapping[str, Any]) -> str:
-    """`forge fit` on the same target, with other values."""
-    kept = [text for text in args.overrides if text.partition("=")[0] not in changes]
-    again = Namespace(**{**vars(args), "overrides": [*kept, *(f"{key}={value}" for key, value in changes.items())]})
-    return shlex.join([show.command("forge"), "fit", *subprocesses.same_target(again)])
+    """Return the `forge fit` command for the same target with changed values."""
+    return shlex.join([show.command("forge"), "fit", *target.same_target(args, changes)])

@@ -1,4 +1,4 @@
-"""`forge verify-resume`: does this task, with its data and its stack, end in the same bits when it is killed?"""
+"""`forge verify-resume`: kill and resume a recipe, and compare it bit for bit with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.testing.trace import Difference, Line
+    from forge.testing.trace import Line, TraceDifference
 
 EXAMPLES = """\
 examples:
@@ -23,25 +23,25 @@ examples:
 """
 
 ADVICE = {
-    "batch": "Its data are drawn from something that is not seeded per sample: look at the dataset and the loader.",
-    "means": "The forward pass uses something that is neither in the batch, in the weights nor in a seeded generator.",
-    "weights": "The loss was equal, so the update was not: look at plugins that change gradients or weights.",
-    "optimizer": "A learning-rate schedule or an optimizer keeps something outside of its state_dict.",
-    "rng": "Something draws random numbers a different number of times after a restart (a cache, a first call).",
+    "batch": "The data depend on a source that is not seeded per sample: check the dataset and the loader.",
+    "means": "The forward pass uses a value that is neither in the batch, in the weights nor in a seeded generator.",
+    "weights": "The loss was equal, so the update was not: check plugins that change gradients or weights.",
+    "optimizer": "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
+    "rng": "Code draws random numbers a different number of times after a restart (a cache, a first call).",
     "hidden": "Attributes are not saved: make it a buffer (register_buffer), or save it with get_extra_state.",
 }
 
 
 def parser() -> ArgumentParser:
     parser = show.new_parser(
-        "verify-resume", "Run a recipe straight, and killed and resumed; compare every update bit for bit.", EXAMPLES
+        "verify-resume", "Run a recipe uninterrupted, and killed and resumed; compare every update.", EXAMPLES
     )
     target.add_arguments(parser)
-    parser.add_argument("--kills", type=int, default=3, metavar="N", help="how often to kill it (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=3, metavar="N", help="number of kills (default: %(default)s)")
     parser.add_argument(
-        "--updates", type=int, default=60, metavar="N", help="how many updates to compare (default: %(default)s)"
+        "--updates", type=int, default=60, metavar="N", help="number of updates to compare (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="where the kills fall (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the kills (default: %(default)s)")
     parser.add_argument("--keep", metavar="DIR", help="keep both runs and their traces in this folder")
     parser.add_argument("--life", help=SUPPRESS)
     parser.add_argument("--kill-at", type=int, help=SUPPRESS)
@@ -51,21 +51,21 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     if args.life:
-        return live(args)
+        return run_child(args)
     if args.kills < 1 or args.updates < 2:
         raise ForgeError("--kills must be at least 1 and --updates at least 2.")
     with subprocesses.folder_for(args.keep, "verify") as folder:
         return verify(args, folder)
 
 
-def live(args: Namespace) -> int:
-    """One life of the run, in a process of its own: it goes on from its newest checkpoint, and may be killed."""
+def run_child(args: Namespace) -> int:
+    """Run one attempt in this process: continue from the newest checkpoint; it may be killed."""
     from forge.registry import load
     from forge.testing.trace import Recorder
 
     folder = Path(args.life)
     recipe = target.load(args, to_train=True)
-    if recipe.trainer.get("seed") is None:  # without one, two lives before the first checkpoint differ by design
+    if recipe.trainer.get("seed") is None:  # without one, attempts before the first checkpoint differ by design
         recipe = recipe.with_trainer({"seed": 0})
     trainer, task, data = target.build(recipe, folder / "run")
     trainer.resume = "auto"
@@ -83,69 +83,64 @@ def verify(args: Namespace, folder: Path) -> int:
 
     console = show.console()
     every = max(1, args.updates // 7)
-    console.print(f"The straight run: {args.updates} updates ...", style="dim")
-    _live(args, folder / "straight", every, None)
+    console.print(f"Uninterrupted run: {args.updates} updates ...", style="dim")
+    _run_attempt(args, folder / "straight", every, None)
     straight = read_trace(folder / "straight" / "trace.jsonl")
     if not straight:
-        raise ForgeError("The straight run made no update: there is nothing to compare.")
+        raise ForgeError("The uninterrupted run made no update, so nothing can be compared. Check the data.")
     last = straight[-1]["update"]
     dice = random.Random(args.seed)
-    # a kill before the first checkpoint starts from nothing again, which must come out the same as well
+    # after a kill before the first checkpoint the run starts anew, which must give the same result as well
     kills = sorted(dice.sample(range(1, last), min(args.kills, last - 1)))
-    for life, kill in enumerate([*kills, None], 1):
+    for attempt, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
-        console.print(f"The killed run, life {life} of {len(kills) + 1}: {end} ...", style="dim")
-        _live(args, folder / "killed", every, kill)
+        console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
+        _run_attempt(args, folder / "killed", every, kill)
     killed = read_trace(folder / "killed" / "trace.jsonl")
-    difference = compare(straight, killed) or _lost(straight, killed) or _weights(folder, last)
-    return _report(difference, last, kills, [line["update"] for line in killed])
-
-
-def _live(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
-    words += ["--kill-at", str(kill_at)] if kill_at is not None else []
-    subprocesses.live("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
-
-
-def _lost(straight: list[Line], killed: list[Line]) -> Difference | None:
-    from forge.testing.trace import Difference
-
-    seen = {line["update"] for line in killed}
-    lost = next((line["update"] for line in straight if line["update"] not in seen), None)
-    return None if lost is None else Difference(lost, "batch", "the killed run never made it")
-
-
-def _weights(folder: Path, last: int) -> Difference | None:
-    from forge.testing.trace import Difference
-
-    ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
-    return None if ends[0] == ends[1] else Difference(last, "weights", "in weights.safetensors")
-
-
-def _report(difference: Difference | None, last: int, kills: list[int], made: list[int]) -> int:
-    console = show.console()
+    difference = compare(straight, killed) or _missing_update(straight, killed) or _final_weights(folder, last)
     if difference is None:
-        console.print(same(last, kills, made), soft_wrap=True)
+        console.print(equal_text(last, kills, [line["update"] for line in killed]), soft_wrap=True)
         return 0
     console.print(f"Not the same. First difference {difference}.", style="bold red", soft_wrap=True)
     console.print(ADVICE[difference.part], soft_wrap=True)
     return 1
 
 
-def same(last: int, kills: list[int], made: list[int]) -> str:
-    """What was found equal: `made` are the updates of all lives of the killed run, in the order they were made."""
+def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["--updates", str(args.updates), "--life", str(folder), "--every", str(every)]
+    words += ["--kill-at", str(kill_at)] if kill_at is not None else []
+    subprocesses.run_verb("verify-resume", args, words, {}, -signal.SIGKILL if kill_at is not None else 0)
+
+
+def _missing_update(straight: list[Line], killed: list[Line]) -> TraceDifference | None:
+    from forge.testing.trace import TraceDifference
+
+    seen = {line["update"] for line in killed}
+    missing = next((line["update"] for line in straight if line["update"] not in seen), None)
+    return None if missing is None else TraceDifference(missing, "batch", "the killed run never made it")
+
+
+def _final_weights(folder: Path, last: int) -> TraceDifference | None:
+    from forge.testing.trace import TraceDifference
+
+    ends = [(folder / name / "run" / "weights.safetensors").read_bytes() for name in ("straight", "killed")]
+    return None if ends[0] == ends[1] else TraceDifference(last, "weights", "in weights.safetensors")
+
+
+def equal_text(last: int, kills: list[int], made: list[int]) -> str:
+    """Summarise a comparison without a difference; `made` are the updates of all attempts of the killed run."""
     again = sorted(update for update, times in Counter(made).items() if times > 1)
-    redone = f"Made again after a kill: {ranges(again)}." if again else "None had to be made again."
+    redone = f"Repeated after a kill: {ranges(again)}." if again else "None had to be repeated."
     return (
-        f"Bit for bit the same: {last} updates. Killed after update {' and '.join(map(str, kills))}, the run had "
-        f"{len(kills) + 1} lives, in which it made {len(made)} updates. Each of them had the same batch, loss, random "
-        f"numbers, optimizer state and weights as in the straight run. {redone}"
+        f"Bit for bit the same: {last} updates. Killed after update {' and '.join(map(str, kills))}, the run took "
+        f"{len(kills) + 1} attempts and {len(made)} updates. Each had the same batch, loss, random numbers, optimizer "
+        f"state and weights as in the uninterrupted run. {redone}"
     )
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ascending numbers, neighbours drawn together: 3, 7 to 9."""
+    """Write ascending numbers with neighbours joined: 3, 7 to 9."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

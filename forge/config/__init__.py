@@ -9,11 +9,11 @@
     plugins:                                   # merged by name, order kept
       clip: {max_norm: 1.0}
       tensorboard: null                        # null removes
-      ema@slow: {decay: 0.9999}                # what stands after the @ labels a second instance
+      ema@slow: {decay: 0.9999}                # the part after the @ labels a second instance
 
-Every value knows where it came from: a file and line, the command line, or a default. Reading goes through four
-files, in this order: `files` (YAML and line numbers), `merge` (layers and overrides), `schema` (types and defaults)
-and `loading` (the Recipe itself).
+Every value has an origin: a file and line, the command line, or a default. A recipe passes through four files, in this
+order: `files` (YAML and line numbers), `merge` (layers and overrides), `schema` (types and defaults) and `recipe` (the
+Recipe itself).
 """
 
 from forge.config.files import RecipeFile, list_recipes

@@ -14,7 +14,7 @@ from forge.errors import StackError, did_you_mean
 
 Options = Mapping[str, Mapping[str, Any] | None]
 Plugins = Iterable[Plugin | type[Plugin] | str] | Options
-"""What a person writes: a list of plugins, classes or names, or a mapping of name to options."""
+"""A list of plugins, classes or names, or a mapping of name to options."""
 
 
 def resolve(

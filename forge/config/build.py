@@ -26,12 +26,17 @@ def make_plugin(key: str, values: Mapping[str, Any]) -> Plugin:
     """Build the installed plugin that `key` names, with these options; the part after an @ is only its label."""
     if not isinstance(values, Mapping):
         raise StackError(f"The options of {key!r} are {values!r}: write a mapping, as in {key}: {{option: value}}.")
-    kind = registry.load("plugin", key.partition("@")[0])
-    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
-        raise StackError(f"The plugin {key!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
-    plugin = kind(**values)
+    plugin = plugin_class(key.partition("@")[0])(**values)
     plugin.name = key
     return plugin
+
+
+def plugin_class(name: str) -> type[Plugin]:
+    """Load the class of an installed plugin."""
+    kind = registry.load("plugin", name)
+    if not (isinstance(kind, type) and issubclass(kind, Plugin)):
+        raise StackError(f"The plugin {name!r} is registered as {kind!r}, which is no subclass of forge.Plugin.")
+    return kind
 
 
 def _as_plugin(item: Any) -> Plugin:

@@ -1,4 +1,4 @@
-"""Recipe files: where they lie, what they extend, and on which line each of their keys stands."""
+"""Recipe files: find them, read them with their bases, and record the line of each key."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forge.errors import RecipeError, did_you_mean
 
 TOP_LEVEL = ("description", "extends", "task", "data", "trainer", "plugins")
 SECTIONS = {"task": "{name: ...}", "data": "{name: ...}", "trainer": "{max_epochs: 10}", "plugins": "{clip: {}}"}
-"""The sections of a recipe, each with an example of how it is written."""
+"""The sections of a recipe, each with an example."""
 Where = Callable[[str], str]
-"""From a full key to the place where it was written."""
+"""Maps a full key to its origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """An installed recipe: its file, what it says of itself, and the package that ships it."""
+    """An installed recipe: its file, its description, and the package that ships it."""
 
     path: Path
     description: str
@@ -28,27 +28,27 @@ class RecipeFile:
 
 
 def list_recipes() -> dict[str, RecipeFile]:
-    """Every installed recipe by name, found without importing the packages that ship them."""
+    """Return every installed recipe by name, without importing the packages that ship them."""
     return {name: RecipeFile(path, _description(path), package) for name, (path, package) in _installed().items()}
 
 
 @dataclass(slots=True)
 class SourceFile:
-    """A recipe file as it was read: its values, nothing resolved yet, and the line of each key."""
+    """A recipe file: its unresolved values, and the line of each key."""
 
     path: Path
     values: dict[str, Any]
     lines: dict[str, int]
 
     def where(self, key: str) -> str:
-        """The place of a key; one that the file only implies (through an anchor) has its parent's."""
+        """Return the file and line of a key; a key from an anchor has its parent's line."""
         while key and key not in self.lines:
             key = key.rpartition(".")[0]
         return f"{self.path.name}:{self.lines[key]}" if key else self.path.name
 
 
 def omegaconf() -> Any:
-    """OmegaConf, or an error that says how to get it or do without."""
+    """Import OmegaConf, or raise an error with the fix."""
     try:
         import omegaconf
     except ImportError as error:
@@ -57,12 +57,12 @@ def omegaconf() -> Any:
 
 
 def locate(name: str | Path, beside: Path | None = None) -> Path:
-    """The file of a recipe given by name or path; a path inside a recipe is relative to that recipe."""
+    """Return the file of a recipe given by name or path; a path inside a recipe is relative to that recipe."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         path = beside.parent / path if beside else path
         if not path.is_file():
-            raise RecipeError(f"There is no recipe file {str(path)!r}.{did_you_mean(path.stem, _installed())}")
+            raise RecipeError(f"No recipe file {str(path)!r}.{did_you_mean(path.stem, _installed())}")
         return path
     known = _installed()
     if str(name) not in known:
@@ -73,7 +73,7 @@ def locate(name: str | Path, beside: Path | None = None) -> Path:
 
 
 def with_bases(path: Path) -> list[SourceFile]:
-    """A recipe after all that it extends, each file once: a base shared by two of them cannot undo what one changed."""
+    """Return a recipe after all its bases, each once, so that a shared base cannot undo what another base changed."""
     done: dict[Path, SourceFile] = {}
 
     def visit(path: Path, chain: list[Path]) -> None:
@@ -92,12 +92,12 @@ def with_bases(path: Path) -> list[SourceFile]:
     visit(path, [])
     *bases, own = done.values()
     for base in bases:
-        base.values.pop("description", None)  # a recipe does not inherit what another says of itself
+        base.values.pop("description", None)  # descriptions are not inherited
     return [*bases, own]
 
 
 def read(path: Path) -> SourceFile:
-    """Read one file, unresolved, and refuse what no recipe can hold."""
+    """Read one file, unresolved, and check its shape."""
     lib = omegaconf()
     import yaml
 
@@ -114,7 +114,7 @@ def read(path: Path) -> SourceFile:
 
 
 def check_shape(values: Mapping[str, Any], where: Where) -> None:
-    """Refuse what is wrong whatever the plugins are: unknown keys, wrong nesting, import paths."""
+    """Refuse unknown keys, wrong nesting and import paths."""
     for key, value in values.items():
         if key not in TOP_LEVEL:
             raise RecipeError(f"{where(str(key))}: a recipe has no key {key!r}.{did_you_mean(str(key), TOP_LEVEL)}")
@@ -130,7 +130,7 @@ def check_shape(values: Mapping[str, Any], where: Where) -> None:
             )
     for key in _keys(values):
         if key.rpartition(".")[2] == "_target_":
-            raise RecipeError(f"{where(key)}: {key} is refused: a recipe picks by names, never import paths.")
+            raise RecipeError(f"{where(key)}: {key} is refused: a recipe uses names, never import paths.")
 
 
 def _is_names(value: Any) -> bool:
@@ -140,7 +140,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _keys(value: Any, parent: str = "") -> Iterator[str]:
-    """Every key at every depth, those of mappings inside lists included."""
+    """Yield every key at every depth, also of mappings inside lists."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         name = f"{parent}.{key}" if parent else str(key)
@@ -149,7 +149,7 @@ def _keys(value: Any, parent: str = "") -> Iterator[str]:
 
 
 def _lines(node: Any, parent: str = "") -> Iterator[tuple[str, int]]:
-    """The line of every key of a YAML mapping, by full key."""
+    """Yield the line of every key of a YAML mapping, by full key."""
     for key, value in node.value:
         name = f"{parent}.{key.value}" if parent else str(key.value)
         yield name, key.start_mark.line + 1
@@ -172,7 +172,7 @@ def _installed() -> dict[str, tuple[Path, str]]:
 
 
 def _folders(package: str) -> list[Path]:
-    """Where a package lies; only the finder of its top level is asked, so that nothing is imported."""
+    """Return the folders of a package, without importing it."""
     top, *below = package.split(".")
     try:
         spec = find_spec(top)
@@ -182,7 +182,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def _description(path: Path) -> str:
-    """A recipe's description; one that cannot be read says so instead of breaking the list."""
+    """Return a recipe's description, or the error if it cannot be read, so that the list stays complete."""
     try:
         return str(read(path).values.get("description", ""))
     except (RecipeError, OSError) as error:

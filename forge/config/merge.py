@@ -1,4 +1,4 @@
-"""Merging: recipe files and command-line overrides laid one over the other, with the origin of every key."""
+"""Merge recipe files and command-line overrides, and keep the origin of every key."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ COMMAND_LINE = "command line"
 
 
 class Layers:
-    """What the layers added so far come to, and where each key was written last."""
+    """The merged values of the layers added so far, and the origin of each key."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origin: dict[str, str] = {}
 
     def add(self, layer: Mapping[str, Any], where: Where) -> None:
-        """Lay `layer` over what is there: mappings merge, anything else replaces, a null plugin is removed."""
+        """Merge `layer` over the values: mappings merge, anything else replaces, a null plugin is removed."""
         for section in ("task", "data"):
             now, then = self.values.get(section, {}).get("name"), layer.get(section, {}).get("name")
-            if now and then and now != then:  # the options of another task mean nothing to this one
+            if now and then and now != then:  # options of another task do not apply
                 self.drop(section)
         for name, given in layer.get("plugins", {}).items():
             if given is None and name not in self.values.get("plugins", {}):
@@ -33,7 +33,7 @@ class Layers:
         self._lay(layer, self.values, where, "")
 
     def drop(self, key: str) -> None:
-        """Forget a key and everything under it."""
+        """Delete a key and everything under it."""
         *parents, last = key.split(".")
         holder = self.values
         for parent in parents:
@@ -57,7 +57,7 @@ class Layers:
             self.drop(f"plugins.{name}")
 
     def override(self, overrides: Sequence[str], local: Mapping[str, Maker]) -> None:
-        """Lay "key=value" overrides on top; `clip.max_norm=0.5` is short for `plugins.clip.max_norm=0.5`."""
+        """Merge "key=value" overrides; `clip.max_norm=0.5` is short for `plugins.clip.max_norm=0.5`."""
         layer: dict[str, Any] = {}
         for text in overrides:
             key, equals, value = text.partition("=")
@@ -73,7 +73,7 @@ class Layers:
         self.add(layer, lambda key: COMMAND_LINE)
 
     def resolved(self) -> dict[str, Any]:
-        """The values as plain data, with interpolations resolved."""
+        """Return the values as plain data, with interpolations resolved."""
         lib = omegaconf()
         ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
         try:
@@ -113,7 +113,7 @@ class Layers:
         return parts
 
     def _unknown_root(self, root: str, local: Mapping[str, Maker]) -> RecipeError:
-        """The error for `max_epochs=3` (a section was forgotten) or for a word that is near nothing."""
+        """Return the error for `max_epochs=3` (a missing section) or for an unknown word."""
         for section in ("trainer", "task", "data"):
             known = options_of(section, self.values, local, self.origin) or []
             if root in (option.name for option in known):
@@ -123,7 +123,7 @@ class Layers:
 
 
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (full key, value) that is no mapping with something in it."""
+    """Yield every (full key, value); a value is no mapping, or an empty one."""
     for key, value in values.items():
         name = f"{parent}.{key}" if parent else str(key)
         if isinstance(value, Mapping) and value:
@@ -133,14 +133,14 @@ def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, A
 
 
 def refuse_unknown_plugin(name: str, problem: str) -> None:
-    """Raise with `problem` and the nearest name unless a plugin of that name is installed."""
+    """Raise an error that begins with `problem` unless a plugin of that name is installed."""
     known, base = registry.installed("plugin"), name.partition("@")[0]
     if base not in known:
         raise RecipeError(f"{problem}: no plugin {base!r} is installed.{did_you_mean(base, known)}")
 
 
 def _parse(key: str, text: str) -> Any:
-    """A value as OmegaConf reads it from YAML: 1e-3 is a float, [1, 2] a list, null None."""
+    """Read a value as YAML: 1e-3 is a float, [1, 2] a list, null None."""
     import yaml
 
     lib = omegaconf()

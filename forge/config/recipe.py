@@ -1,4 +1,4 @@
-"""Recipe: what a loaded recipe is, and the two ways to get one."""
+"""Recipe: a loaded recipe, and the functions that load one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Recipe:
 
     name: str
     config: dict[str, Any]
-    "What was given, merged and with interpolations resolved."
+    "The given values, merged and with interpolations resolved."
     origin: dict[str, str]
-    'Where each value came from, by full key: "quickstart.yaml:12", "command line" or "default".'
+    'The origin of each value, by full key: "quickstart.yaml:12", "command line" or "default".'
     resolved: dict[str, Any] = field(default_factory=dict)
     "`config` with every default filled in."
     local: dict[str, Maker] = field(default_factory=dict)
-    'The "task" class and "data" function that were given in code, in place of what the recipe names.'
+    'The "task" class and "data" function that were given in code, instead of those that the recipe names.'
     built: dict[str, Plugin] = field(default_factory=dict, repr=False)
-    "Plugins that were built when their options were checked; `make_plugins` hands each out once."
+    "Plugins that were built when their options were checked; `make_plugins` returns each once."
 
     @property
     def description(self) -> str:
@@ -45,16 +45,16 @@ class Recipe:
 
     @property
     def plugins(self) -> dict[str, dict[str, Any]]:
-        """Name to options as given, in stack order."""
+        """Return the given options by plugin, in stack order."""
         return self.config.get("plugins", {})
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """The Trainer's options as given."""
+        """Return the given options of the Trainer."""
         return self.config.get("trainer", {})
 
     def with_trainer(self, settings: Mapping[str, Any]) -> Recipe:
-        """This recipe with other settings for the Trainer, given in code."""
+        """Return this recipe with other settings for the Trainer, given in code."""
         if not settings:
             return self
         origin = self.origin | {f"trainer.{key}": "code" for key in settings}
@@ -66,11 +66,11 @@ class Recipe:
         return [self.built.pop(name, None) or make_plugin(name, self.plugins[name]) for name in names]
 
     def make_task(self) -> TaskModule:
-        """The task that the recipe names, built with its options."""
+        """Build the recipe's task with its options."""
         return self._make("task", "name your own on the command line: FILE.py:Task")
 
     def make_data(self) -> Splits:
-        """The loaders of the data set that the recipe names."""
+        """Build the loaders of the recipe's data set."""
         from forge.data import Splits
 
         splits = self._make("data", "write a function data() beside your task, or pass --data FILE.py:function")
@@ -82,7 +82,7 @@ class Recipe:
         return splits
 
     def to_yaml(self) -> str:
-        """One self-contained recipe, without `extends`: loading it gives the same config."""
+        """Write one self-contained recipe, without `extends`: loading it gives the same config."""
         conf = omegaconf().OmegaConf
         notes = [
             f"# {section}: {maker.__qualname__} of {maker.__module__} was given in code; give it again.\n"
@@ -111,11 +111,10 @@ def load_recipe(
     task: type | None = None,
     data: Maker | None = None,
 ) -> Recipe:
-    """Load an installed recipe by name, or a .yaml file by path, and check every option against what takes it.
+    """Load an installed recipe by name, or a .yaml file by path, and check every option.
 
     `overrides` are "key=value" as on the command line; `add` and `remove` name plugins; `stack` is a second recipe,
-    one without a task, laid over the first. A `task` class or `data` function given here stands in for what the recipe
-    names.
+    one without a task, merged over the first. `task` and `data` replace the task and data that the recipe names.
     """
     return _checked(read_recipe(name, overrides, add, remove, stack=stack, task=task, data=data))
 
@@ -152,7 +151,7 @@ def read_recipe(
     task: type | None = None,
     data: Maker | None = None,
 ) -> Recipe:
-    """Like `load_recipe`, but unchecked and without defaults: nothing that the recipe names is imported."""
+    """Like `load_recipe`, but unchecked and without defaults; tasks, data and plugins are not imported."""
     path = locate(name)
     local: dict[str, Maker] = {key: given for key, given in (("task", task), ("data", data)) if given is not None}
     layers = Layers()
@@ -162,7 +161,7 @@ def read_recipe(
     for file in files:
         layers.add(file.values, file.where)
     for section in local:
-        if "name" in layers.values.get(section, {}):  # the options of another task or data set mean nothing here
+        if "name" in layers.values.get(section, {}):  # options of another task or data set do not apply
             layers.drop(section)
     layers.change_stack(add, remove)
     layers.override(overrides, local)
@@ -172,21 +171,21 @@ def read_recipe(
 
 
 def _over(stack: str | Path, files: list[SourceFile]) -> list[SourceFile]:
-    """The files of a stack that is laid over others; a base that both have counts once, as the others' base."""
+    """Return the files of a stack to merge over `files`, without the bases that those have too."""
     there = {file.path for file in files}
     over = [file for file in with_bases(locate(stack)) if file.path not in there]
     for file in over:
         for section in ("task", "data"):
             if section in file.values:
                 raise RecipeError(
-                    f"{file.where(section)}: {file.path.stem!r} names its own {section}, so it is no stack to be laid "
-                    "over another recipe. Stacks are recipes with plugins alone, such as fast, frugal or debug."
+                    f"{file.where(section)}: {file.path.stem!r} names its own {section}, so it cannot be merged over "
+                    "another recipe. Stacks are recipes with plugins alone, such as fast, frugal or debug."
                 )
     return over
 
 
 def _escaped(value: Any) -> Any:
-    """Plain data in which a `${` that is meant literally stays literal when it is read again."""
+    """Escape `${` in plain data, so that it is read again as text."""
     if isinstance(value, dict):
         return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,7 @@
-"""The schema of a recipe is what takes its options: the Trainer, a plugin's Config, a task class, a data function."""
+"""The schema of a recipe: its options are those of Settings, a plugin's Config, a task class and a data function."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,13 @@ from forge.errors import ForgeError, RecipeError, did_you_mean
 from forge.options import Option
 
 Maker = Callable[..., Any]
-"""What a recipe names: a task class or a data function."""
+"""A task class or a data function."""
 Config = Mapping[str, Any]
 Origin = Mapping[str, str]
 
 
 def maker_of(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> Maker | None:
-    """The task class or data function: the one given in code, else the one named, else None."""
+    """Return the task class or data function: the one given in code, else the one named, else None."""
     if section in local:
         return local[section]
     name = config.get(section, {}).get("name")
@@ -28,7 +27,7 @@ def maker_of(section: str, config: Config, local: Mapping[str, Maker], origin: O
 
 
 def options_of(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> list[Option] | None:
-    """What a section may hold; None when nothing says (options for a task that is given later)."""
+    """Return the options of a section; None if unknown (options for a task that is given later)."""
     if section == "trainer":
         return list(options.of_config(Settings))
     maker = maker_of(section, config, local, origin)
@@ -36,7 +35,7 @@ def options_of(section: str, config: Config, local: Mapping[str, Maker], origin:
 
 
 def check_section(section: str, config: Config, local: Mapping[str, Maker], origin: Origin) -> dict[str, Any]:
-    """A section as plain data with its defaults, every value checked."""
+    """Return a section as plain data with its defaults, every value checked."""
     given = config.get(section, {})
     known = options_of(section, config, local, origin)
     if known is None:
@@ -47,7 +46,7 @@ def check_section(section: str, config: Config, local: Mapping[str, Maker], orig
 
 
 def label(key: str, origin: Origin) -> str:
-    """A full key and the place it comes from; what is nested in a list has the list's place."""
+    """Return a full key with its origin; a key inside a list has the list's origin."""
     at = key
     while at and at not in origin:
         at = at.rpartition(".")[0]
@@ -78,7 +77,7 @@ def _load(kind: str, name: str, key: str, origin: Origin) -> Any:
 
 
 def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, origin: Origin) -> dict[str, Any]:
-    """`values` converted to their types; an error names the full key, its place and the fix."""
+    """Convert `values` to their types; an error names the full key, its origin and the fix."""
     by_name = {option.name: option for option in known}
     for name in values:
         if name not in by_name:
@@ -95,15 +94,4 @@ def _converted(known: Sequence[Option], values: Mapping[str, Any], key: str, ori
 
 
 def _filled(known: Sequence[Option], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {option.name: _plain(values.get(option.name, option.default)) for option in known}
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML can hold it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+    return {option.name: options.plain(values.get(option.name, option.default)) for option in known}

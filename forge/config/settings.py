@@ -72,7 +72,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """Check names and values."""
+        """Check names and values, and build the settings."""
         known = [field.name for field in fields(cls)]
         for name in (name for name in given if name not in known):
             near = did_you_mean(name, [*known, "recipe", "plugins"])
@@ -81,7 +81,7 @@ class Settings:
         return cls(**given)
 
     def as_data(self) -> dict[str, Any]:
-        """Return what the run card shows."""
+        """Return the settings that the run card shows."""
         return {
             "max_epochs": self.max_epochs,
             "max_updates": self.max_updates,

@@ -1,1 +1,1 @@
-"""Diagnosis: checks of every fit, and errors explained."""
+"""Diagnosis: checks of every fit, and explanations of errors."""

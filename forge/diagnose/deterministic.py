@@ -1,4 +1,4 @@
-"""Global switches of torch that a run sets and puts back."""
+"""torch's global flags for deterministic algorithms, set for a run and restored."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ logger = logging.getLogger("forge")
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 LATE = (
-    "deterministic: CUDA was in use before this run, without %s. The run repeats itself in this process; one in a "
+    "deterministic: CUDA was in use before this run, without %s. The run is repeatable in this process; a run in a "
     "fresh process may differ in the last bits. Set %s=:4096:8 in the shell, or begin with this run."
 )
 _in_time = False
-"""Whether CUDA was started in this process while that was set."""
+"""Whether CUDA was started in this process while the variable was set."""
 
 
 @contextmanager
 def deterministic_flags(on: bool) -> Iterator[None]:
-    """Only deterministic algorithms, for as long as this lasts; an operation that has none raises and names itself.
+    """Allow only deterministic algorithms; an operation without one raises an error with its name.
 
-    `torch.utils.deterministic.fill_uninitialized_memory` is left as it is: torch's default fills memory that nobody has
-    written to with NaN, so that reading it shows. It costs a little time, and who turned it off has a reason.
+    `torch.utils.deterministic.fill_uninitialized_memory` is left unchanged: torch's default fills uninitialised memory
+    with NaN, so that reading it is noticed. It costs a little time, and users may turn it off.
     """
     if not on:
         yield
         return
     global _in_time
-    from torch._inductor import config as inductor  # torch imports it too as soon as the mode is set
+    from torch._inductor import config as inductor  # torch imports it too when the mode is set
 
     cudnn: Any = torch.backends.cudnn
     workspace = os.environ.get(CUBLAS)

@@ -1,10 +1,10 @@
-"""Explaining errors: where an error came from, in terms of plugins, hooks, tasks and updates."""
+"""Explain errors: name the plugin, hook, task method and update in which an error was raised."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from types import CodeType, FrameType
+import traceback
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.stack import CORE, TASK
@@ -24,11 +24,11 @@ HINTS = {
         "A tensor made during evaluation was used for training. Set `evaluation = 'no_grad'` on your TaskModule."
     ),
     "expected more than 1 value per channel": (
-        "BatchNorm needs two samples or more, and this batch, or this rank's share of it, has one: often the last one "
-        "of an epoch. Use drop_last=True, or another batch size."
+        "BatchNorm needs two samples or more, and this batch, or this rank's share of it, has one: often the last "
+        "batch of an epoch. Use drop_last=True, or another batch size."
     ),
     "expected to have finished reduction in the prior iteration": (
-        "Some parameters took no part in the last step, so their gradients never came. Set ddp.find_unused=true, or "
+        "Some parameters were not used in the last step, so they have no gradients. Set ddp.find_unused=true, or "
         "freeze them."
     ),
     "device-side assert": (
@@ -38,20 +38,20 @@ HINTS = {
 
 
 def explain(trainer: Run, error: BaseException) -> BaseException:
-    """Add a note that names plugin, hook and update; turn what says too little, a StopIteration out of user code or an
-    operation that is not deterministic, into an error of its own."""
+    """Add a note that names plugin, hook and update; replace a StopIteration out of user code, and torch's error about
+    a nondeterministic operation, by an error that explains it."""
     if getattr(error, "__forge_explained__", False):
         return error
-    # one that leaves a generator is a RuntimeError by then
+    # Python turns one that leaves a generator into a RuntimeError
     out_of_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
     stopped = error.__cause__ if out_of_generator and error.__cause__ is not None else error
     where = _where(trainer, stopped)
     if isinstance(stopped, StopIteration):
-        # left alone it would end somebody's for loop in silence
+        # unhandled it would silently end a for loop
         error = TaskError(f"{where or 'The run'} raised StopIteration, which is an error here and no end of an epoch.")
     elif not isinstance(error, ForgeError):
-        told = nondeterminism.explanation(trainer, error)
-        error = DeterminismError(told) if told else error
+        message = nondeterminism.explanation(trainer, error)
+        error = DeterminismError(message) if message else error
         if where:
             error.add_note(f"forge: raised in {where}.")
     for symptom, hint in HINTS.items():
@@ -65,13 +65,13 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
 
 
 def first_cause(trainer: Run, error: BaseException) -> BaseException:
-    """Of several ranks the first to fail prints its error, here and now; all others leave with a `PeerFailed`."""
+    """Return the error to raise: the first rank to fail prints its own error, all others get a `PeerFailed`."""
     heartbeat = getattr(getattr(trainer, "env", None), "heartbeat", None)
     return error if heartbeat is None else heartbeat.judge(error)
 
 
 def stop_watching(trainer: Run) -> None:
-    """A run that has failed is over on this rank; one that went well has stopped its heartbeat already."""
+    """Stop the heartbeat of a failed run; a successful run has stopped it already."""
     env: Any = getattr(trainer, "env", None)
     if getattr(env, "heartbeat", None) is not None:
         env.heartbeat.stop()
@@ -92,13 +92,13 @@ def _where(trainer: Run, error: BaseException) -> str:
 
 
 def _rank(trainer: Run) -> str:
-    """Which of several processes, and where it ran."""
+    """Name this rank and its host; "" for a single process."""
     env = getattr(trainer, "env", None)
     return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
 
 
 def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType) -> str:
-    """The step of the task by the stage that ran it, and when that was."""
+    """Name the task's method by the stage that ran it, and when."""
     task, update = type(trainer.task).__name__, trainer.progress.update
     step: Step | None = getattr(error, "__forge_eval_step__", None)
     if step is not None:
@@ -106,26 +106,21 @@ def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType) ->
         batch = f"batch {step.micro + 1}{'' if step.loader is None else f' of {step.loader!r}'}"
         called = _called(trainer.task, STAGE_METHODS[step.stage], method, code)
         return f"{task}.{called}, in {EVALUATIONS[step.stage]}{after}{_rank(trainer)}, {batch}"
-    return f"{task}.{method}, at update {update}{_rank(trainer)}{_micro(trainer, method)}"
+    now = trainer.step if method == "training_step" else None
+    micro = "" if now is None else f", epoch {now.epoch}, micro-batch {now.micro + 1} of {len(now.window)}"
+    return f"{task}.{method}, at update {update}{_rank(trainer)}{micro}"
 
 
 def _called(task: Any, wanted: str, method: str, code: CodeType) -> str:
-    """The stage's method, where that is the code that ran: `validation_step = training_step` has another's name."""
+    """Return the stage's method if its code ran: in `validation_step = training_step` the code has another name."""
     if method == wanted or _code(task, wanted) is not code:
         return method
     return wanted if code.co_name not in NAMED_METHODS else f"{wanted} (which is {code.co_name})"
 
 
-def _micro(trainer: Run, method: str) -> str:
-    step = trainer.step
-    if method != "training_step" or step is None:
-        return ""
-    return f", epoch {step.epoch}, micro-batch {step.micro + 1} of {len(step.window)}"
-
-
 def _task_method(task: Any, error: BaseException) -> tuple[str, CodeType] | None:
-    """The step of the task that was running, by name, and its code, which may have no name (a lambda)."""
-    for frame in _frames(error):
+    """Return the name and code of the task's method that was running; the code may be a lambda."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, TaskModule):
@@ -138,10 +133,3 @@ def _task_method(task: Any, error: BaseException) -> tuple[str, CodeType] | None
 
 def _code(task: Any, method: str) -> CodeType | None:
     return getattr(getattr(type(task), method, None), "__code__", None)
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next

@@ -1,32 +1,27 @@
-"""Operations without a deterministic implementation: which one it was, where it was called, what to write instead.
+"""Operations without a deterministic implementation: name the operation, its line, and a replacement.
 
-torch raises when it meets one in a run with `deterministic=True`, and names a kernel. Here that becomes something that
-a person can act on.
+In a run with `deterministic=True` torch raises an error that names only a kernel.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import traceback
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from forge.snapshot.sandbox import without_side_effects
+from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge.contract.step import Step
 
-FORGE = str(Path(__file__).parents[1]) + os.sep
-LIBRARIES = (FORGE, str(Path(torch.__file__).parent) + os.sep, "<")
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 
 INSTEAD = {
@@ -52,75 +47,67 @@ INSTEAD = {
     "scatter_reduce": "Sums and means can be written with index_add_, which has a deterministic form.",
     "scatter_add": "Use index_add_ along one dimension, which has a deterministic form.",
 }
-"""By a part of the kernel's name: what does the same, or nearly, and can repeat itself."""
+"""By a part of the kernel's name: a deterministic replacement that does the same, or nearly."""
 OTHERWISE = "Write it with other operations, or run it on the CPU."
 
 
 def explanation(trainer: Run, error: BaseException) -> str:
-    """What to tell of an error that torch raised for such an operation; nothing for any other error."""
+    """Return the message for torch's error about such an operation; "" for any other error."""
     found = RAISED.match(str(error)) if isinstance(error, RuntimeError) else None
     if found is None:
         return ""
     operation = found.group(1)
     asked = "deterministic=True" if trainer.deterministic else "torch.use_deterministic_algorithms is on"
-    told = [
+    parts = [
         f"{asked}, but {operation} has no deterministic implementation.",
         _called_at(trainer, error) or _called_before_backward(trainer, error),
         next((advice for part, advice in INSTEAD.items() if part in operation), OTHERWISE),
         "Or train with trainer.deterministic=false: two runs may then differ in their last bits.",
     ]
-    return " ".join(filter(None, told))
+    return " ".join(filter(None, parts))
 
 
 def _called_at(trainer: Run, error: BaseException) -> str:
-    """The innermost line of the user's own code below forge's, and the module that it belongs to."""
+    """Name the innermost line of the user's code that forge called, and its module."""
     line, module = "", ""
     names = {id(part): name for name, part in trainer.task.named_modules() if name}
-    for frame, number in _frames(error):
+    for frame, number in traceback.walk_tb(error.__traceback__):
         file, me = frame.f_code.co_filename, frame.f_locals.get("self")
         if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
-            continue  # it stands between the caller and the operation, whoever wrote it
-        if not file.startswith(LIBRARIES):
+            continue  # it is between the caller and the operation
+        if not is_library(file):
             line = f"{short_path(file)}:{number}"
-        elif file.startswith(FORGE) or frame.f_code.co_name == "backward":
-            line = ""  # what came before it only called the Trainer, or began the backward pass
+        elif file.startswith(folder_of("forge")) or frame.f_code.co_name == "backward":
+            line = ""  # earlier frames only called the Trainer, or began the backward pass
         if id(me) in names:
             module = f", in the module {names[id(me)]} ({type(me).__name__})"
     return f"It was called at {line}{module}." if line else ""
 
 
 def _called_before_backward(trainer: Run, error: BaseException) -> str:
-    """For an error in backward, the line of the forward pass whose gradient it was.
+    """Name the line of the forward pass whose gradient failed in backward.
 
-    Nobody has written it down, so the failed micro-batch is run once more with torch's anomaly mode, which does.
+    The failed micro-batch is run once more with torch's anomaly mode, which records that line.
     """
-    in_backward = any(frame.f_code.co_name == "backward" for frame, _ in _frames(error))
+    in_backward = any(frame.f_code.co_name == "backward" for frame, _ in traceback.walk_tb(error.__traceback__))
     if trainer.step is None or not trainer.step.window or not in_backward:
         return ""
     frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
-    own = [f"{short_path(file)}:{line}" for file, line in frames if not file.startswith(LIBRARIES)]
+    own = [f"{short_path(file)}:{line}" for file, line in frames if not is_library(file)]
     return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
 
 
 def _run_again(trainer: Run, step: Step) -> str:
-    """What anomaly mode says while a micro-batch fails again; buffers and random numbers are put back."""
+    """Run a micro-batch again and return the warnings of anomaly mode; buffers and random numbers are restored."""
     hooks = trainer.hooks
     with (
         without_side_effects(trainer),
         warnings.catch_warnings(record=True) as caught,
         torch.autograd.set_detect_anomaly(True, check_nan=False),
-        suppress(Exception),  # it is expected to fail, and whatever else goes wrong must not hide the first error
+        suppress(Exception),  # it is expected to fail, and other errors must not hide the first one
     ):
         warnings.simplefilter("always")
         output = hooks.forge_forward(step, hooks.forge_prepare_batch(step, step.window[step.micro]))
         loss = output if isinstance(output, Tensor) else output["loss"]
         loss.backward()
     return "\n".join(str(warning.message) for warning in caught)
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Frame and line number, from the outermost call to where the error was raised."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next

@@ -1,14 +1,14 @@
-"""Planning: how much memory a recipe needs on each device, from fake tensors alone, and which strategy to take.
+"""Planning: the memory that a recipe needs on each device, from fake tensors alone, and the best strategy.
 
-One training step is rehearsed (`rehearse`) with tensors that have shapes and no values; strategies are arithmetic on
-what it shows (`rows`); `plan_memory` does all of it for a recipe.
+`rehearse` runs a training step with tensors that have shapes and no values; `rows` computes every strategy from that;
+`plan_memory` does both for a recipe.
 """
 
 from forge.planning.advice import Advice, advise
 from forge.planning.footprint import WORKSPACE, Footprint, Moment
 from forge.planning.plan import MemoryPlan, device_memory, plan_memory
 from forge.planning.rehearsal import rehearse
-from forge.planning.strategies import Levers, Row, rows
+from forge.planning.strategies import Levers, StrategyRow, rows
 
 __all__ = [
     "WORKSPACE",
@@ -17,7 +17,7 @@ __all__ = [
     "Levers",
     "MemoryPlan",
     "Moment",
-    "Row",
+    "StrategyRow",
     "advise",
     "device_memory",
     "plan_memory",

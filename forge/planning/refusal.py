@@ -1,15 +1,13 @@
-"""Refusal: a task that cannot be planned from shapes alone, told by the line that needs more."""
+"""Refusal of a task that cannot be planned from shapes alone, with the line that needs values."""
 
 from __future__ import annotations
 
 import linecache
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,18 +15,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-import forge
 from forge.errors import ForgeError, TaskError
+from forge.util.frames import is_library
 
 READS = (DataDependentOutputException, DynamicOutputShapeException)
 UNKNOWN = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
-OURS = tuple(f"{Path(str(package.__file__)).parent}{os.sep}" for package in (torch, forge))
 MEASURE = "Measure it on the device instead, with -p throughput, or find the largest batch with forge tune."
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What a rehearsal stumbles over becomes one message with a line in it."""
+    """Turn any error of a rehearsal into a TaskError that names the line."""
     try:
         yield
     except ForgeError:
@@ -39,7 +36,7 @@ def explained() -> Iterator[None]:
         if isinstance(error, READS):
             why = "reads a value of a tensor, or makes a shape that depends on values"
         elif isinstance(error, UNKNOWN):
-            why = f"runs an operation that is not known without values ({_first_line(error)})"
+            why = f"runs an operation that needs values ({_first_line(error)})"
         elif any(word in str(error) for word in ("FakeTensor", "data pointer", "tensor subclass", "numpy")):
             why = f"needs a tensor's values ({_first_line(error)})"
         else:
@@ -48,13 +45,13 @@ def explained() -> Iterator[None]:
 
 
 def culprit(error: BaseException) -> tuple[str, str]:
-    """The innermost line that is neither torch's nor forge's, as "file:line", and what stands there."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    own = [i for i, frame in enumerate(frames) if not frame.f_code.co_filename.startswith((*OURS, "<"))]
+    """Return the innermost line outside torch and forge as "file:line", and its code."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [place for place in places if not is_library(place[0])]
+    own = own or [place for place in places if not is_library(place[0], ("forge", "torch"))]  # a built-in plugin
     if not own:
         return "The task", ""
-    file, line = frames[own[-1]].f_code.co_filename, lines[own[-1]]
+    file, line = own[-1]
     return f"{Path(file).name}:{line}", linecache.getline(file, line).strip()
 
 

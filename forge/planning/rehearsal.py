@@ -1,4 +1,4 @@
-"""Rehearsal: a few training steps of a real stack on fake tensors, by the Trainer itself, with every byte counted."""
+"""Rehearsal: the Trainer runs a few steps of a real stack on fake tensors, and every byte is counted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from forge.engine.trainer import Trainer
 from forge.env import Env, move
 from forge.metrics.means import Means
 from forge.optim.optimizers import Optimizers
+from forge.planning.blocks import block_bytes
+from forge.planning.cuda_ops import chosen_as_on_cuda
+from forge.planning.fake_cuda import CUDA, FakeCudaMode
 from forge.planning.footprint import Footprint
-from forge.planning.host import CUDA, OnHost
-from forge.planning.kernels import chosen_as_on_cuda
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
-from forge.planning.units import units
 from forge.tuning.trial import is_left_out, quiet
 
 UPDATES = 2
-"""The first makes the optimizer's state, the second is what all others are like."""
+"""The first update makes the optimizer's state; the second is like all later ones."""
 LEFT_OUT = frozenset({"compile", "strategy"})
-"""What a plugin may provide that is planned apart: strategies by arithmetic, compiled code as if it were plain."""
+"""What plugins that are planned separately provide: strategies by formula, compiled code as if it were eager."""
 
 MakeTask = Callable[[], TaskModule]
 
@@ -39,34 +39,31 @@ MakeTask = Callable[[], TaskModule]
 def rehearse(
     make_task: MakeTask, batch: Any, plugins: Mapping[str, Mapping[str, Any]] | None = None, ahead: int = 0
 ) -> Footprint:
-    """What a training step on `batch` takes on a CUDA device, with this stack. Nothing is computed or allocated.
+    """Return the memory of a training step on `batch` on a CUDA device, with this stack; nothing is computed.
 
-    `ahead` batches are held on the device beside the one in use.
+    `ahead` is the number of batches that are prefetched to the device.
     """
     with explained(), quiet(), chosen_as_on_cuda():
         kept = [plugin for plugin in make_plugins(plugins or {}) if not _is_planned_apart(plugin)]
-        mode = OnHost({type(plugin).__module__.partition(".")[0] for plugin in kept})
+        mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept})
         task = _without_values(make_task, mode)
         rehearsal = Rehearsal(_fake(batch, mode), ahead)
-        rehearsal.give_weights(task, batch)
-        options: dict[str, Any] = {
-            "max_updates": UPDATES + 1,
-            "run_dir": False,
-            "device": "cpu",
-            "validate_every": None,
-        }
-        trainer = Trainer(plugins=[rehearsal, *kept], **options)
-        with mode, rehearsal.tracker, suppress(Over):
+        items = int(task.num_items(batch))  # of the real batch: counting may read its values
+        task.num_items = lambda batch: items
+        vars(task)["check_first_batch"] = False  # it reads values
+        options: dict[str, Any] = {"run_dir": False, "device": "cpu", "validate_every": None}
+        trainer = Trainer(plugins=[rehearsal, *kept], max_updates=UPDATES + 1, **options)
+        with mode, rehearsal.tracker, suppress(RehearsalDone):
             trainer.fit(task, rehearsal.batches())
         return rehearsal.footprint()
 
 
-class Over(Exception):
-    """The rehearsal has seen enough: the end of a run would read its metrics."""
+class RehearsalDone(Exception):
+    """Ends the rehearsal: a regular end of the run would read its metrics."""
 
 
-class Stage(Env):
-    """Stands for one CUDA device: a batch that comes to it is a copy, and the task is there already."""
+class FakeCudaEnv(Env):
+    """Stands for one CUDA device: a moved batch is a copy, and the task is in place already."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -91,18 +88,12 @@ class Rehearsal(Plugin):
         self.optimizers: Optimizers
 
     def batches(self) -> list[Any]:
-        """Enough of them for any window; only shapes matter, so they may be one and the same."""
+        """Return enough batches for any window; only shapes matter, so all are the same."""
         return [self.batch] * 10_000
-
-    def give_weights(self, task: TaskModule, batch: Any) -> None:
-        """Ask how many items the real batch has: that may well read its values."""
-        items = int(task.num_items(batch))
-        task.num_items = lambda batch: items
-        vars(task)["check_first_batch"] = False  # which looks at values
 
     @hookimpl
     def forge_setup_env(self, trainer: Trainer) -> Env:
-        return Stage()
+        return FakeCudaEnv()
 
     @hookimpl(wrapper=True)
     def forge_build_optimizers(self, trainer: Trainer) -> Generator[None, Optimizers, Optimizers]:
@@ -111,7 +102,7 @@ class Rehearsal(Plugin):
         optimizers = yield
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                # what torch does on CUDA where nobody says; it takes copies as large as the parameters
+                # torch's default on CUDA, which makes copies as large as the parameters
                 if group.get("foreach", False) is None and not group.get("fused"):
                     group["foreach"] = not group.get("differentiable")
         self.optimizers = optimizers
@@ -119,13 +110,13 @@ class Rehearsal(Plugin):
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
-        trainer.means = Means(CUDA)  # which keeps metrics as they are; on the host they would be read
+        trainer.means = Means(CUDA)  # it leaves metrics unread; on the host they would be read
         self.held = [trainer.env.move(self.batch) for _ in range(self.ahead)]
 
     @hookimpl(wrapper=True)
     def forge_train_step(self, step: Step) -> Generator[None, Any, Any]:
-        if not step.trainer.keep_rng:  # generators are kept by device, and CUDA's may not be there
-            step.trainer.env.device = CUDA  # only now: autocast was told of the host, where the tensors are
+        if not step.trainer.keep_rng:  # generators are kept by device, and CUDA's may not exist
+            step.trainer.env.device = CUDA  # only now: autocast must be set up for the host, where the tensors are
         return (yield)
 
     @hookimpl(wrapper=True)
@@ -143,12 +134,12 @@ class Rehearsal(Plugin):
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
         if step.index + 1 == UPDATES:
-            raise Over
+            raise RehearsalDone
         self.tracker.forget_moments()
 
     def footprint(self) -> Footprint:
         states = [dict(optimizer.state) for optimizer in self.optimizers.values()]
-        block, outside = units(self.task)
+        block, outside = block_bytes(self.task)
         return Footprint(
             samples=batch_size(self.batch) or 1,
             parameters=_rounded([*self.task.parameters(), *self.task.buffers()]),
@@ -167,7 +158,7 @@ def _is_planned_apart(plugin: Plugin) -> bool:
 
 
 def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:
-    """The task on fake tensors; one whose `__init__` reads values is made for real first."""
+    """Build the task on fake tensors; if its `__init__` reads values, build it for real and convert it."""
     try:
         with mode:
             return make_task()
@@ -181,12 +172,12 @@ def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:
 
 
 def _fake(batch: Any, mode: FakeTensorMode) -> Any:
-    """The batch as one without values, in memory that is not the device's."""
+    """Return the batch without values, outside the device's memory."""
     with mode:
         return move(batch, CUDA)
 
 
 def _rounded(tensors: list[Tensor]) -> int:
-    """Bytes as CUDA's allocator counts them, each storage once."""
+    """Return the bytes as CUDA's allocator counts them, each storage once."""
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(-(-size // ROUNDING) * ROUNDING for size in sizes.values())

@@ -1,24 +1,24 @@
-"""Strategies: what a step takes on each of N devices, by arithmetic on what it takes on one.
+"""Strategies: the memory of a step on each of N devices, computed from that on one device.
 
-Every combination of amp and remat is rehearsed, on the whole batch and on a device's share of it. DDP adds buckets to
-that, which is exact; what sharding divides and gathers is a formula, and its rows are estimates.
+Every combination of amp and remat is rehearsed, on the whole batch and on a device's share of it. DDP adds its buckets,
+which is exact; sharding is a formula, and its rows are estimates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from forge.planning.footprint import WORKSPACE, Footprint
 
 PREFETCHED = 2
-"""Blocks that FSDP holds whole at a time: the one that computes, and the next, on its way."""
+"""Blocks that FSDP holds whole at a time: the one that computes, and the next one."""
 TENSOR_PARALLEL = (2, 4, 8)
 
 
 class Levers(NamedTuple):
-    """What trades compute or precision for memory."""
+    """Plugins that trade compute or precision for memory."""
 
     amp: bool = False
     remat: bool = False
@@ -28,7 +28,7 @@ class Levers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StrategyRow:
     """One strategy with its levers: bytes on each device."""
 
     strategy: str
@@ -38,18 +38,18 @@ class Row:
     optimizer: int
     activations: int
     temporary: int
-    "What else there is at the worst moment, workspaces included."
+    "Everything else at the worst moment, workspaces included."
     peak: int
     samples: int
     "Samples in a micro-batch on each device."
     is_estimate: bool = False
-    "By formula, where the others are counted."
+    "By formula instead of counted."
 
 
 def rows(
     whole: Mapping[Levers, Footprint], share: Mapping[Levers, Footprint], devices: int, bucket_views: bool
-) -> list[Row]:
-    """Every strategy with every lever that was rehearsed, on the whole batch and on a device's share of it."""
+) -> list[StrategyRow]:
+    """Return every strategy with all rehearsed levers, from the footprints of the whole batch and of a share."""
     found = [_row("single", levers, f, f.moments[f.worst].total) for levers, f in whole.items()]
     if devices > 1:
         found += [ddp(f, levers, bucket_views) for levers, f in share.items()]
@@ -61,35 +61,35 @@ def rows(
     return found + [tensor_parallel(f, levers, devices, size, batch) for size in sizes for levers, f in most]
 
 
-def ddp(f: Footprint, levers: Levers, bucket_views: bool) -> Row:
-    """Everything on every device. Gradients live in buckets, which are there from beginning to end; without views
-    (gradient_as_bucket_view) they are there beside their buckets."""
+def ddp(f: Footprint, levers: Levers, bucket_views: bool) -> StrategyRow:
+    """Everything on every device. Gradients are views into buckets, which stay allocated throughout; without views
+    (gradient_as_bucket_view) they are allocated beside the buckets."""
     peak = max(m.total + f.gradients - (m.gradients if bucket_views else 0) for m in f.moments.values())
     return _row("ddp", levers, f, peak)
 
 
-def fsdp(f: Footprint, levers: Levers, devices: int) -> Row:
-    """Parameters, gradients and optimizer state divided by the devices; whole is what is outside of all blocks, and
-    two blocks at a time, and the gradient of one."""
-    return _sharded("fsdp", f, levers, kept=1 / devices, rough=True)
+def fsdp(f: Footprint, levers: Levers, devices: int) -> StrategyRow:
+    """Parameters, gradients and optimizer state divided by the devices; parameters outside the blocks, two blocks at a
+    time and the gradient of one are whole."""
+    return _sharded("fsdp", f, levers, kept=1 / devices)
 
 
-def offloaded(f: Footprint, levers: Levers) -> Row:
-    """FSDP that keeps its shards in the host's memory, where the optimizer steps too."""
-    return _sharded("fsdp + offload", f, levers, kept=0.0, rough=True)
+def offloaded(f: Footprint, levers: Levers) -> StrategyRow:
+    """FSDP that keeps its shards and runs the optimizer in the host's memory."""
+    return _sharded("fsdp + offload", f, levers, kept=0.0)
 
 
-def tensor_parallel(f: Footprint, levers: Levers, devices: int, size: int, batch: int) -> Row:
-    """FSDP beside groups of devices that hold one model between them: weights are divided as before, blocks are
-    gathered to 1/size, and a group shares its part of the batch.
+def tensor_parallel(f: Footprint, levers: Levers, devices: int, size: int, batch: int) -> StrategyRow:
+    """FSDP with groups of devices that share one model: weights are divided as before, blocks are gathered to 1/size,
+    and a group works on one part of the batch.
 
-    Of 34 bytes that a transformer's layer keeps per token and width 24 are divided and 10 are not (Korthikanti et al.,
-    2022, "Reducing Activation Recomputation in Large Transformer Models"; without sequence parallelism).
+    Of the 34 bytes that a transformer's layer keeps per token and width, 24 are divided and 10 are not (Korthikanti et
+    al., 2022, "Reducing Activation Recomputation in Large Transformer Models"; without sequence parallelism).
     """
     samples = -(-batch // (devices // size))
     activations = samples / f.samples * (10 + 24 / size) / 34
     name = f"fsdp + tensor_parallel {size}"
-    return _sharded(name, f, levers, 1 / devices, gathered=1 / size, times=activations, samples=samples, rough=True)
+    return _sharded(name, f, levers, 1 / devices, gathered=1 / size, times=activations, samples=samples)
 
 
 def _sharded(
@@ -100,10 +100,9 @@ def _sharded(
     gathered: float = 1.0,
     times: float = 1.0,
     samples: int | None = None,
-    rough: bool = False,
-) -> Row:
-    """`kept` of parameters, gradients and optimizer state stays on the device, `gathered` of a block is whole there,
-    and what grows with samples grows `times`."""
+) -> StrategyRow:
+    """Estimate a sharded strategy: `kept` is the share of parameters, gradients and optimizer state that stays on the
+    device, `gathered` the share of a block that is whole there, `times` the factor of the activations."""
     weights = f.parameters - f.buffers
     whole = round(gathered * (f.outside + PREFETCHED * f.block + max(f.block, f.outside)))
     here = f.buffers + round(kept * (weights + f.optimizer))
@@ -112,39 +111,19 @@ def _sharded(
         for phase in ("forward", "backward")
     )
     stepping = here + round(kept * (f.gradients + f.rest("optimizer")))
-    return _row(
-        name,
-        levers,
+    divided = replace(
         f,
-        max(computing, stepping),
+        samples=samples or f.samples,
         parameters=f.buffers + round(kept * weights),
         gradients=round(kept * f.gradients),
         optimizer=round(kept * f.optimizer),
         activations=round(times * f.activations),
-        samples=samples,
-        rough=rough,
     )
+    return _row(name, levers, divided, max(computing, stepping), is_estimate=True)
 
 
-def _row(
-    name: str,
-    levers: Levers,
-    f: Footprint,
-    peak: int,
-    *,
-    parameters: int | None = None,
-    gradients: int | None = None,
-    optimizer: int | None = None,
-    activations: int | None = None,
-    samples: int | None = None,
-    rough: bool = False,
-) -> Row:
-    parts = (
-        f.parameters if parameters is None else parameters,
-        f.gradients if gradients is None else gradients,
-        f.optimizer if optimizer is None else optimizer,
-        f.activations if activations is None else activations,
-    )
+def _row(name: str, levers: Levers, f: Footprint, peak: int, is_estimate: bool = False) -> StrategyRow:
+    parts = f.parameters, f.gradients, f.optimizer, f.activations
     peak += WORKSPACE
-    held = parts[0] + parts[2] + parts[3]  # gradients come as activations go: both are seldom there in full
-    return Row(name, levers, *parts, max(WORKSPACE, peak - held), peak, samples or f.samples, rough)
+    held = f.parameters + f.optimizer + f.activations  # gradients are allocated as activations are freed
+    return StrategyRow(name, levers, *parts, max(WORKSPACE, peak - held), peak, f.samples, is_estimate)

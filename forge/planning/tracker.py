@@ -1,4 +1,4 @@
-"""Tracker: torch's own MemTracker, which counts storages as they come and go, made to fit a rehearsal."""
+"""Tracker: torch's MemTracker, which counts live storages, adapted to a rehearsal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
+from forge.planning.fake_cuda import HOST
 from forge.planning.footprint import Moment
-from forge.planning.host import HOST
 
 ROUNDING = 512
 """CUDA's allocator hands out multiples of this."""
@@ -17,9 +17,8 @@ ROUNDING = 512
 class Tracker(MemTracker):
     """Counts every tensor made while it is entered, and keeps the worst moment of each phase of a step.
 
-    What MemTracker lacks for a rehearsal, and is put right here: it rounds as CUDA does only for tensors on CUDA, it
-    copies statistics of every module at every operation, which takes most of the time, and for their sake it refuses
-    to see a module's forward twice, which accumulation does.
+    It differs from MemTracker in three ways: it rounds like CUDA for tensors on the host too, it keeps no statistics
+    per module, which take most of the time, and so it allows a module to run forward twice, as accumulation does.
     """
 
     def __init__(self) -> None:
@@ -27,7 +26,7 @@ class Tracker(MemTracker):
         self.moments: dict[str, Moment] = {}
 
     def watch(self, task: nn.Module) -> None:
-        """Tell a task's parameters, buffers and gradients from other tensors."""
+        """Count the task's parameters, buffers and gradients separately from other tensors."""
         self._track_module_params_and_buffers(task)
 
     def forget_moments(self) -> None:
@@ -35,10 +34,10 @@ class Tracker(MemTracker):
 
     @property
     def live(self) -> int:
-        """Bytes that are held now."""
+        """Return the bytes that are allocated now."""
         return self._curr_mem_snap.get(HOST, {}).get("Total", 0)
 
-    # -- MemTracker's own parts, each called at its moment ------------------------------------------------------------
+    # -- overridden methods of MemTracker -----------------------------------------------------------------------------
 
     def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
         winfo.mem_consumed = -(-winfo.mem_consumed // ROUNDING) * ROUNDING
@@ -50,14 +49,7 @@ class Tracker(MemTracker):
         if now is not None and (phase not in self.moments or self.moments[phase].total < now["Total"]):
             self.moments[phase] = Moment(now["Total"], now[_MemRefType.GRAD])
 
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+    def _ignore(self, *args: Any) -> None:
         pass
 
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        pass
-
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None:
-        pass
-
-    def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
-        pass
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore

@@ -1,4 +1,4 @@
-"""What the tests of plugins need: small runs that take milliseconds, and one check of everything the contract promises.
+"""Test kit for plugins: tiny runs that take milliseconds, and one check of the whole plugin contract.
 
 ::
 
@@ -7,9 +7,9 @@
     def test_it_keeps_the_contract():
         check_plugin(lambda: MyPlugin(every="2 updates"))
 
-`check_plugin` trains tiny tasks with the plugin in every situation that a stack can put it in, and raises an
-AssertionError that says what it did wrong. Tests of what the plugin is *for* are a few lines more; wherever forge is
-installed pytest has the fixtures `forge_run`, `tiny_task` and `event_trace` for them::
+`check_plugin` trains tiny tasks with the plugin in many situations, and raises an AssertionError that names the broken
+rule and the fix. For tests of the plugin's own purpose, pytest has the fixtures `forge_run`, `tiny_task` and
+`event_trace` wherever forge is installed::
 
     def test_the_norm_is_recorded_every_other_update(forge_run):
         run = forge_run([MyPlugin(every="2 updates")], max_updates=4)
@@ -18,8 +18,8 @@ installed pytest has the fixtures `forge_run`, `tiny_task` and `event_trace` for
     def test_a_rate_of_zero_changes_nothing(forge_run):
         assert_same_weights(forge_run([MyPlugin(rate=0.0)]).task, forge_run([]).task)
 
-The tests of kernels have theirs in `forge.kernels.testing`. All names load on first use, so that pytest, which
-looks for the fixtures at its start, does not import torch.
+The kit for kernels is `forge.kernels.testing`. All names load on first use, so that pytest, which loads the fixtures at
+its start, does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does a plugin cost? The time of an update with it, against one without; on a task so small that it shows."""
+"""The cost of a plugin: the time of an update with and without it, on a task so small that it shows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from forge.testing.subject import Subject
 
 UPDATES = 20
 ROUNDS, ENOUGH_S = 3, 0.5
-"""As many rounds as this, unless so many seconds are over: slow updates need no second look."""
+"""The number of rounds, and the seconds after which no further round begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Microseconds per update, the medians of the quickest of a few fits each."""
+class PluginCost:
+    """Microseconds per update: the medians of the fastest of a few fits."""
 
     alone_us: float
     with_us: float
 
     @property
     def own_us(self) -> float:
-        """What the plugin adds; what is within the noise of the clock may come out as 0."""
+        """Return the microseconds that the plugin adds; 0 if that is within the noise."""
         return max(self.with_us - self.alone_us, 0.0)  # NaN stays NaN
 
 
-def measure(subject: Subject) -> Cost:
-    """Fits with and without the plugin in turn, so that a busy machine slows both."""
+def measure(subject: Subject) -> PluginCost:
+    """Fit with and without the plugin in turn, so that a busy machine slows both."""
     alone, beside = [], []
     began = time.perf_counter()
     while len(alone) < ROUNDS and (not alone or time.perf_counter() - began < ENOUGH_S):
         alone.append(_update_us(subject))
         beside.append(_update_us(subject, subject.make()))
-    return Cost(min(alone), min(beside))
+    return PluginCost(min(alone), min(beside))
 
 
 def _update_us(subject: Subject, *plugins: Plugin) -> float:
@@ -46,7 +46,7 @@ def _update_us(subject: Subject, *plugins: Plugin) -> float:
 
 
 class Clock(Plugin):
-    """When each update ended, in nanoseconds."""
+    """Records the end of each update, in nanoseconds."""
 
     observer = True
 

@@ -1,4 +1,4 @@
-"""EventTrace: every call of a hook in a run, in order, by plugin; and what a test asserts of it."""
+"""EventTrace: every hook call of a run in order, by plugin, with assertions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pluggy import HookImpl
 from forge.contract.hooks import hookimpl
 from forge.contract.stack import SPECS
 from forge.engine.trainer import Trainer
-from forge.testing.calls import Calls, Function
+from forge.testing.hook_calls import Function, HookCalls
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedEvent:
     """One call of one plugin's hook."""
 
     hook: str
     plugin: str
-    "Whose it was; `core` is the Trainer's own way of doing an action, `task` the task."
+    "The plugin's name; `core` for the Trainer's own implementation, `task` for the task."
     update: int
-    "Updates finished by then."
+    "Updates finished before the call."
 
     def __str__(self) -> str:
         return f"update {self.update}: {self.plugin}.{self.hook}"
 
 
-class EventTrace(Calls):
-    """Write down every call of a hook while a run goes on; put it last in the stack.
+class EventTrace(HookCalls):
+    """Record every hook call of a run; put it last in the stack.
 
     ::
 
@@ -37,38 +37,38 @@ class EventTrace(Calls):
         trace.assert_order("forge_inspect_grads", "forge_edit_grads", "forge_optimizer_step")
         assert trace.count("forge_step_end", plugin="my_plugin") == 10
 
-    A wrapper is written down when it is entered. Hooks that nobody implements are not called, and not here.
+    A wrapper is recorded when it is entered. Hooks without an implementation are not called, and not recorded.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.name = "forge.testing.events"
-        self.events: list[Event] = []
-        "Everything that was called, in order, over all runs since the last `clear`."
+        self.events: list[TracedEvent] = []
+        "All calls in order, over all runs since the last `clear`."
         self._trainer: Trainer | None = None
 
     @property
     def hooks(self) -> list[str]:
-        """The hooks in the order of their calls; several plugins in one hook, one after the other, count once."""
+        """Return the hooks in the order of their calls; consecutive calls of one hook count once."""
         names = [event.hook for event in self.events]
         return [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
 
-    def of(self, plugin: str, hook: str | None = None) -> list[Event]:
-        """The calls of one plugin, of one hook of it if asked."""
+    def of(self, plugin: str, hook: str | None = None) -> list[TracedEvent]:
+        """Return the calls of one plugin, or of one of its hooks."""
         return [e for e in self.events if e.plugin == plugin and hook in (None, e.hook)]
 
     def count(self, hook: str, plugin: str | None = None) -> int:
-        """How often a hook was called, in all or for one plugin."""
+        """Return the number of calls of a hook, in all or for one plugin."""
         _known(hook)
         return sum(1 for event in self.events if event.hook == hook and plugin in (None, event.plugin))
 
     def updates(self, hook: str, plugin: str | None = None) -> list[int]:
-        """How many updates were finished at each call of a hook."""
+        """Return the number of finished updates at each call of a hook."""
         _known(hook)
         return [event.update for event in self.events if event.hook == hook and plugin in (None, event.plugin)]
 
     def assert_called(self, hook: str, times: int | None = None, plugin: str | None = None) -> None:
-        """Raise unless the hook was called, so many times if a number is given."""
+        """Raise unless the hook was called; `times` sets the exact number."""
         found, whose = self.count(hook, plugin), f" of {plugin!r}" if plugin else ""
         wanted = "at least once" if times is None else f"{times} times"
         assert found == times if times is not None else found, (
@@ -76,11 +76,11 @@ class EventTrace(Calls):
         )
 
     def assert_not_called(self, hook: str, plugin: str | None = None) -> None:
-        """Raise where the hook was called."""
+        """Raise if the hook was called."""
         self.assert_called(hook, 0, plugin)
 
     def assert_order(self, *hooks: str) -> None:
-        """Raise unless these hooks were called one after the other, with whatever between them."""
+        """Raise unless these hooks were called in this order, with any calls between them."""
         place = 0
         for hook in hooks:
             _known(hook)
@@ -94,7 +94,7 @@ class EventTrace(Calls):
             place = names.index(hook, place) + 1
 
     def clear(self) -> None:
-        """Forget what was written down."""
+        """Delete all recorded calls."""
         self.events.clear()
 
     @hookimpl
@@ -107,16 +107,12 @@ class EventTrace(Calls):
         if impl.plugin is self:
             return function
 
-        def noted(*args: Any) -> Any:
+        def recorded(*args: Any) -> Any:
             assert self._trainer is not None
-            self.events.append(Event(hook, name, self._trainer.progress.update))
+            self.events.append(TracedEvent(hook, name, self._trainer.progress.update))
             return function(*args)
 
-        return noted
-
-    @hookimpl
-    def forge_end(self, trainer: Trainer) -> None:
-        super().forge_end(trainer)
+        return recorded
 
 
 def _known(hook: str) -> None:

@@ -1,4 +1,4 @@
-"""What does a plugin do when something else fails? The first error leaves the fit as it is, and all is put back."""
+"""Check of failures elsewhere: the first error must leave the fit unchanged, and everything must be restored."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from forge.contract.plugin import Plugin
 from forge.contract.stack import ONE_BY_ONE, SPECS
 from forge.contract.task import TaskModule
 from forge.testing.leaks import check_task
+from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject, wraps
-from forge.testing.switches import flags_kept
 from forge.testing.tiny import Batch, TinyTask
 from forge.testing.weights import first_difference
 
 ALWAYS = ("forge_setup_env", "forge_step_end", "forge_log")
-"""Where another plugin fails: before anything has started, in an update, around it; and in all that this one wraps."""
+"""Hooks in which another plugin fails: before the start, in an update and around it; hooks that are wrapped too."""
 STEPS = ("training_step", "validation_step")
 SHORT = 6
-"""Updates of a fit: a whole epoch with its validation, and one more."""
+"""Updates of a fit: a whole epoch with its validation, and one update more."""
 
 
 class PlantedError(Exception):
-    """What the kit raises to see who lets it pass."""
+    """An error that the kit raises on purpose."""
 
 
 def check_exceptions(subject: Subject) -> None:
-    """Fail in the task and in another plugin, here and there; after each time the same object must serve a next fit."""
+    """Fail in several places of the task and of another plugin; the same object must then serve another fit."""
     if subject.situation.task is not TinyTask:
         return
     expected, _ = subject.fit(subject.make(), max_updates=SHORT)
@@ -40,46 +40,41 @@ def check_exceptions(subject: Subject) -> None:
     for step in STEPS:
         _check_place(subject, f"the task's {step}", FailingTask(step), None, expected)
     for hook in dict.fromkeys((*ALWAYS, *wrapped)):
-        _check_place(subject, f"another plugin's {hook}", TinyTask(), Failing(hook), expected)
+        _check_place(subject, f"another plugin's {hook}", TinyTask(), FailingPlugin(hook), expected)
 
 
 def _check_place(subject: Subject, place: str, task: TaskModule, failing: Plugin | None, expected: TaskModule) -> None:
     what, plugin = f"an error in {place}", subject.make()
-    with flags_kept(subject, what), _heard() as said:
-        left = _run(subject, plugin, task, failing)
+    raised: BaseException | None = None
+    with flags_kept(subject, what), _logged_failures() as failures:
+        try:  # the failing plugin is innermost, so that all wrappers see its error
+            subject.fit(plugin, *([] if failing is None else [failing]), task=task, max_updates=SHORT)
+        except Exception as error:
+            raised = error
     planted: PlantedError | None = getattr(failing or task, "error", None)
     if planted is None:
         return  # the place was never reached
-    assert left is not None, (
-        f"{subject.name!r} swallows {what}: the fit went on as if nothing had happened. A wrapper lets errors pass: "
-        "write `try: return (yield)`, with `finally:` for what must be put back."
+    assert raised is not None, (
+        f"{subject.name!r} swallows {what}: the fit continued. A wrapper must let errors pass: "
+        "write `try: return (yield)`, and restore state in `finally:`."
     )
-    assert left is planted, (
-        f"{subject.name!r} replaces {what} by {type(left).__name__}: {left}. Let the first error pass as it is: nobody "
-        "finds its cause otherwise."
+    assert raised is planted, (
+        f"{subject.name!r} replaces {what} by {type(raised).__name__}: {raised}. Let the first error pass unchanged, "
+        "so that its cause can be found."
     )
-    own = [text for name, text in said if name == subject.name]
+    own = [text for name, text in failures if name == subject.name]
     assert not own, (
-        f"{subject.name!r} fails once more after {what}: {own[0]}. forge_exception and forge_end are called whatever "
-        "happened, also where forge_start never ran: set in __init__ what they use."
+        f"{subject.name!r} fails once more after {what}: {own[0]}. forge_exception and forge_end are always called, "
+        "even if forge_start never ran: set the attributes that they use in __init__."
     )
     check_task(subject, task, what)
     with subject.surviving(f"a fit with the object that saw {what}"):
         again, _ = subject.fit(plugin, max_updates=SHORT)
     difference = first_difference(again, expected)
     assert difference is None, (
-        f"{subject.name!r} carries something of a run that failed, by {what}, into the next: {difference} "
-        "Begin anew in forge_start."
+        f"{subject.name!r} carries state of a run that failed, by {what}, into the next: {difference} "
+        "Reset it in forge_start."
     )
-
-
-def _run(subject: Subject, plugin: Plugin, task: TaskModule, failing: Plugin | None) -> BaseException | None:
-    """The error that leaves a fit in which something fails; who fails stands innermost, so that all wrappers see it."""
-    try:
-        subject.fit(plugin, *([] if failing is None else [failing]), task=task, max_updates=SHORT)
-    except Exception as error:
-        return error
-    return None
 
 
 class FailingTask(TinyTask):
@@ -107,8 +102,8 @@ class FailingTask(TinyTask):
             raise self.error
 
 
-class Failing(Plugin):
-    """Fails in one hook, at its second call where there are several."""
+class FailingPlugin(Plugin):
+    """Fails in one hook, at its second call if it has several."""
 
     def __init__(self, hook: str):
         super().__init__()
@@ -117,7 +112,7 @@ class Failing(Plugin):
         setattr(self, hook, _failing(self, hook))
 
 
-def _failing(plugin: Failing, hook: str) -> Callable[..., Any]:
+def _failing(plugin: FailingPlugin, hook: str) -> Callable[..., Any]:
     left = 1 if hook in ("forge_setup_env", "forge_build_optimizers", "forge_start", "forge_export") else 2
 
     @hookimpl(wrapper=True)
@@ -133,15 +128,15 @@ def _failing(plugin: Failing, hook: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _heard() -> Iterator[list[tuple[str, str]]]:
-    """(plugin, what it said) of those that fail while others are told of an error: forge logs it, and goes on."""
-    said: list[tuple[str, str]] = []
+def _logged_failures() -> Iterator[list[tuple[str, str]]]:
+    """Collect (plugin, error) of plugins that fail while an error is handled: forge logs these and continues."""
+    failures: list[tuple[str, str]] = []
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "failed in" in str(record.msg) and isinstance(record.args, tuple) and len(record.args) == 4:
                 name, hook, kind, text = record.args
-                said.append((str(name), f"{hook} raises {kind}: {text}"))
+                failures.append((str(name), f"{hook} raises {kind}: {text}"))
 
     handler, logger = Listen(), logging.getLogger("forge")
     level = logger.level
@@ -149,7 +144,7 @@ def _heard() -> Iterator[list[tuple[str, str]]]:
     if not logger.isEnabledFor(logging.ERROR):
         logger.setLevel(logging.ERROR)
     try:
-        yield said
+        yield failures
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

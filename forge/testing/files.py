@@ -1,4 +1,4 @@
-"""Where does a plugin write? Into the run folder, where there is one, and on the main rank alone."""
+"""Check of written files: only below the run folder, and only on the main rank."""
 
 from __future__ import annotations
 
@@ -15,41 +15,39 @@ from forge.env import Env
 from forge.testing.subject import Subject, owns
 from forge.testing.tiny import tiny_batches
 
-BELOW = "Write below trainer.run_dir, and nothing where that is None"
+BELOW = "Write below trainer.run_dir, and nothing if that is None"
 
 
 def check_files(subject: Subject) -> None:
-    """A fit without a run folder, one with one, one on a rank that is not the main one, and two verbs without both."""
-    with _here() as here:
+    """Fit without a run folder, with one, and on a rank that is not the main one; validate and predict without one."""
+    with _working_in_empty_folder() as here:
         with subject.surviving("a fit without a run folder (run_dir=False)"):
             subject.fit(subject.make(), run_dir=False)
         _refuse_files(subject, here, f"in a fit that has no run folder (run_dir=False). {BELOW}")
         for verb in ("validate", "predict"):
-            with subject.surviving(f"trainer.{verb}(), where there are neither optimizers nor a run folder"):
+            with subject.surviving(f"trainer.{verb}(), which has neither optimizers nor a run folder"):
                 trainer = Trainer(plugins=[subject.make(), *subject.beside()], seed=0, device="cpu")
                 getattr(trainer, verb)(subject.situation.task(), tiny_batches())
             _refuse_files(subject, here, f"in trainer.{verb}(), which has no run folder. {BELOW}")
-    with _here() as here:
+    with _working_in_empty_folder() as here:
         with subject.surviving("a fit with a run folder"):
             subject.fit(subject.make(), folder=here / "run")
         _refuse_files(subject, here, "beside the run folder. Write below trainer.run_dir", but="run")
     plugin = subject.make()
     # a checkpoint is written by all ranks together
     if not owns(plugin, "forge_setup_env") and getattr(plugin, "forge_save", None) is None:
-        with _here() as here:
+        with _working_in_empty_folder() as here:
             with subject.surviving("a fit on a rank that is not the main one"):
                 subject.fit(plugin, OtherRank(), folder=here / "run", resume=None)
             _refuse_files(
                 subject,
                 here,
-                "on rank 1. Ask trainer.env.is_main before anything is written, or give each rank a file of its own "
-                "that is named for it (rank1.json)",
+                "on rank 1. Check trainer.env.is_main before writing, or give each rank a file of its own (rank1.json)",
             )
 
 
 @contextmanager
-def _here() -> Iterator[Path]:
-    """An empty folder to stand in."""
+def _working_in_empty_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         yield Path(temporary)
 
@@ -61,7 +59,7 @@ def _refuse_files(subject: Subject, folder: Path, why: str, but: str = "") -> No
 
 
 class OtherRank(Plugin):
-    """Has the fit believe that it is not on the main rank; everything else is as on one process."""
+    """Sets the rank to 1 in a single process."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What does a plugin leave behind? Hooks on the task, threads, open files, tensors, and graphs of tensors."""
+"""Check of leaks: hooks on the task, threads, open files, tensors and autograd graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,56 +17,57 @@ from torch import Tensor, nn
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.engine.trainer import Trainer
+from forge.testing.process_flags import flags_kept
 from forge.testing.subject import Subject
-from forge.testing.switches import flags_kept
 
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-"""The registries of hooks that each module has."""
+"""The hook registries of a module."""
 GLOBAL_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
 GRAPHS_AT = (6, 8)
-"""Updates after which tensors with a graph are looked for: all shapes of a batch, and a validation, have been there."""
+"""Updates after which tensors with a graph are counted: all batch shapes and a validation have occurred."""
 GRACE = 1.0
-"""Seconds that a thread which was told to end has for it."""
+"""Seconds that a thread has to end."""
 
 
 def check_leaks(subject: Subject) -> None:
-    """Three fits: nothing stays on the task or in the process after the first, nothing grows from the second on."""
+    """Fit three times: the first must leave nothing on the task or in the process, and the others must not grow."""
     plugin = subject.make()
     task = subject.situation.task()
     with flags_kept(subject, "a fit"), subject.surviving(subject.situation.name):
         subject.fit(plugin, task=task)
     check_task(subject, task, "a fit")
     del plugin, task
-    with _only_what_is_new():
-        before, after = _left_over(subject), _left_over(subject)
+    with _ignoring_older_objects():
+        before, after = _leftovers(subject), _leftovers(subject)
     what = f"after {subject.situation.name}"
-    assert not after.task_lives, f"{subject.name!r} keeps the task alive when the run, and the plugin, are forgotten."
+    assert not after.is_task_alive, f"{subject.name!r} keeps the task alive after the run and the plugin are deleted."
     assert after.tensors <= before.tensors, (
         f"{subject.name!r} leaves {after.tensors - before.tensors} tensors behind {what}: memory grows with every run. "
-        "Look for a cache, a hook that was not removed, or what autograd was given to keep (detach it)."
+        "Look for a cache, a hook that was not removed, or tensors with an autograd graph (detach them)."
     )
-    running = [thread.name for thread in after.threads - before.threads if _still_running(thread)]
+    for thread in after.threads - before.threads:
+        thread.join(GRACE)
+    running = [thread.name for thread in after.threads - before.threads if thread.is_alive()]
     assert not running, (
-        f"{subject.name!r} leaves a thread running {what}: {', '.join(running)}. Tell it to end, and join it, in "
-        "forge_end."
+        f"{subject.name!r} leaves a thread running {what}: {', '.join(running)}. Stop it, and join it, in forge_end."
     )
     opened = sorted(after.files - before.files)
     assert not opened, f"{subject.name!r} leaves a file open {what}: {', '.join(opened)}. Close it in forge_end."
 
 
 def check_graphs(subject: Subject) -> None:
-    """No tensor with its graph outlives its update: what a plugin keeps of a loss must be detached."""
-    with _only_what_is_new():
-        probe = Graphs()
+    """Refuse tensors that outlive their update with their graph."""
+    with _ignoring_older_objects():
+        probe = GraphProbe()
         subject.fit(subject.make(), probe, max_updates=GRAPHS_AT[1])
     assert not probe.kept, (
-        f"{subject.name!r} keeps {probe.kept} of an update's tensors alive with the graph that made them, so memory "
-        "grows with every update. Keep tensor.detach(), or hand it to step.record."
+        f"{subject.name!r} keeps {probe.kept} of an update's tensors alive with their autograd graph, so memory "
+        "grows with every update. Keep tensor.detach(), or pass it to step.record."
     )
 
 
 def check_task(subject: Subject, task: nn.Module, what: str) -> None:
-    """Refuse hooks that stayed on the task's modules and parameters, or on all modules of the process."""
+    """Refuse hooks that remain on the task's modules and parameters, or on all modules of the process."""
     for path, module in task.named_modules():
         for kind in HOOKS:
             if getattr(module, kind):
@@ -97,24 +98,23 @@ def _called(registry: Any) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What grows
+# -- growth -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOver:
-    """What is there once a run is forgotten."""
+class Leftovers:
+    """What remains after a run is deleted."""
 
     tensors: int
-    task_lives: bool
+    is_task_alive: bool
     threads: frozenset[threading.Thread]
     files: frozenset[str]
 
 
-def _left_over(subject: Subject) -> LeftOver:
+def _leftovers(subject: Subject) -> Leftovers:
     task = weakref.ref(subject.fit(subject.make())[0])
     gc.collect()
-    return LeftOver(
+    return Leftovers(
         sum(1 for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)),
         task() is not None,
         frozenset(threading.enumerate()),
@@ -122,26 +122,18 @@ def _left_over(subject: Subject) -> LeftOver:
     )
 
 
-def _still_running(thread: threading.Thread) -> bool:
-    """One that was told to end gets the time for it."""
-    thread.join(GRACE)
-    return thread.is_alive()
-
-
 def _open_files() -> frozenset[str]:
-    """What is open, by name; "" where the system does not tell."""
-    found = []
-    for link in Path("/proc/self/fd").glob("*") if Path("/proc/self/fd").is_dir() else ():
-        try:
+    """Return the names of open files; empty where the system does not list them."""
+    found: list[str] = []
+    for link in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):
             found.append(os.readlink(link))
-        except OSError:
-            continue
     return frozenset(name for name in found if name.startswith("/") and not name.startswith(("/dev/", "/proc/")))
 
 
 @contextmanager
-def _only_what_is_new() -> Iterator[None]:
-    """Have the collector pass over whatever there is by now: a test process holds millions of objects."""
+def _ignoring_older_objects() -> Iterator[None]:
+    """Have the garbage collector skip existing objects: a test process holds millions."""
     frozen = gc.get_freeze_count()
     if not frozen:
         gc.freeze()
@@ -152,8 +144,8 @@ def _only_what_is_new() -> Iterator[None]:
             gc.unfreeze()
 
 
-class Graphs(Plugin):
-    """Counts tensors that have outlived their update together with the graph they came from."""
+class GraphProbe(Plugin):
+    """Counts tensors that outlive their update with their graph."""
 
     observer = True
 
@@ -167,7 +159,7 @@ class Graphs(Plugin):
         if trainer.progress.update == GRAPHS_AT[0]:
             self._first = [weakref.ref(tensor) for tensor in _with_graph()]
         elif trainer.progress.update == GRAPHS_AT[1]:
-            known = {id(tensor) for ref in self._first if (tensor := ref()) is not None}  # a compiler keeps some, once
+            known = {id(tensor) for ref in self._first if (tensor := ref()) is not None}  # a compiler keeps some
             self.kept = sum(1 for tensor in _with_graph() if id(tensor) not in known)
 
 

@@ -1,8 +1,7 @@
 """Fixtures for the tests of plugins; pytest finds them through an entry point wherever forge is installed.
 
-`forge_run` trains a tiny task with some plugins, `tiny_task` makes one, `event_trace` writes down which hooks were
-called. Nothing here imports torch before a test asks for a fixture, so that other projects' tests start as fast as
-ever.
+`forge_run` trains a tiny task with some plugins, `tiny_task` makes one, `event_trace` records hook calls. Nothing
+here loads torch before a test uses a fixture, so that other projects' tests start fast.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RunTiny = Callable[..., "TinyRun"]
 
 @pytest.fixture
 def forge_run(tmp_path_factory: pytest.TempPathFactory) -> RunTiny:
-    """`forge_run([MyPlugin()], max_updates=4)`: a tiny fit in a temporary run folder.
+    """Run a tiny fit in a temporary run folder: `forge_run([MyPlugin()], max_updates=4)`.
 
     Returns a `forge.testing.TinyRun`: `task`, `result`, `metrics` by update, `series(metric)`, `trace`, `run_dir`.
     Takes `task`, `train`, `val` and every option of the Trainer; `run_dir=run.run_dir, resume="auto"` continues a run.
@@ -45,7 +44,7 @@ def tiny_task() -> Callable[..., TinyTask | TinyGAN]:
 
     def make(optimizers: int = 1, **options: Any) -> TinyTask | TinyGAN:
         if optimizers not in (1, 2):
-            raise ValueError(f"tiny_task(optimizers={optimizers}): there are tasks with 1 and with 2 optimizers.")
+            raise ValueError(f"tiny_task(optimizers={optimizers}): optimizers must be 1 or 2.")
         return TinyTask(**options) if optimizers == 1 else TinyGAN(**options)
 
     return make
@@ -53,7 +52,7 @@ def tiny_task() -> Callable[..., TinyTask | TinyGAN]:
 
 @pytest.fixture
 def event_trace() -> EventTrace:
-    """A plugin that writes down every call of a hook; put it last: `forge_run([MyPlugin(), event_trace])`.
+    """Return a plugin that records every hook call; put it last: `forge_run([MyPlugin(), event_trace])`.
 
     Then `event_trace.hooks`, `.count(hook)`, `.updates(hook)`, `.assert_called(hook, times=3)`, `.assert_order(...)`.
     """

@@ -1,4 +1,4 @@
-"""run_tiny: a tiny fit in a folder of its own, and everything that a test may ask about it afterwards."""
+"""run_tiny: a tiny fit in its own run folder, with its metrics and hook calls."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from forge.testing.tiny import fit_tiny
 
 @dataclass(frozen=True, slots=True)
 class TinyRun:
-    """A fit that is over."""
+    """A finished fit."""
 
     task: TaskModule
     "The trained task."
     result: FitResult
     metrics: dict[int, dict[str, Any]]
-    "What was logged, by update."
+    "Logged metrics by update."
     trace: EventTrace
-    "Every call of a hook, in order."
+    "Every hook call, in order."
     run_dir: Path
 
     def series(self, metric: str) -> list[tuple[int, Any]]:
-        """(update, value) of one metric, wherever it was logged."""
+        """Return (update, value) of every logged value of a metric."""
         found = [(update, logged[metric]) for update, logged in self.metrics.items() if metric in logged]
         names = dict.fromkeys(name for logged in self.metrics.values() for name in logged)
-        assert found, f"{metric!r} was never logged; there are {', '.join(names)}."
+        assert found, f"{metric!r} was never logged; logged were {', '.join(names)}."
         return found
 
 
@@ -46,22 +46,22 @@ def run_tiny(
     val: Any = None,
     **trainer_options: Any,
 ) -> TinyRun:
-    """Fit a TinyTask with these plugins in `run_dir`; `log_every` is 1, so that the metrics of each update are there.
+    """Fit a TinyTask with these plugins in `run_dir`, and log every update.
 
-    Two epochs of five updates with seed 0 on the CPU, unless the Trainer's options say otherwise. An EventTrace among
-    the plugins is used, else one is added.
+    The defaults are two epochs of five updates with seed 0 on the CPU; the Trainer's options change them. An EventTrace
+    among the plugins is used, else one is added.
     """
     stack = make_plugins(list(plugins))
     given = next((plugin for plugin in stack if isinstance(plugin, EventTrace)), None)
-    trace, log = given or EventTrace(), Log()
+    trace, log = given or EventTrace(), LogProbe()
     options: dict[str, Any] = {"run_dir": run_dir, "log_every": 1, **trainer_options}
     stack = [*(plugin for plugin in stack if plugin is not trace), log, trace]
     trained, result = fit_tiny(stack, task=task, train=train, val=val, **options)
     return TinyRun(trained, result, log.metrics, trace, run_dir)
 
 
-class Log(Plugin):
-    """What reached the sinks."""
+class LogProbe(Plugin):
+    """Records the logged metrics."""
 
     observer = True
 

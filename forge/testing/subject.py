@@ -1,4 +1,4 @@
-"""The plugin that is looked at: how to make it, and the small fits that it is put through."""
+"""Subject: the plugin under test, how to make it, and the fits that it is tested in."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from forge.testing.tiny import TinyGAN, TinyTask, fit_tiny
 
 Make = Callable[[], Plugin]
 Given = Plugin | Make
-"""What a plugin author hands over: a class, a function that makes the plugin, or a plugin."""
+"""The argument of check_plugin: a class, a function that makes the plugin, or a plugin."""
 UPDATES = 7
-"""Past the end of an epoch and into the next, with and without accumulation."""
+"""Updates of a fit: into the second epoch, with and without accumulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A kind of fit that every plugin meets sooner or later."""
+    """A kind of fit that plugins must support."""
 
     name: str
     task: Callable[[], TaskModule]
@@ -44,7 +44,7 @@ SITUATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A plugin to be made again and again, the plugins it needs beside it, and the situations it is made for."""
+    """A plugin that can be made many times, the plugins it requires, and the situations to test."""
 
     name: str
     make: Make
@@ -53,16 +53,16 @@ class Subject:
 
     @property
     def situation(self) -> Situation:
-        """The plainest of them."""
+        """Return the simplest situation."""
         return self.situations[0]
 
     def fit(self, *plugins: Plugin, situation: Situation | None = None, **given: Any) -> tuple[TaskModule, FitResult]:
-        """A fit with these plugins and with what the subject needs beside it; `folder` and the Trainer's options."""
+        """Fit with these plugins and those that the subject requires; `given` are `folder` and Trainer options."""
         return fit([*plugins, *self.beside()], situation or self.situation, **given)
 
     @contextmanager
     def surviving(self, what: str) -> Iterator[None]:
-        """Say of any error that the plugin did not survive `what`."""
+        """Report any error as "does not survive `what`"."""
         try:
             yield
         except Exception as error:
@@ -73,19 +73,19 @@ class Subject:
 
 
 def subject(given: Given, beside: Callable[[], Iterable[Plugin]], leave_out: Iterable[str]) -> Subject:
-    """What is known of a plugin before anything has run."""
+    """Make the Subject of a plugin."""
     make = maker(given)
     plugin = make()
     assert isinstance(plugin, Plugin), f"{plugin!r} is no forge.Plugin."
     assert make() is not plugin, "`make` returned one object twice; it must make a new plugin each time."
     left = set(leave_out)
     situations = tuple(situation for situation in SITUATIONS if situation.name not in left)
-    assert situations, "Every situation was left out: there is nothing to check."
+    assert situations, "leave_out names every situation: keep at least one."
     return Subject(plugin.name, make, beside, situations)
 
 
 def maker(given: Given) -> Make:
-    """A function that makes the plugin anew: the class or function itself, or one that repeats a plugin's options."""
+    """Return a function that makes the plugin: the class or function itself, or one that repeats a plugin's options."""
     if not isinstance(given, Plugin):
         return given
     if isinstance(given, Callback):
@@ -99,7 +99,7 @@ def maker(given: Given) -> Make:
             plugin = kind(**values)
         except (TypeError, ForgeError) as error:
             raise AssertionError(
-                f"{name!r} cannot be made anew from its options ({error}). Pass a function that makes it: "
+                f"{name!r} cannot be made again from its options ({error}). Pass a function that makes it: "
                 f"check_plugin(lambda: {kind.__name__}(...))."
             ) from error
         plugin.name = name
@@ -116,13 +116,13 @@ def fit(
     folder: Path | None = None,
     **trainer_options: Any,
 ) -> tuple[TaskModule, FitResult]:
-    """A fit in a run folder, a temporary one unless it is given, so that sinks have somewhere to write."""
+    """Fit in a run folder, a temporary one unless given, so that sinks can write."""
     if folder is None and trainer_options.get("run_dir") is not False:
         with tempfile.TemporaryDirectory() as temporary:
             return fit(plugins, situation, task=task, folder=Path(temporary), **trainer_options)
     stack = list(plugins)
     if situation.window > 1 and not any(owns(plugin, "forge_plan_step") for plugin in stack):
-        stack.append(Window(situation.window))
+        stack.append(FixedWindow(situation.window))
     asked: dict[str, Any] = {"max_epochs": None, "max_updates": UPDATES, "run_dir": folder}
     if folder is not None:
         asked["resume"] = "auto"
@@ -130,17 +130,16 @@ def fit(
 
 
 def owns(plugin: Plugin, hook: str) -> bool:
-    """Whether the plugin implements the hook other than by wrapping it."""
-    method = getattr(plugin, hook, None)
-    return method is not None and not wraps(plugin, hook)
+    """Return whether the plugin implements the hook without wrapping it."""
+    return getattr(plugin, hook, None) is not None and not wraps(plugin, hook)
 
 
 def wraps(plugin: Plugin, hook: str) -> bool:
     return bool(getattr(getattr(plugin, hook, None), "forge_impl", {}).get("wrapper"))
 
 
-class Window(Plugin):
-    """Accumulate: the kit knows no other plugin, so it brings its own."""
+class FixedWindow(Plugin):
+    """Accumulates over a fixed window: the kit depends on no other plugin."""
 
     def __init__(self, window: int):
         super().__init__()

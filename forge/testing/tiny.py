@@ -1,6 +1,6 @@
-"""Tasks, batches and fits so small that a test can afford hundreds of them.
+"""Tiny tasks, batches and fits, of which a test can run hundreds.
 
-Everything is made from private seeds: the same call gives the same bits, and the global RNG is left alone.
+Everything is made from private seeds: the same call gives the same bits, and the global RNG is unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def tiny_batches(sizes: Sequence[int] = (8, 8, 8, 8, 5), seed: int = 0) -> list[Batch]:
-    """Batches of (inputs, labels) for the tiny tasks, one of each size; the last one is shorter, as in real life."""
+    """Return batches of (inputs, labels) for the tiny tasks, one of each size; the last one is shorter."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randn(n, FEATURES, generator=generator), torch.randint(CLASSES, (n,), generator=generator))
@@ -31,10 +31,10 @@ def tiny_batches(sizes: Sequence[int] = (8, 8, 8, 8, 5), seed: int = 0) -> list[
 
 
 class TinyTask(TaskModule):
-    """A classifier with the parts that give mistakes away.
+    """A classifier whose parts reveal mistakes.
 
-    Dropout shows who draws random numbers, batch normalisation who runs a forward of their own or changes a mode,
-    momentum who touches the optimizer.
+    Dropout reveals plugins that draw random numbers, batch normalisation those that run a forward or change a mode,
+    momentum those that change the optimizer.
     """
 
     def __init__(self, seed: int = 0, dropout: float = 0.2, lr: float = 0.1):
@@ -62,7 +62,7 @@ class TinyTask(TaskModule):
 
 
 class TinyGAN(TaskModule):
-    """Two networks against each other, each with an optimizer of its own: `training_step` is told whose turn it is."""
+    """Two adversarial networks, each with its own optimizer, whose name `training_step` gets."""
 
     def __init__(self, seed: int = 0, lr: float = 0.05):
         super().__init__()
@@ -79,12 +79,12 @@ class TinyGAN(TaskModule):
         real = batch[0]
         fake = self.generator(torch.randn(len(real), 4, device=real.device))
         if name == "generator":
-            return {"loss": _should_say(self.discriminator(fake), 1.0)}
-        right = _should_say(self.discriminator(real), 1.0) + _should_say(self.discriminator(fake.detach()), 0.0)
-        return {"loss": right / 2}
+            return {"loss": _binary_loss(self.discriminator(fake), 1.0)}
+        loss = _binary_loss(self.discriminator(real), 1.0) + _binary_loss(self.discriminator(fake.detach()), 0.0)
+        return {"loss": loss / 2}
 
     def validation_step(self, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": _should_say(self(batch[0]), 1.0)}
+        return {"loss": _binary_loss(self(batch[0]), 1.0)}
 
     def configure_optimizers(self) -> Any:
         return {
@@ -103,7 +103,7 @@ def fit_tiny(
 ) -> tuple[TaskModule, FitResult]:
     """Fit a TinyTask on tiny batches with exactly these plugins; return the trained task and the result.
 
-    Two epochs with seed 0 on the CPU, without a run folder, unless the Trainer's options say otherwise:
+    The defaults are two epochs with seed 0 on the CPU, without a run folder; the Trainer's options change them:
     `fit_tiny([MyPlugin()], task=TinyGAN(), max_epochs=5, run_dir=folder)`.
     """
     trained: TaskModule = task or TinyTask()
@@ -116,11 +116,11 @@ def fit_tiny(
 
 
 def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` builds when the RNG starts at `seed`, which is put back afterwards."""
+    """Call `make` with the RNG at `seed`, and restore the RNG."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-def _should_say(scores: Tensor, answer: float) -> Tensor:
+def _binary_loss(scores: Tensor, answer: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, answer))

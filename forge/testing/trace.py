@@ -1,8 +1,8 @@
-"""Trace: what a run did at every update, small enough to write down, exact enough to compare two runs bit for bit.
+"""Trace: digests of every update of a run, to compare two runs bit for bit.
 
-`Recorder` writes a trace; `compare` names the first thing in which a second one differs, causes before effects: the
+`Recorder` writes a trace; `compare` names the first part in which a second trace differs, causes before effects: the
 batch, the random numbers, the loss, the weights, the optimizer. Attributes of the task that no checkpoint holds are
-written down too: where one of them differs together with something else, it is the likely cause.
+recorded too: one that differs together with another part is the likely cause.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -60,46 +61,44 @@ class Recorder(Plugin):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Where a trace leaves the one it should repeat."""
+class TraceDifference:
+    """The first difference of a trace from the one it should repeat."""
 
     update: int
     part: str
     detail: str
 
     def __str__(self) -> str:
-        what = PARTS.get(self.part, "something that is no part of the task's state")
+        what = PARTS.get(self.part, "an attribute outside the task's state")
         return f"at update {self.update}, in {what} ({self.detail})"
 
 
 def read_trace(path: Path) -> list[Line]:
-    """The lines of a trace; one that a kill has cut short is left out."""
-    lines = []
+    """Read the lines of a trace; a line cut short by a kill is skipped."""
+    lines: list[Line] = []
     for text in path.read_text().splitlines() if path.exists() else ():
-        try:
+        with suppress(ValueError):
             lines.append(json.loads(text))
-        except ValueError:
-            continue
     return lines
 
 
-def compare(straight: Iterable[Line], other: Iterable[Line]) -> Difference | None:
-    """The first difference of `other`, whose updates may come again and again, from the straight run."""
+def compare(straight: Iterable[Line], other: Iterable[Line]) -> TraceDifference | None:
+    """Return the first difference of `other`, which may repeat updates, from the uninterrupted run."""
     expected = {line["update"]: line for line in straight}
     for line in other:
         right = expected.get(line["update"])
         if right is None:
-            return Difference(line["update"], "batch", "the straight run has no such update")
-        odd = next((part for part in PARTS if line[part] != right[part]), None)
-        if odd is not None:
-            if odd != "batch" and line[HIDDEN] != right[HIDDEN]:
-                odd = HIDDEN
-            return Difference(line["update"], odd, _detail(line[odd], right[odd]))
+            return TraceDifference(line["update"], "batch", "the uninterrupted run has no such update")
+        part = next((part for part in PARTS if line[part] != right[part]), None)
+        if part is not None:
+            if part != "batch" and line[HIDDEN] != right[HIDDEN]:
+                part = HIDDEN
+            return TraceDifference(line["update"], part, _detail(line[part], right[part]))
     return None
 
 
 def line_of(trainer: Trainer, step: Step) -> Line:
-    """One update in digests; counters are in `means`, under their own names."""
+    """Return the digests of one update; counters are in `means`, under their own names."""
     rng = RNGState.capture(trainer.env.device).as_tree()
     return {
         "update": trainer.progress.update,
@@ -115,15 +114,15 @@ def line_of(trainer: Trainer, step: Step) -> Line:
 
 
 def digest(value: Any) -> str:
-    """A short name for a nest of tensors, arrays, plain values and objects that another nest does not share.
+    """Return a short digest of nested tensors, arrays, plain values and objects.
 
-    Of what has neither a value nor attributes to look at (a generator, an open file) only the type is seen.
+    Objects without a value or attributes (a generator, an open file) count by their type alone.
     """
     return _Digests().of(value)
 
 
 def hidden_state(task: nn.Module) -> Iterator[tuple[str, str]]:
-    """Plain attributes and buffers of the task's modules that `state_dict` does not hold."""
+    """Yield (name, digest) of plain attributes and buffers of the task's modules that `state_dict` does not hold."""
     saved = set(task.state_dict())
     for path, module in task.named_modules():
         prefix = f"{path}." if path else ""
@@ -140,22 +139,19 @@ def hidden_state(task: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _batches(window: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """(position, digest) of every part of every micro-batch."""
+    """Yield (position, digest) of every part of every micro-batch."""
     for i, batch in enumerate(window):
-        parts: Iterable[tuple[Any, Any]] = [("", batch)]
-        if isinstance(batch, Mapping):
-            parts = batch.items()
-        elif isinstance(batch, (list, tuple)):
-            parts = enumerate(batch)
-        for key, part in parts:
-            yield f"micro-batch {i}{f', part {key!r}' if key != '' else ''}", digest(part)
+        if isinstance(batch, (Mapping, list, tuple)):
+            for key, part in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
+                yield f"micro-batch {i}, part {key!r}", digest(part)
+        else:
+            yield f"micro-batch {i}", digest(batch)
 
 
 def _means(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    for name, value in trainer.means.state_dict()["sums"].items():
-        yield name, value
-    for name, value in trainer.means.state_dict()["kept"].items():
-        yield name, [part.tolist() for part in value]
+    state = trainer.means.state_dict()
+    yield from state["sums"].items()
+    yield from ((name, [part.tolist() for part in value]) for name, value in state["kept"].items())
     for name in ("micro", "update", "sample", "epoch", "skipped"):
         yield f"progress.{name}", getattr(trainer.progress, name)
 
@@ -167,13 +163,13 @@ def _exact(value: Any) -> str:
 
 
 class _Digests:
-    """Digests of values and of what they hold; what is held in many places is looked at once."""
+    """Digests of nested values; a shared value is digested once."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Any, str]] = {}
-        "Digests by id; the value is kept too, so that no other one gets its id."
-        self.around: set[int] = set()
-        "What is being looked at, from the outermost value in."
+        "Digests by id; the value is kept too, so that no other value gets its id."
+        self.open: set[int] = set()
+        "The values being digested, outermost first."
 
     def of(self, value: Any) -> str:
         if id(value) not in self.known:
@@ -188,7 +184,7 @@ class _Digests:
         if isinstance(value, Tensor):
             plain = value.detach().cpu().contiguous()
             yield f"{plain.dtype}{tuple(plain.shape)}".encode()
-            # a dimension of no or one entry may have any stride, which a view as bytes minds
+            # a dimension of no or one entry may have any stride, which a view as bytes refuses
             flat = plain.reshape(-1).as_strided((plain.numel(),), (1,))
             yield flat.view(torch.uint8).numpy().tobytes()
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
@@ -196,19 +192,19 @@ class _Digests:
             yield value.tobytes()
         elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
             yield repr(value).encode()
-        elif id(value) in self.around:
+        elif id(value) in self.open:
             yield b"<itself>"
         else:
-            self.around.add(id(value))
+            self.open.add(id(value))
             parts = [self.of(key) + self.of(item) for key, item in _items(value)]
-            self.around.discard(id(value))
+            self.open.discard(id(value))
             yield f"{_kind(value)} of {len(parts)}".encode()
-            # the order of a set is another one in every process
+            # the order of a set differs between processes
             yield "".join(sorted(parts) if isinstance(value, Set) else parts).encode()
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """(name, part) of everything that a value holds."""
+    """Return (name, part) of everything inside a value."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, np.ndarray):

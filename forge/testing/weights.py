@@ -1,4 +1,4 @@
-"""Comparing weights bit for bit: the proof that something changed nothing."""
+"""Compare weights bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def assert_same_weights(actual: Weights, expected: Weights) -> None:
 
 
 def first_difference(actual: Weights, expected: Weights) -> str | None:
-    """What differs first, in words, or None. Buffers count; NaN equals NaN, and 0.0 is not -0.0."""
+    """Describe the first difference, or return None. Buffers count; NaN equals NaN, and 0.0 is not -0.0."""
     ours, theirs = _tensors(actual), _tensors(expected)
     for name in [*theirs, *ours]:
         if name not in ours or name not in theirs:
@@ -39,11 +39,11 @@ def _difference(a: Tensor, b: Tensor) -> str:
     unequal = (_bytes(a) != _bytes(b)).any(1)
     if not bool(unequal.any()):
         return ""
-    apart = (a.double() - b.double()).abs().max().item() if not a.is_complex() else (a - b).abs().max().item()
-    return f"{int(unequal.sum())} of {a.numel()} entries, by up to {apart:.3g}."
+    distance = (a.double() - b.double()).abs().max().item() if not a.is_complex() else (a - b).abs().max().item()
+    return f"{int(unequal.sum())} of {a.numel()} entries, by up to {distance:.3g}."
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """One row of bytes per entry."""
-    # a dimension of no or one entry may have any stride, which a view as bytes minds
+    """Return one row of bytes per entry."""
+    # a dimension of no or one entry may have any stride, which a view as bytes refuses
     return tensor.contiguous().as_strided((tensor.numel(), 1), (1, 1)).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Witness: every tensor that training makes, written down in the order in which they are made.
+"""Witness: record every tensor of training in the order of its computation.
 
-Two runs that should be equal leave two such records; `compare` names the first tensor in which they differ, and about
-how much. Each tensor is written as a digest, which tells whether two are equal bit for bit, and as a sketch of a few
-numbers, which tells how far apart two are. Both are computed where the tensor is, so that large ones stay there.
+`compare` finds the first tensor in which the records of two runs differ, and about how much. Each tensor is recorded as
+a digest, to compare bit for bit, and as a sketch of a few numbers, to estimate distances. Both are computed on the
+tensor's device, so that large tensors are not copied.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from forge.rng import RNGState
 from forge.testing.trace import Line, digest, hidden_state
 
 KINDS = {
-    "first parameter": "the parameter {} as the task was made",
-    "first buffer": "the buffer {} as the task was made",
+    "first parameter": "the initial parameter {}",
+    "first buffer": "the initial buffer {}",
     "batch": "the batch ({})",
     "rng before": "the state of {}'s random numbers before the forward pass",
     "output": "the output of {}",
@@ -40,15 +40,15 @@ KINDS = {
     "buffer": "the buffer {} after the update",
     "optimizer": "the state of {}",
     "rng": "the state of {}'s random numbers after the update",
-    "order": "what came next ({})",
+    "order": "the next value ({})",
 }
-"""What is written down, and how to say it."""
+"""The kinds of values that are recorded, with their description."""
 PERIOD, BUCKETS, CHUNK = 4096, 16, 1 << 22
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 class Witness(Plugin):
-    """Write one line per update with every tensor of it; stop the run after `updates`."""
+    """Write one line per update with all its tensors; stop the run after `updates`."""
 
     observer = True
 
@@ -58,12 +58,12 @@ class Witness(Plugin):
         self.path, self.updates = Path(path), updates
         self.events: list[list[Any]] = []
         self.arrived: dict[str, None] = {}
-        "Parameters by the order in which their gradients came."
+        "Parameters in the order in which their gradients arrived."
         self.watching = False
         self.hooks: list[Any] = []
 
     def note(self, kind: str, name: str, value: Any) -> None:
-        """Write down one value; what is no tensor has no sketch."""
+        """Record one value; only tensors have a sketch."""
         self.events.append([kind, name, *(fingerprint(value) if isinstance(value, Tensor) else (digest(value), []))])
 
     @hookimpl
@@ -79,7 +79,7 @@ class Witness(Plugin):
 
     @hookimpl(wrapper=True)
     def forge_train_step(self, step: Step) -> Generator[None, Any, Any]:
-        if not self.events:  # with several optimizers it fires once for each
+        if not self.events:  # with several optimizers this hook is called once for each
             for place, part in _parts(step.window):
                 self.note("batch", place, part)
         self._note_rng(step.trainer, "rng before")
@@ -110,7 +110,7 @@ class Witness(Plugin):
         self._note_rng(trainer, "rng")
         self._write(trainer)
         if trainer.progress.update >= self.updates:
-            trainer.request_stop(f"{self.updates} updates were written down", by=self.name)
+            trainer.request_stop(f"{self.updates} updates were recorded", by=self.name)
 
     @hookimpl
     def forge_end(self) -> None:
@@ -156,7 +156,7 @@ class Witness(Plugin):
 
 
 def eager_modules(trainer: Run) -> Iterator[tuple[str, nn.Module]]:
-    """The task's modules by name, without those that are compiled: a look inside would change what is compiled."""
+    """Yield the task's modules by name, without compiled ones: hooks on these would change the compiled code."""
     shells = [
         module
         for module in trainer.model.modules()
@@ -168,12 +168,11 @@ def eager_modules(trainer: Run) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Two records
+# -- comparison -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """The first tensor in which two runs differ."""
 
     update: int
@@ -182,15 +181,15 @@ class Difference:
     one: list[float]
     other: list[float]
     equal: int
-    "How many values before it were the same."
+    "The number of equal values before it."
     hidden: list[str]
-    "Attributes of the task, no part of its state, that differ as well after that update."
+    "Attributes of the task outside its state that differ as well after that update."
     shapes: str = ""
-    "Both types and shapes, where already those differ."
+    "Both types and shapes, if those differ."
 
     @property
     def share(self) -> float:
-        """About how large the difference is, as a share of the tensor itself; NaN where that cannot be said."""
+        """Estimate the difference as a share of the tensor's norm; NaN if unknown."""
         if not self.one or len(self.one) != len(self.other):
             return math.nan
         size = max(math.hypot(*self.one), math.hypot(*self.other))
@@ -212,20 +211,20 @@ class Difference:
         return f", by about {self.share:.1g} of its norm" if self.share else ", in bits that do not change its value"
 
 
-def compare(one: Iterable[Line], other: Iterable[Line]) -> Difference | None:
-    """The first difference between the records of two runs, in the order of what happened; None where all is equal."""
+def compare(one: Iterable[Line], other: Iterable[Line]) -> TensorDifference | None:
+    """Return the first difference between the records of two runs; None if all values are equal."""
     equal = 0
     for ours, theirs in zip_longest(one, other):
         if ours is None or theirs is None:
             longer: Line = ours or theirs or {}
-            return Difference(longer["update"], "order", "one of the runs ended before it", [], [], equal, [])
+            return TensorDifference(longer["update"], "order", "one of the runs ended before it", [], [], equal, [])
         hidden = [name for name in ours["hidden"] if ours["hidden"][name] != theirs["hidden"].get(name)]
         for a, b in zip_longest(ours["events"], theirs["events"]):
             if a is None or b is None or a[:2] != b[:2]:
                 names = " against ".join("nothing" if e is None else KINDS[e[0]].format(e[1]) for e in (a, b))
-                return Difference(ours["update"], "order", names, [], [], equal, hidden)
+                return TensorDifference(ours["update"], "order", names, [], [], equal, hidden)
             if a[2] != b[2]:
-                return Difference(ours["update"], a[0], a[1], a[3], b[3], equal, hidden, _shapes(a[2], b[2]))
+                return TensorDifference(ours["update"], a[0], a[1], a[3], b[3], equal, hidden, _shapes(a[2], b[2]))
             equal += 1
     return None
 
@@ -235,19 +234,18 @@ def _shapes(one: str, other: str) -> str:
     return " and ".join(kinds) if kinds[0] != kinds[1] else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A tensor in a few numbers
+# -- digests and sketches ---------------------------------------------------------------------------------------------
 
 
 def fingerprint(tensor: Tensor) -> tuple[str, list[float]]:
-    """(digest, sketch). Tensors of equal bits have equal digests, and others do not, but for a chance of 2**-32.
+    """Return (digest, sketch). Tensors of equal bits have equal digests; others differ, but for a chance of 2**-32.
 
-    The sketch sums the entries with random signs into a few buckets, so that the distance of two sketches is about that
-    of their tensors, whatever their size. Of a single number it is that number.
+    The sketch sums the entries with random signs into a few buckets, so that the distance of two sketches approximates
+    that of their tensors. The sketch of a single number is that number.
     """
     plain = tensor.detach()
     plain = plain if plain.layout is torch.strided else plain.to_dense()
-    plain = plain.cpu() if plain.device.type == "mps" else plain  # which has no float64
+    plain = plain.cpu() if plain.device.type == "mps" else plain  # MPS has no float64
     kind = f"{plain.dtype}{tuple(plain.shape)}".removeprefix("torch.")
     flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
     weights, signs = _tables(flat.device)
@@ -263,7 +261,7 @@ def fingerprint(tensor: Tensor) -> tuple[str, list[float]]:
 
 
 def _row_sums(numbers: Tensor, weights: Tensor) -> Tensor:
-    """Each row of PERIOD integers as one, modulo 2**64; integers add up to the same in every order."""
+    """Sum each row of PERIOD integers, modulo 2**64; integer sums do not depend on the order."""
     return (_in_rows(numbers) * weights).sum(1)
 
 
@@ -273,7 +271,7 @@ def _in_rows(flat: Tensor) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random odd weights and random signs, the same in every process."""
+    """Return random odd weights and random signs, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**62), 2**62, (PERIOD,), generator=generator) * 2 + 1
     signs = torch.randint(2, (PERIOD,), generator=generator).double() * 2 - 1
@@ -281,7 +279,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _parts(window: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """(place, value) of every tensor, and of whatever else a batch holds, in every micro-batch."""
+    """Yield (place, value) of every tensor and other value in every micro-batch."""
     for i, batch in enumerate(window):
         for path, part in tree_flatten_with_path(batch)[0]:
             yield f"micro-batch {i}{', batch' if path else ''}{keystr(path)}", part

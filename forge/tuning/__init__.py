@@ -1,4 +1,4 @@
-"""Search by trying: a learning rate, or the largest batch, from a few real updates on fresh tasks.
+"""Tuning: measure a learning rate, or the largest batch that fits, with a few real updates on fresh tasks.
 
 ::
 

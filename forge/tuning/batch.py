@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, found by trying, and how fast each size trains.
+"""Measure the largest batch that fits into memory, and the speed of each size.
 
 ::
 
@@ -21,29 +21,27 @@ from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.tuning import memory
-from forge.tuning.trial import Trial, run_trial
+from forge.tuning import peak_memory
+from forge.tuning.trial import TuningTrial, run_trial
 from forge.util.oom import is_out_of_memory
 
 WARM_UP = 2
-"""Updates before the clock starts: the first one makes the optimizer's state, the second one the memory's peak."""
-LONG_ENOUGH = 0.25
-"""Seconds that the clock runs at least: quick updates are repeated until then."""
-MOST = 200
-"""and at most so often."""
+"""Updates before the timing starts: the first makes the optimizer's state, the second reaches the peak of memory."""
+MIN_SECONDS, MAX_UPDATES = 0.25, 200
+"""Fast updates are repeated for at least so many seconds, and at most so often."""
 NEAR = 0.97
-"""A smaller batch is recommended where it trains at this share of the best speed, or more."""
+"""A smaller batch is recommended if it reaches this share of the best speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One size that was tried."""
+    """The result of one batch size."""
 
     size: int
     why_not: str = ""
-    "Why it does not work; empty where it does."
+    "Why the size does not work; empty if it does."
     memory: int | None = None
-    "Bytes at the peak: of the device, or of the whole process on a CPU."
+    "Peak bytes of the device, or of the whole process on a CPU."
     speed: float = 0.0
     "Samples per second."
 
@@ -53,35 +51,35 @@ class Probe:
 
     @property
     def is_round(self) -> bool:
-        """Whether the size is a power of two, which kernels like best."""
+        """Return whether the size is a power of two, which suits kernels best."""
         return self.size == power_below(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What was tried, and what follows from it."""
+    """All probes, and the conclusions."""
 
     probes: list[Probe]
-    "In the order of their sizes."
+    "Ordered by size."
 
     @property
     def largest(self) -> int:
-        """The largest size that works."""
+        """Return the largest size that works."""
         return max(probe.size for probe in self.probes if probe.fits)
 
     @property
     def too_large(self) -> Probe | None:
-        """The smallest size above it that does not work; None where every size that was tried does."""
+        """Return the smallest size above `largest` that does not work; None if every probe works."""
         return next((probe for probe in self.probes if probe.size > self.largest), None)
 
     @property
     def fastest(self) -> Probe:
-        """The power of two with the most samples per second."""
+        """Return the power of two with the most samples per second."""
         return max((probe for probe in self.probes if probe.fits and probe.is_round), key=lambda probe: probe.speed)
 
     @property
     def recommended(self) -> int:
-        """The smallest power of two that is nearly as fast as the fastest: a larger batch only costs updates."""
+        """Return the smallest power of two that is nearly as fast as the fastest: a larger batch only costs updates."""
         return next(p.size for p in self.probes if p.fits and p.is_round and p.speed >= NEAR * self.fastest.speed)
 
 
@@ -100,21 +98,21 @@ def batch_range(
     """Find the largest batch that trains: double from `start` until memory is full, or halve until it is not.
 
     Every size gets a fresh task from `make_task`, a fresh loader from `make_train(size)`, and some real updates. Sizes
-    are powers of two; `exact` searches between the last two. `limit` is a budget in GB: of the device, or of this
-    process on a CPU, which without one fills until the machine is out of memory, so `highest` should be chosen with
-    care there. `tell` is called with each result as it comes. `trainer` is what `forge.Trainer` takes: `recipe`,
-    `plugins` (of which those that only observe, save or guard are left out), `seed`, `device`.
+    are powers of two; `exact` searches between the last two. `limit` is a budget in GB, of the device or of this
+    process on a CPU; without one a CPU fills up to the machine's memory, so choose `highest` with care there. `tell` is
+    called with each result. `trainer` are arguments of `forge.Trainer`: `recipe`, `plugins` (those that only observe,
+    save or guard are left out), `seed`, `device`.
     """
     for name, value, least in (("start", start, 1), ("highest", highest, 1), ("updates", updates, WARM_UP + 1)):
         if value < least:
             raise ForgeError(f"{name}={value}: it must be at least {least}.")
     budget = None if limit is None else int(limit * 1e9)
     tried: dict[int, Probe] = {}
-    memory.clean()
+    peak_memory.clean()
 
     def works(size: int) -> bool:
         if size not in tried:
-            # where the very first fails for another reason than memory, something is wrong; later it is the size
+            # an error of the first size, other than memory, has another cause; later errors come from the size
             tried[size] = probe_size(size, make_task, make_train, updates, budget, may_fail=bool(tried), **trainer)
             tell(tried[size])
         return tried[size].fits
@@ -126,9 +124,9 @@ def batch_range(
 
 
 def largest_that(works: Callable[[int], bool], start: int, highest: int, exact: bool = False) -> int:
-    """The largest size up to `highest` that works, where every smaller one does too; 0 where none does.
+    """Return the largest size up to `highest` that works, 0 if none does; every smaller size must work too.
 
-    Powers of two only, unless `exact`. Tried first is the one at or below `start`.
+    Powers of two only, unless `exact`. The search begins at or below `start`.
     """
     size = power_below(min(start, highest))
     while size and not works(size):
@@ -137,7 +135,7 @@ def largest_that(works: Callable[[int], bool], start: int, highest: int, exact: 
         size *= 2
     if not exact or not size:
         return size
-    good, bad = size, min(size * 2, highest + 1)  # of the upper end it is known, or nobody asked for it
+    good, bad = size, min(size * 2, highest + 1)  # the upper end is known to fail, or above `highest`
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if works(middle) else (good, middle)
@@ -145,7 +143,7 @@ def largest_that(works: Callable[[int], bool], start: int, highest: int, exact: 
 
 
 def power_below(size: int) -> int:
-    """The largest power of two that is not larger."""
+    """Return the largest power of two up to a size."""
     return 1 << (size.bit_length() - 1)
 
 
@@ -158,35 +156,35 @@ def probe_size(
     may_fail: bool = False,
     **trainer: Any,
 ) -> Probe:
-    """Train with batches of this size for some updates. With `may_fail` any error says that it does not work."""
+    """Train with batches of this size for some updates. With `may_fail` any error means that the size fails."""
     timer = Timer(size, updates)
     why_not = ""
     try:
-        run_trial(timer, make_task, lambda: make_train(size), updates=max(updates, MOST), **trainer)
+        run_trial(timer, make_task, lambda: make_train(size), updates=max(updates, MAX_UPDATES), **trainer)
     except Exception as error:
         if not (is_out_of_memory(error) or may_fail):
             raise
         why_not = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {_first_line(error)}"
     peak = timer.peak()
     if not why_not and timer.short is not None:
-        why_not = f"the data gave a batch of only {timer.short}"
+        why_not = f"the data yielded a batch of only {timer.short}"
     if not why_not and budget is not None and peak is not None and peak > budget:
         why_not = f"over the limit of {budget / 1e9:g} GB"
     speed = timer.speed
-    del timer  # with all that it still holds of the task
-    memory.clean()
+    del timer  # it still references parts of the task
+    peak_memory.clean()
     return Probe(size, why_not, peak, speed)
 
 
-class Timer(Trial):
-    """Time the updates after the first few, and see that batches have the size that was asked for."""
+class Timer(TuningTrial):
+    """Time the updates after the warm-up, and check that batches have the requested size."""
 
     def __init__(self, size: int, updates: int):
         super().__init__()
         self.name = "forge.tuning.timer"
         self.size, self.updates = size, updates
         self.short: int | None = None
-        "The size of the first batch, where it is smaller than it should be."
+        "The size of the first batch, if it is smaller than requested."
         self.speed = 0.0
         self.device: torch.device | None = None
         self.began, self.samples = 0.0, 0
@@ -195,7 +193,7 @@ class Timer(Trial):
     def forge_start(self, trainer: Trainer) -> None:
         super().forge_start(trainer)
         self.device = trainer.env.device
-        memory.start(self.device)
+        peak_memory.start(self.device)
 
     @hookimpl
     def forge_step_end(self, step: Step) -> None:
@@ -214,12 +212,12 @@ class Timer(Trial):
             return
         self.samples += step.samples
         self.speed = self.samples / (now - self.began)
-        if update >= self.updates and now - self.began >= LONG_ENOUGH:
+        if update >= self.updates and now - self.began >= MIN_SECONDS:
             trainer.max_updates = update
 
     def peak(self) -> int | None:
-        """Bytes at the peak since the run began; None where it did not begin."""
-        return None if self.device is None else memory.peak(self.device)
+        """Return the peak bytes since the run began; None if it did not begin."""
+        return None if self.device is None else peak_memory.peak(self.device)
 
 
 def _first_line(error: BaseException) -> str:

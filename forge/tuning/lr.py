@@ -1,4 +1,4 @@
-"""The learning-rate range test of Leslie Smith: raise the rate from update to update, and see where the loss falls.
+"""The learning-rate range test of Leslie Smith: raise the rate from update to update, and record the loss.
 
 ::
 
@@ -21,55 +21,55 @@ from forge.contract.task import TaskModule
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError, TaskError, did_you_mean
 from forge.optim.optimizers import Optimizers
-from forge.tuning.trial import Trial, run_trial, set_rate
+from forge.tuning.trial import TuningTrial, run_trial, set_rate
 
 DIVERGED = 4.0
-"""The test ends where the smoothed loss is this many times its best, and above where it began."""
+"""The test ends when the smoothed loss is this many times its best, and above its first value."""
 HARDLY = 0.02
-"""A loss that falls by a smaller share than this says nothing about the rate."""
+"""A loss that falls by less than this share gives no information about the rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class LRCurve:
-    """What a range test has measured: the rate and the loss of every update, and what follows from them."""
+    """The result of a range test: the rate and the loss of every update, and the conclusions."""
 
     rates: list[float]
     losses: list[float]
     smoothed: list[float]
-    "The losses as an exponential mean, with the bias of its beginning taken out."
+    "The losses as an exponential mean with bias correction."
     reference: float
-    "The rate that the task itself sets: that of the first parameter group of those that were tested."
+    "The task's own rate of the first parameter group that was tested."
     diverged: float | None = None
-    "The rate at which the loss ran away and the test was ended; None where it came to its end."
+    "The rate at which the loss diverged and the test ended; None if it did not diverge."
 
     @property
     def suggestion(self) -> float:
-        """A rate to train with, in two digits: a tenth of the one at which the smoothed loss was lowest.
+        """Return a rate to train with, in two digits: a tenth of the rate at which the smoothed loss was lowest.
 
-        At the minimum itself the loss is about to rise again; a tenth of it is well inside of the range that works.
+        At the minimum itself the loss is about to rise again; a tenth of it is well inside the range that works.
         """
         return float(rate_text(self.minimum / 10))
 
     @property
     def minimum(self) -> float:
-        """The rate at which the smoothed loss was lowest."""
+        """Return the rate at which the smoothed loss was lowest."""
         return self.rates[self._first + _lowest(self.smoothed[self._first :])]
 
     @property
     def steepest(self) -> float:
-        """The rate at which the smoothed loss fell fastest."""
+        """Return the rate at which the smoothed loss fell fastest."""
         falls = [after - before for before, after in itertools.pairwise(self.smoothed[self._first :])]
         return self.rates[self._first + _lowest(falls)] if falls else self.rates[0]
 
     @property
     def valley(self) -> float:
-        """The rate in the middle of the longest fall of the smoothed loss, as fastai does it: a careful choice."""
+        """Return the rate in the middle of the longest fall of the smoothed loss, as in fastai: a careful choice."""
         length, end = longest_fall(self.smoothed)
         return self.rates[end - length // 2]
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell by more than it moves from batch to batch: else the suggestion means nothing."""
+        """Return whether the loss fell by more than its noise between batches; else the suggestion means nothing."""
         level = statistics.fmean(self.losses[: len(self.losses) // 4 + 1])
         steps = [abs(after - before) for before, after in itertools.pairwise(self.losses)]
         noise = statistics.median(steps) if steps else 0.0  # a fall or a blow-up is a few large steps
@@ -77,7 +77,7 @@ class LRCurve:
 
     @property
     def _first(self) -> int:
-        """The first few are a mean of too little to be taken for a fall."""
+        """Return the first index to use: earlier means are over too few losses."""
         return len(self.smoothed) // 10
 
 
@@ -91,32 +91,32 @@ def lr_range(
     optimizer: str | None = None,
     **trainer: Any,
 ) -> LRCurve:
-    """Train a task that `make_task` makes on `train`, with a rate that grows from `lowest` to `highest`.
+    """Train a fresh task from `make_task` on `train`, with a rate that grows from `lowest` to `highest`.
 
-    All parameter groups, and all optimizers, are scaled by one factor, so that their rates keep their ratios;
-    `optimizer` names one to be tested alone while the others keep their rates. Schedules are left out. The test ends
-    early where the loss runs away. Nothing is written. `trainer` is what `forge.Trainer` takes: `recipe`, `plugins`
-    (of which those that only observe, save or guard are left out), `seed`, `device`.
+    All parameter groups of all optimizers are scaled by one factor, so that their rates keep their ratios; `optimizer`
+    names one to test alone while the others keep their rates. Schedules are left out. The test ends early if the loss
+    diverges. Nothing is written. `trainer` are arguments of `forge.Trainer`: `recipe`, `plugins` (those that only
+    observe, save or guard are left out), `seed`, `device`.
     """
     if not 0 < lowest < highest:
         raise ForgeError(f"The range of learning rates from {lowest:g} to {highest:g} is empty: 0 < lowest < highest.")
     if updates < 10:
-        raise ForgeError(f"{updates} updates are too few for a range test; take at least 10.")
+        raise ForgeError(f"{updates} updates are too few for a range test; use at least 10.")
     growth = (highest / lowest) ** (1 / (updates - 1))
     ramp = Ramp([lowest * growth**i for i in range(updates)], optimizer)
     run_trial(ramp, make_task, lambda: train, updates=updates, log_every=1, **trainer)
     return ramp.curve()
 
 
-class Ramp(Trial):
-    """Give every update the next rate, and note its loss."""
+class Ramp(TuningTrial):
+    """Give every update the next rate, and record its loss."""
 
     def __init__(self, rates: Sequence[float], optimizer: str | None = None):
         super().__init__()
         self.name = "forge.tuning.ramp"
         self.rates, self.only = rates, optimizer
         self.keep = 1 - 1 / (1 + len(rates) / 20)
-        "How much of the smoothed loss stays from update to update: it looks back over a twentieth of the test."
+        "Decay of the smoothed loss, over a twentieth of the test."
         self.losses: list[float] = []
         self.diverged: float | None = None
 
@@ -126,7 +126,7 @@ class Ramp(Trial):
         self.groups = self._groups(trainer.optimizers)
         self.own = [float(group["lr"]) for group in self.groups]
         if self.own[0] <= 0:
-            raise TaskError(f"The first parameter group has a learning rate of {self.own[0]:g}: give it one above 0.")
+            raise TaskError(f"The first parameter group has a learning rate of {self.own[0]:g}: set one above 0.")
         self.latest: dict[str, float] = {}
         self._set(0)
 
@@ -134,11 +134,11 @@ class Ramp(Trial):
         if self.only is not None and self.only not in optimizers:
             names = [name for name in optimizers if name is not None]
             known = did_you_mean(self.only, names) if names else " The task has one optimizer, without a name."
-            raise ForgeError(f"There is no optimizer {self.only!r}.{known}")
+            raise ForgeError(f"No optimizer {self.only!r}.{known}")
         chosen = [o for name, o in optimizers.items() if self.only in (None, name)]
         groups = [group for o in chosen for group in o.param_groups]
         if not all("lr" in group for group in groups):
-            raise TaskError("An optimizer of this task has no learning rate: there is nothing to find.")
+            raise TaskError("An optimizer of this task has no learning rate, so no rate can be tested.")
         return groups
 
     def _set(self, update: int) -> None:
@@ -152,28 +152,27 @@ class Ramp(Trial):
 
     @hookimpl
     def forge_log(self, trainer: Trainer, update: int, metrics: dict[str, Any]) -> None:
-        # on an accelerator a loss arrives one update late, so a few more may come after the end
+        # on an accelerator a loss arrives one update late, so a few more may arrive after the end
         loss = self._loss(metrics)
         if loss is None or self.diverged is not None:
             return
         if math.isfinite(loss):
             self.losses.append(loss)
-        if not math.isfinite(loss) or ran_away(smooth(self.losses, self.keep)):
+        if not math.isfinite(loss) or has_diverged(smooth(self.losses, self.keep)):
             self.diverged = self.rates[update - 1]
             trainer.max_updates = trainer.progress.update
 
     def _loss(self, metrics: Mapping[str, Any]) -> float | None:
-        """This update's loss; with several optimizers the mean of their latest ones, because they may take turns."""
+        """Return this update's loss; with several optimizers, which may take turns, the mean of their latest losses."""
         wanted = "train/loss" if self.only is None else f"train/{self.only}/loss"
         found = {name: value for name, value in metrics.items() if _is_loss(name) and (not self.only or name == wanted)}
         self.latest |= found
         return sum(self.latest.values()) / len(self.latest) if found else None
 
     def curve(self) -> LRCurve:
-        """What was measured."""
         if not self.losses:
             raise ForgeError(
-                f"The loss is not finite at the lowest rate, {self.rates[0]:g}, already: this is no matter of the rate."
+                f"The loss is not finite at the lowest rate, {self.rates[0]:g}, so the learning rate is not the cause."
             )
         rates, smoothed = list(self.rates[: len(self.losses)]), smooth(self.losses, self.keep)
         return LRCurve(rates, self.losses, smoothed, self.own[0], self.diverged)
@@ -183,14 +182,14 @@ def _is_loss(name: str) -> bool:
     return name.startswith("train/") and name.endswith("/loss") and name.count("/") <= 2
 
 
-def ran_away(smoothed: Sequence[float]) -> bool:
-    """Whether the smoothed loss is far above its best, and above where it began: small losses may wobble."""
+def has_diverged(smoothed: Sequence[float]) -> bool:
+    """Return whether the smoothed loss is far above its best and above its first value; small losses may fluctuate."""
     best, last = min(smoothed), smoothed[-1]
     return last > smoothed[0] and last - best > (DIVERGED - 1) * abs(best)
 
 
 def smooth(losses: Sequence[float], keep: float) -> list[float]:
-    """Exponential mean; each value is divided by the weight that it has so far, so that it begins at the first loss."""
+    """Return the exponential mean with bias correction."""
     mean, smoothed = 0.0, []
     for i, loss in enumerate(losses, 1):
         mean = keep * mean + (1 - keep) * loss
@@ -199,7 +198,7 @@ def smooth(losses: Sequence[float], keep: float) -> list[float]:
 
 
 def longest_fall(losses: Sequence[float]) -> tuple[int, int]:
-    """(length, index of the last) of the longest subsequence in which every loss is lower than the one before."""
+    """Return (length, last index) of the longest subsequence of falling losses."""
     length = [1] * len(losses)
     for i, loss in enumerate(losses):
         length[i] += max((length[j] for j in range(i) if losses[j] > loss), default=0)
@@ -207,7 +206,7 @@ def longest_fall(losses: Sequence[float]) -> tuple[int, int]:
 
 
 def rate_text(rate: float) -> str:
-    """A rate in two digits, as one would type it: 2.2e-3, 0.05."""
+    """Write a rate in two digits: 2.2e-3, 0.05."""
     if 0.01 <= rate < 100:
         return f"{rate:.2g}"
     digits, _, exponent = f"{rate:.1e}".partition("e")

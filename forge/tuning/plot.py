@@ -1,4 +1,4 @@
-"""The picture of a range test, drawn with Pillow: loss against learning rate, with what follows from it marked."""
+"""The plot of a range test, drawn with Pillow: loss against learning rate, with the conclusions marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge.tuning.lr import LRCurve, rate_text
 
 WIDTH, HEIGHT = 1200, 720
 SCALE = 2
-"""Everything is drawn this many times larger and then made smaller, which is what makes lines smooth."""
+"""Everything is drawn this many times larger and then reduced, which makes lines smooth."""
 LEFT, RIGHT, TOP, BOTTOM = 96, 40, 92, 84
 INK, SOFT, GRID, PAPER = "#1f2933", "#66707c", "#e6e9ed", "#ffffff"
 RAW, CURVE, PICK, OTHER = "#b9c7dd", "#2458b8", "#d9480f", "#8a94a3"
@@ -22,21 +22,21 @@ LOST, LOST_INK = "#fdeceb", "#c5605a"
 
 
 def draw_lr(curve: LRCurve, title: str, path: str | Path) -> Path:
-    """Write the picture as a PNG file, and return its path."""
+    """Write the plot as a PNG file, and return its path."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
-        raise ForgeError("A picture needs Pillow: pip install pillow") from error
+        raise ForgeError("The plot needs Pillow: pip install pillow") from error
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
-    Sheet(ImageDraw.Draw(image), curve).draw(title)
+    LRPlot(ImageDraw.Draw(image), curve).draw(title)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path, "PNG")
     return path
 
 
-class Sheet:
-    """One curve on paper. Coordinates are those of the finished picture; `x` and `y` turn values into them."""
+class LRPlot:
+    """The drawing of one curve. Coordinates are those of the finished plot; `x` and `y` convert values to them."""
 
     def __init__(self, pen: Any, curve: LRCurve):
         self.pen, self.curve = pen, curve
@@ -49,7 +49,7 @@ class Sheet:
         self._grid()
         self._line(self.curve.losses, RAW, 1.5)
         self._line(self.smoothed, CURVE, 3.5)
-        self._box(LEFT, 0, WIDTH, TOP, PAPER)  # where a blow-up leaves the picture
+        self._box(LEFT, 0, WIDTH, TOP, PAPER)  # hide the part of a diverging loss above the plot
         self._frame(title)
         self._marks()
 
@@ -106,7 +106,7 @@ class Sheet:
         self.pen.ellipse(
             _big(x - radius, y - radius, x + radius, y + radius), fill=color, outline=PAPER, width=2 * SCALE
         )
-        if label:  # below and to the left of a falling curve there is room
+        if label:  # space is free below and to the left of a falling curve
             self._text(x - radius, y + radius + 14, label, 16, SOFT, "rs")
 
     def _smoothed_at(self, rate: float) -> float:
@@ -137,7 +137,7 @@ class Sheet:
 
 
 def shown_range(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float]:
-    """(lowest, highest) loss to show: the fall in full, and of a blow-up only its beginning."""
+    """Return the (lowest, highest) loss to show: the whole fall, and only the beginning of a divergence."""
     lowest, start = min(min(losses), min(smoothed)), max(losses[: max(1, len(losses) // 10)])
     fall = max(start - lowest, 1e-12, 1e-3 * abs(start))
     highest = min(max(losses), start + 0.35 * fall)

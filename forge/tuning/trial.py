@@ -1,4 +1,4 @@
-"""Trial: a few real updates on a fresh task, for a measurement; nothing is written, and nothing is kept."""
+"""TuningTrial: a few real updates on a fresh task, for a measurement; nothing is written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from forge.config import Recipe
 
 LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard", "schedule"})
-"""What a plugin may provide that has no place in a trial: it would save, stop the run, or move the learning rate."""
+"""What plugins that a trial leaves out provide: they would save, stop the run, or change the learning rate."""
 
 
-class Trial(Plugin):
-    """What a measurement adds to the stack; schedules of the task's own are taken out."""
+class TuningTrial(Plugin):
+    """The measuring plugin of a trial; it removes the task's own schedules."""
 
     @hookimpl(wrapper=True)
     def forge_build_optimizers(self) -> Generator[None, Optimizers, Optimizers]:
@@ -34,15 +34,15 @@ class Trial(Plugin):
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
-        remove_schedules(trainer.optimizers)  # a plugin may have added one since
+        remove_schedules(trainer.optimizers)  # a plugin may have added one
 
 
 def remove_schedules(optimizers: Optimizers) -> None:
-    """Every optimizer with the rate that it was made with, and with nothing that moves it."""
+    """Remove all schedules, and restore the rates that the optimizers were made with."""
     for entry in optimizers.entries.values():
         entry.schedules.clear()
         for group in entry.optimizer.param_groups:
-            if "initial_lr" in group:  # a schedule has moved it already
+            if "initial_lr" in group:  # a schedule has changed it already
                 set_rate(group, float(group["initial_lr"]))
     optimizers.has_schedules = False
 
@@ -56,7 +56,7 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def run_trial(
-    trial: Trial,
+    trial: TuningTrial,
     make_task: Callable[[], TaskModule],
     make_train: Callable[[], Any],
     *,
@@ -65,7 +65,7 @@ def run_trial(
     plugins: Plugins = (),
     **options: Any,
 ) -> FitResult:
-    """Train a fresh task for some updates with the stack as it is, less what observes, saves or steps in."""
+    """Train a fresh task for some updates, with the stack less the plugins that observe, save or intervene."""
     settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
     trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
     for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
@@ -79,7 +79,7 @@ def run_trial(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What plugins say to a run of this length has no meaning for the one that is being planned."""
+    """Silence forge's log and UserWarnings: messages about a run of this length are meaningless to the user."""
     logger = logging.getLogger("forge")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -92,7 +92,7 @@ def quiet() -> Iterator[None]:
 
 
 def is_left_out(plugin: Plugin) -> bool:
-    """Whether a plugin has no part in a trial. One that handles batches stays: they take memory and time."""
+    """Return whether a trial leaves a plugin out. One that builds loaders stays: it takes memory and time."""
     only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
     saves = getattr(plugin, "forge_save", None) is not None
     return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))

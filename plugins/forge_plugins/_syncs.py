@@ -7,23 +7,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-import pluggy
 import torch
 
-import forge
+from forge.util.frames import is_library
 from forge.util.text import short_path
 
 SYNC = "called a synchronizing CUDA operation"
 """What torch's sync debug mode says."""
 ERROR = 2
 """torch's number for the mode in which a wait is an error."""
-TORCH, FORGE = str(Path(torch.__file__).parent), str(Path(forge.__file__).parent)
-NOT_THE_USERS = (TORCH, FORGE, str(Path(__file__).parent), str(Path(pluggy.__file__).parent), warnings.__file__, "<")
-"""Where files begin that are never the user's own."""
 
 
 class Listener:
@@ -99,6 +94,6 @@ class Listener:
 
 def own_line(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's own, as `file:line (code)`; else the innermost of all."""
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    own = [frame for frame in frames if not is_library(frame.filename) and frame.filename != warnings.__file__]
     frame = (own or list(frames))[-1]
     return f"{short_path(frame.filename)}:{frame.lineno} ({frame.line})"

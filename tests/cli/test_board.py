@@ -131,9 +131,9 @@ def error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_without_any_run_it_says_what_to_do(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
-    assert "There is no folder 'runs' here. Train first (forge fit quickstart)" in error(capsys)
+    assert "No folder 'runs' here. Train first (forge fit quickstart)" in error(capsys)
     (empty_folder / "runs").mkdir()
-    assert "There is nothing to show in runs" in error(capsys)
+    assert "No run in runs was written for TensorBoard" in error(capsys)
     assert "forge fit quickstart -p tensorboard" in error(capsys)
     assert "There is no run 'elsewhere'" in error(capsys, "elsewhere")
 
@@ -150,7 +150,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty
     make_run(empty_folder / "runs/x")
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"Leave --port {port} out to have a free one chosen" in error(capsys, "--port", str(port))
+        assert f"Leave out --port {port} to use a free one" in error(capsys, "--port", str(port))
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])

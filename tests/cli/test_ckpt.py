@@ -17,7 +17,7 @@ import forge
 from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.checkpoint import TensorInfo
-from forge.cli import ckpt
+from forge.cli import ckpt, ckpt_diff
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
 from forge_plugins import EMA, SWA, Checkpoint
 
@@ -273,11 +273,11 @@ def test_diff_as_json_says_the_same(call: Call, made: Path) -> None:
 
 def test_tensors_and_values_are_compared_as_bits() -> None:
     nan, zero = float("nan"), torch.zeros(2)
-    assert ckpt.compare({"a": [nan], "t": zero}, {"a": [nan], "t": zero.clone()})["values"] == []
-    assert ckpt.compare({"a": 0.0}, {"a": -0.0})["values"] == [("a", 0.0, -0.0)]
-    assert ckpt.compare({"a": 1}, {"a": True})["values"] == [("a", 1, True)]
-    assert ckpt.compare({"t": zero}, {"t": -zero})["tensors"][0]["differ"] == 1
-    (row,) = ckpt.compare({"m": {"t": zero, "u": zero}}, {"m": {"t": torch.zeros(3)}})["tensors"]
+    assert ckpt_diff.compare({"a": [nan], "t": zero}, {"a": [nan], "t": zero.clone()})["values"] == []
+    assert ckpt_diff.compare({"a": 0.0}, {"a": -0.0})["values"] == [("a", 0.0, -0.0)]
+    assert ckpt_diff.compare({"a": 1}, {"a": True})["values"] == [("a", 1, True)]
+    assert ckpt_diff.compare({"t": zero}, {"t": -zero})["tensors"][0]["differ"] == 1
+    (row,) = ckpt_diff.compare({"m": {"t": zero, "u": zero}}, {"m": {"t": torch.zeros(3)}})["tensors"]
     assert (row["differ"], row["of"], row["largest"]) == (2, 2, None)
     assert row["first"] == "t ((2,) float32 against (3,) float32)"
 
@@ -285,7 +285,7 @@ def test_tensors_and_values_are_compared_as_bits() -> None:
 def test_the_largest_difference_is_over_all_floating_tensors() -> None:
     then = {"model": {"a": torch.zeros(3), "b": torch.zeros(2), "n": torch.tensor(0)}}
     now = {"model": {"a": torch.tensor([0.0, 0.5, 0.0]), "b": torch.ones(2), "n": torch.tensor(99)}}
-    (row,) = ckpt.compare(then, now)["tensors"]
+    (row,) = ckpt_diff.compare(then, now)["tensors"]
     assert row == {"part": "model", "differ": 3, "of": 3, "largest": 1.0, "first": "a"}
 
 
@@ -389,13 +389,6 @@ def test_help_does_not_import_torch() -> None:
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "forge ckpt" in told
     assert told.split()[-1] == "False"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (577 * 2**20, "577.0 MiB"), (2**43, "8.0 TiB")]
-)
-def test_sizes_read_as_people_say_them(count: int, text: str) -> None:
-    assert ckpt.size(count) == text
 
 
 def test_ages_read_as_people_say_them(monkeypatch: pytest.MonkeyPatch) -> None:

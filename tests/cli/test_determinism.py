@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from forge.cli import determinism, main, subprocesses
-from forge.testing.witness import Difference
+from forge.cli import determinism, main, subprocesses, target
+from forge.testing.witness import TensorDifference
 from tests.conftest import Run
 
 TASK = """
@@ -103,12 +103,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Both runs happen here, which is quick; what a process of its own would add is left to the long tests."""
     calls = []
 
-    def live(verb: str, args: Namespace, words: list[str], environment: dict[str, str], expected: int = 0) -> None:
-        given = [*subprocesses.same_target(args), *words, "-p", "no:tensorboard", "-p", "no:progress"]
+    def run_verb(verb: str, args: Namespace, words: list[str], environment: dict[str, str], expected: int = 0) -> None:
+        given = [*target.same_target(args), *words, "-p", "no:tensorboard", "-p", "no:progress"]
         calls.append((given, environment))
         assert determinism.run(determinism.parser().parse_intermixed_args(given)) == 0
 
-    monkeypatch.setattr(subprocesses, "live", live)
+    monkeypatch.setattr(subprocesses, "run_verb", run_verb)
     return calls
 
 
@@ -154,15 +154,15 @@ def test_data_that_differ_are_named_as_the_batch(capsys: Any, file: Path) -> Non
 @pytest.mark.usefixtures("in_this_process")
 def test_an_attribute_that_differs_as_well_is_a_hint(capsys: Any, file: Path) -> None:
     _, out, _ = ask(capsys, f"{file}:Clock", "--updates", "2")
-    assert "Attributes of the task that differ by then, and are no part of its state: seen." in out
+    assert "Attributes of the task outside its state_dict that differ as well: seen." in out
 
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_sound_task_is_told_what_was_compared(capsys: Any, file: Path) -> None:
     code, out, err = ask(capsys, f"{file}:Sound", "--updates", "5")
     assert code == 0
-    assert "Bit for bit the same: two runs of 5 updates, each in a process of its own. Compared were " in out
-    assert "the recipe sets no seed, so every fit is another one. Both runs use trainer.seed=0 here." in err
+    assert "Bit for bit the same: two runs of 5 updates, each in a process of its own. Compared " in out
+    assert "the recipe sets no seed, so every fit differs. Both runs use trainer.seed=0 here." in err
 
 
 def test_both_runs_get_the_same_words_and_another_order_of_sets(
@@ -207,13 +207,15 @@ def test_a_mistake_is_told_before_anything_runs(capsys: Any, monkeypatch: pytest
 
 
 def causes(kind: str, apart: float, device: str = "cuda", deterministic: bool = False) -> list[str]:
-    return determinism.causes(Difference(1, kind, "x", [1.0, 1.0], [1.0, 1.0 + apart], 0, []), device, deterministic)
+    return determinism.causes(
+        TensorDifference(1, kind, "x", [1.0, 1.0], [1.0, 1.0 + apart], 0, []), device, deterministic
+    )
 
 
 def test_a_tiny_difference_is_most_likely_a_kernel() -> None:
     assert causes("output", 1e-7)[0] == determinism.KERNEL
     assert causes("output", 1e-7, "cpu")[0] == determinism.KERNEL
-    assert causes("output", 1e-7, deterministic=True)[0] == determinism.KERNEL_OF_ITS_OWN
+    assert causes("output", 1e-7, deterministic=True)[0] == determinism.EXTERNAL_KERNEL
 
 
 def test_a_large_one_is_most_likely_something_that_is_not_seeded() -> None:

@@ -97,7 +97,7 @@ def test_a_warning_of_the_run_is_still_seen(forge: Forge) -> None:
 
 def test_hooks_that_these_updates_did_not_meet_are_named(forge: Forge) -> None:
     _, out, _ = forge("plan", *RECIPE, "--measure", "--updates", "5")
-    assert "not met in these updates: log, evaluate, save; --updates N measures longer" in out
+    assert "not called in these updates: log, evaluate, save; --updates N measures longer" in out
 
 
 def test_a_ledger_of_the_recipe_is_used(forge: Forge) -> None:
@@ -110,7 +110,7 @@ def test_a_ledger_of_the_recipe_is_used(forge: Forge) -> None:
     ("words", "message"),
     [
         (["--measure", "--updates", "1"], "--updates must be at least 2"),
-        (["--updates", "7"], "--updates says how long to measure: add --measure."),
+        (["--updates", "7"], "--updates is an option of --measure: add --measure."),
     ],
 )
 def test_what_cannot_be_measured_is_refused(forge: Forge, words: list[str], message: str) -> None:

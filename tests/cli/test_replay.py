@@ -137,7 +137,7 @@ def test_other_weights_are_not_the_same_finding(replay: Any) -> None:
     change(bundle, model={name: value * 2 for name, value in weights.items()})
     code, text = replay(str(bundle), "--task", "unlucky.py:Unlucky")
     assert code == 1
-    assert "Not reproduced exactly. What was recorded:" in text
+    assert "Not reproduced exactly. Recorded:" in text
 
 
 def test_a_window_that_is_finite_now_is_not_reproduced(replay: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_window_that_is_finite_now_is_not_reproduced(replay: Any) -> None:
 def test_a_task_of_ones_own_must_be_named(replay: Any) -> None:
     code, text = replay(str(make_bundle()))
     assert code == 2
-    assert "'Unlucky' is none that is installed: say --task FILE.py:Task" in text
+    assert "'Unlucky' is not installed by name: add --task FILE.py:Task" in text
 
 
 def test_a_bundle_that_was_tampered_with_is_refused(replay: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_bundle_without_batches_says_so(replay: Any) -> None:
     change(bundle, window=None, indices=[[4, 2]])
     code, text = replay(str(bundle), "--task", "unlucky.py:Unlucky")
     assert code == 2
-    assert "holds no batches" in text
+    assert "has no batches" in text
     assert "[[4, 2]]" in text
 
 
@@ -203,7 +203,7 @@ def test_names_in_a_bundle_are_looked_up_never_imported(replay: Any) -> None:
     change(bundle, stack=[*tree["stack"], *evil], task={**tree["task"], "class": "evil:Task"})
     code, text = replay(str(bundle), "--task", "unlucky.py:Unlucky")
     assert code == 0, text
-    assert all(f"{name!r} is no installed plugin: it is left out" in text for name in names)
+    assert all(f"{name!r} is not installed: it is left out" in text for name in names)
     change(bundle, recipe={"task": {"name": "evil:Task"}})
     code, text = replay(str(bundle))
     assert code == 2
@@ -216,18 +216,18 @@ def test_a_run_folder_is_answered_with_its_bundles(replay: Any, folder: str) -> 
     bundle = make_bundle()
     code, text = replay(folder)
     assert code == 2
-    assert f"{folder} is no replay bundle; those of a run are in run/anomaly/." in text
+    assert f"{folder} is no replay bundle. Bundles in run/anomaly:\n  {bundle}" in text
     assert f"  {bundle}\n" in text
 
 
 def test_a_bundle_that_is_not_there_is_called_one(replay: Any) -> None:
     code, text = replay("nosuch")
     assert code == 2
-    assert "There is no replay bundle nosuch. They are RUN/anomaly/update-XXXXXXXX, made by the plugin anomaly." in text
+    assert "No replay bundle nosuch. Bundles are RUN/anomaly/update-XXXXXXXX, written by the plugin anomaly." in text
     bundle = make_bundle()
     code, text = replay("run/anomaly/update-99999999")
     assert code == 2
-    assert f"There is no replay bundle run/anomaly/update-99999999. These are there:\n  {bundle}\n" in text
+    assert f"No replay bundle run/anomaly/update-99999999. Bundles in run/anomaly:\n  {bundle}\n" in text
     code, text = replay("unlucky.py")
     assert code == 2
     assert "unlucky.py is a file, no replay bundle." in text
@@ -237,4 +237,4 @@ def test_a_run_folder_without_bundles_says_so(replay: Any, empty_folder: Path) -
     (empty_folder / "run").mkdir()
     code, text = replay("run")
     assert code == 2
-    assert "those of a run are in run/anomaly/. There is none" in text
+    assert "run is no replay bundle. Bundles are RUN/anomaly/update-XXXXXXXX" in text

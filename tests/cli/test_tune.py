@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forge.cli import main, tune
-from forge.tuning import BatchReport, Probe, batch, memory
+from forge.tuning import BatchReport, Probe, batch, peak_memory
 
 TASK = """
 import torch
@@ -56,8 +56,8 @@ def file(empty_folder: Path) -> str:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(batch, "LONG_ENOUGH", 0.0)
-    monkeypatch.setattr(memory, "clean", lambda: None)
+    monkeypatch.setattr(batch, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(peak_memory, "clean", lambda: None)
 
 
 def ask(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
@@ -103,7 +103,7 @@ def test_a_task_that_scales_its_rate_is_told_the_argument_to_give(capsys: Any, f
 
 def test_a_task_without_such_an_argument_is_told_where_to_write_it(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Fixed", "--updates", "20")
-    assert "The task takes no argument called lr: set it in configure_optimizers. All rates are to be multiplied" in out
+    assert "The task takes no argument called lr: set it in configure_optimizers: multiply all rates by" in out
 
 
 def test_a_loss_that_hardly_falls_is_warned_of(capsys: Any, file: str) -> None:
@@ -125,7 +125,7 @@ def test_the_sizes_that_were_tried_are_a_table_with_a_command(capsys: Any, file:
     assert [row[0] for row in rows if row and row[0].isdigit()][:3] == ["16", "32", "64"]
     assert "32 is the largest batch that works; 64 does not: out of memory." in out
     assert "data.batch_size=" in out.splitlines()[-1]
-    assert "On a CPU nothing says when memory is full: sizes up to --max 8192 are tried." in err
+    assert "A CPU does not report when memory is full: sizes up to --max 8192 are tried." in err
     assert "64: out of memory" in err
     assert not Path("runs").exists()
 
@@ -143,7 +143,7 @@ def test_the_end_of_the_data_and_of_what_was_asked_for_are_told_apart(capsys: An
 
 
 def test_a_budget_silences_the_remark_about_the_cpu(capsys: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "peak", lambda device: 3 * 10**9)
+    monkeypatch.setattr(peak_memory, "peak", lambda device: 3 * 10**9)
     _, err = ask(capsys, "batch", file + ":Task", "--limit", "2.5", code=2)
     assert "On a CPU" not in err
     assert "error: Not even a batch of 1 fits: over the limit of 2.5 GB." in err
@@ -199,7 +199,7 @@ def test_the_largest_is_recommended_with_a_warning_to_leave_room() -> None:
 def test_the_linear_scaling_rule_comes_with_its_numbers() -> None:
     said = verdict(100, 200, 400, own=1, rate=0.01)
     assert "multiply the learning rate by 4 (lr 0.04), and warm up" in said
-    assert "the square root is the safer choice: 2 (lr 0.02)" in said
+    assert "the square root is safer: 2 (lr 0.02)" in said
     assert "multiply the learning rate by 4, and" in verdict(100, 200, 400, own=1)
     assert "scaling" not in verdict(100, 200, 400, own=4)
 

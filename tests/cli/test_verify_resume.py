@@ -126,7 +126,7 @@ def test_an_attribute_that_no_checkpoint_holds_is_named(run_forge: Run, file: Pa
     done = run_forge("verify-resume", f"{file}:Counts", "--updates", "8", "--kills", "1", "--keep", "kept")
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "The straight run: 8 updates ..."
+    assert lines[0] == "Uninterrupted run: 8 updates ..."
     assert [line.partition(":")[0] for line in lines[1:3]] == [f"The killed run, life {i} of 2" for i in (1, 2)]
     assert lines[3].startswith("Not the same. First difference at update ")
     assert lines[3].endswith("no part of the task's state (count).")
@@ -143,12 +143,12 @@ def test_a_task_that_keeps_its_promise_is_told_so(run_forge: Run, file: Path) ->
 
 def test_what_was_found_equal_reads_well() -> None:
     made = [*range(1, 14), *range(13, 29), *range(25, 31)]
-    assert verify_resume.same(30, [13, 28], made) == (
-        "Bit for bit the same: 30 updates. Killed after update 13 and 28, the run had 3 lives, in which it made 35 "
-        "updates. Each of them had the same batch, loss, random numbers, optimizer state and weights as in the "
-        "straight run. Made again after a kill: 13, 25 to 28."
+    assert verify_resume.equal_text(30, [13, 28], made) == (
+        "Bit for bit the same: 30 updates. Killed after update 13 and 28, the run took 3 attempts and 35 updates. "
+        "Each had the same batch, loss, random numbers, optimizer state and weights as in the uninterrupted run. "
+        "Repeated after a kill: 13, 25 to 28."
     )
-    assert verify_resume.same(4, [2], [1, 2, 3, 4]).endswith("None had to be made again.")
+    assert verify_resume.equal_text(4, [2], [1, 2, 3, 4]).endswith("None had to be repeated.")
 
 
 def test_a_folder_to_keep_that_is_in_use_is_refused_by_name(

@@ -441,7 +441,7 @@ class TestLoss:
             (lambda t, x, y: F.cross_entropy(t(x), y).item(), "returned .*Return the loss"),
             (lambda t, x, y: {"loss": F.cross_entropy(t(x), y).item()}, "a loss of type float"),
             (lambda t, x, y: F.cross_entropy(t(x), y, reduction="none"), r"a loss of shape \(4,\)"),
-            (lambda t, x, y: F.cross_entropy(t(x), y).detach(), "carries no gradient"),
+            (lambda t, x, y: F.cross_entropy(t(x), y).detach(), "a loss without a gradient"),
             (lambda t, x, y: {"loss": F.cross_entropy(t(x), y), "p": t(x)}, r"metric 'p' with shape \(4, 3\)"),
             (lambda t, x, y: {"loss": F.cross_entropy(t(x), y), "p": "high"}, "returned str for the metric 'p'"),
         ],
@@ -516,7 +516,7 @@ class TestLoss:
     def test_a_target_that_is_repeated_may_be_meant_and_is_warned_of(self, target: Any) -> None:
         said = said_by(with_loss(lambda t, x, y: F.mse_loss(t(x), target)), max_updates=1)
         assert len(said) == 1
-        assert "the targets are repeated to fit. If that is meant, say it: target.expand_as(prediction)" in said[0]
+        assert "the targets are repeated to fit. If that is intended, write target.expand_as(prediction)" in said[0]
         meant = said_by(with_loss(lambda t, x, y: F.mse_loss(t(x), target.expand(4, 3))), max_updates=1)
         assert meant == []
 

@@ -382,7 +382,7 @@ def test_forge_fit_runs_a_subclass_that_makes_the_module_with_its_options(capsys
     assert main(["validate", "line.py:FitLine", "task.width=3", "--weights", str(run)]) == 0
     assert "val/loss" in capsys.readouterr().out
     assert main(["validate", "line.py:FitLine", "--weights", str(run)]) == 2
-    assert "was trained with task.width=3. Say so: " in capsys.readouterr().err
+    assert "was trained with task.width=3. Use the same options: " in capsys.readouterr().err
 
 
 def test_forge_fit_of_the_module_itself_says_how_to_wrap_it(capsys: Any) -> None:

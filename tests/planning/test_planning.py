@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.cli import fits, main, plan, target
+from forge.cli import main, plan, plan_memory, target
 from forge.errors import TaskError
-from forge.planning import WORKSPACE, Advice, Footprint, Levers, MemoryPlan, Moment, Row, advise, rehearse, rows
+from forge.planning import WORKSPACE, Advice, Footprint, Levers, MemoryPlan, Moment, StrategyRow, advise, rehearse, rows
 from forge.planning.advice import fit
-from forge.planning.kernels import chosen_as_on_cuda
+from forge.planning.cuda_ops import chosen_as_on_cuda
 
 GIB = 2**30
 WIDTH, SAMPLES = 64, 32
@@ -284,7 +284,7 @@ STEP = Footprint(
 )
 
 
-def table(devices: int, bucket_views: bool = True) -> dict[str, Row]:
+def table(devices: int, bucket_views: bool = True) -> dict[str, StrategyRow]:
     share = {Levers(): STEP}
     return {row.strategy: row for row in rows(share, share, devices, bucket_views)}
 
@@ -323,8 +323,8 @@ def test_tensor_parallel_gathers_less_and_shares_the_batch_of_its_group() -> Non
     assert found["fsdp + tensor_parallel 2"].activations == round(2 / 8 * ACT * (10 + 12) / 34)
 
 
-def row(strategy: str, gib: float, amp: bool = False, remat: bool = False) -> Row:
-    return Row(strategy, Levers(amp, remat), 0, 0, 0, 0, 0, round(gib * GIB), 8)
+def row(strategy: str, gib: float, amp: bool = False, remat: bool = False) -> StrategyRow:
+    return StrategyRow(strategy, Levers(amp, remat), 0, 0, 0, 0, 0, round(gib * GIB), 8)
 
 
 LADDER = [
@@ -475,8 +475,8 @@ def test_a_mistake_of_the_task_is_told_with_its_line() -> None:
     ("words", "message"),
     [
         (["--devices", "0"], "--devices is 0; it must be at least 1."),
-        (["--memory", "-1"], "--memory is -1; say how many GiB"),
-        (["--devices", "2"], "There is no GPU here to take the memory from"),
+        (["--memory", "-1"], "--memory is -1; give the GiB"),
+        (["--devices", "2"], "This machine has no GPU to take the memory from"),
         (["--memory", "80", "--measure"], "--measure trains here"),
     ],
 )
@@ -509,7 +509,7 @@ def test_what_cannot_be_planned_is_refused(
         ),
     ],
 )
-def test_the_command_runs_what_is_advised(words: list[str], chosen: Row, command: str) -> None:
+def test_the_command_runs_what_is_advised(words: list[str], chosen: StrategyRow, command: str) -> None:
     args = plan.parser().parse_intermixed_args(words)
     found = MemoryPlan(8, 80 * GIB, 64, Levers(), [chosen], Advice(chosen, ""))
-    assert fits.command(chosen, found, args, target.load(args)) == command
+    assert plan_memory.command(chosen, found, args, target.load(args)) == command

@@ -652,7 +652,7 @@ def test_a_loss_without_gradient_is_refused_as_ever() -> None:
         def training_step(self, batch: Any) -> Any:
             return self.net(batch[0]).sum().detach()
 
-    with pytest.raises(forge.TaskError, match="a loss that carries no gradient"):
+    with pytest.raises(forge.TaskError, match="a loss without a gradient"):
         fit(Compile(backend="eager", compare=True), Detached())
 
 

@@ -521,5 +521,5 @@ def test_one_loader_that_keeps_its_place_cannot_serve_training_and_validation(tm
             return iter(zip(Noisy().x, Noisy().y, strict=True))
 
     loader = Loader(Stream(), 8)
-    with pytest.raises(forge.DataError, match="keeps its place"):
+    with pytest.raises(forge.DataError, match="keeps its position"):
         forge.Trainer(max_epochs=1, plugins=[], run_dir=False).fit(TinyTask(), loader, loader)

@@ -350,17 +350,17 @@ class Clinger(forge.Plugin):
         (Raises, "'raises' does not survive a fit: ZeroDivisionError: no steps left"),
         (OneOptimizer, "'one_optimizer' does not survive a fit with two optimizers"),
         (NeedsOptimizers, "'needs_optimizers' does not survive trainer.validate()"),
-        (Meddler, "'meddler' says observer = True, but a fit ends differently with it: net.0.weight differs"),
-        (Gambler, "'gambler' says observer = True"),
-        (Stopper, "'stopper' says observer = True, but a fit ends differently with it: "),
-        (Censor, "'censor' says observer = True, but a fit ends differently with it: the metric 'val/"),
+        (Meddler, "'meddler' declares observer = True, but a fit ends differently with it: net.0.weight differs"),
+        (Gambler, "'gambler' declares observer = True"),
+        (Stopper, "'stopper' declares observer = True, but a fit ends differently with it: "),
+        (Censor, "'censor' declares observer = True, but a fit ends differently with it: the metric 'val/"),
         (Unpackable, "forge_state_dict of 'unpackable'['names'][0] is a set"),
-        (Forgetful, "'forgetful' does not take back what it gave away"),
+        (Forgetful, "'forgetful' does not restore its state"),
         (OneWay, "'one_way' defines only forge_state_dict"),
-        (Clingy, "'clingy' carries something from one run into the next"),
+        (Clingy, "'clingy' carries state from one run into the next"),
         (Hoarder, "'hoarder' leaves 42 tensors behind after a fit"),
         (Clinger, "'clinger' keeps the task alive"),
-        (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends elsewhere: net.0.weight differs"),
+        (Amnesiac, "A fit with 'amnesiac' that is resumed at update 4 ends differently: net.0.weight differs"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -385,7 +385,7 @@ def test_a_plugin_is_made_anew_from_its_options() -> None:
         def __init__(self, loss: Any):
             super().__init__()
 
-    with pytest.raises(AssertionError, match=r"'handed' cannot be made anew .* check_plugin\(lambda: Handed"):
+    with pytest.raises(AssertionError, match=r"'handed' cannot be made again .* check_plugin\(lambda: Handed"):
         check_plugin(Handed(torch.nn.MSELoss()))
 
 
@@ -396,7 +396,7 @@ def test_a_callback_can_be_handed_over_as_it_is() -> None:
         with torch.no_grad():
             step.parameters()[0].mul_(2)
 
-    with pytest.raises(AssertionError, match="'meddle' says observer = True"):
+    with pytest.raises(AssertionError, match="'meddle' declares observer = True"):
         check_plugin(meddle)
 
 
@@ -428,7 +428,7 @@ def test_a_report_says_nothing_of_a_cost_that_was_left_out() -> None:
 
 
 def test_what_is_left_out_must_be_there() -> None:
-    with pytest.raises(AssertionError, match=r"leave_out names ordre; there are leaks, .* order, cost"):
+    with pytest.raises(AssertionError, match=r"leave_out names ordre; known are leaks, .* order, cost"):
         check_plugin(Shrink, leave_out=["ordre"])
 
 

@@ -26,7 +26,9 @@ class Peeks(forge.Plugin):
 
 
 def test_a_wait_inside_an_update_is_found_with_its_line() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)'peeks' says capturable.*forge_edit_grads.*test_kit_cuda.py:\d+"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)'peeks' declares capturable.*forge_edit_grads.*test_kit_cuda.py:\d+"
+    ):
         check_plugin(Peeks, leave_out=LEFT)
 
 

@@ -49,7 +49,7 @@ def test_plugins_can_be_classes_and_names(forge_run) -> None:
 
 
 def test_a_metric_that_was_never_logged_is_named_with_those_that_were(forge_run) -> None:
-    with pytest.raises(AssertionError, match=r"'nrom' was never logged; there are .*norm"):
+    with pytest.raises(AssertionError, match=r"'nrom' was never logged; logged were .*norm"):
         forge_run([norm], max_updates=2).series("nrom")
 
 

@@ -55,7 +55,7 @@ def test_a_hidden_attribute_that_differs_too_is_the_cause() -> None:
     difference = compare(STRAIGHT, [line(2, means={"loss": "b"}, hidden={"count": "0"})])
     assert difference is not None
     assert (difference.part, difference.detail) == ("hidden", "count")
-    assert "no part of the task's state (count)" in str(difference)
+    assert "an attribute outside the task's state (count)" in str(difference)
 
 
 def test_a_hidden_attribute_that_differs_alone_does_no_harm() -> None:
@@ -71,7 +71,7 @@ def test_another_batch_is_not_blamed_on_an_attribute() -> None:
 def test_an_update_that_the_straight_run_never_made_is_a_difference() -> None:
     difference = compare(STRAIGHT, [line(3), line(4)])
     assert difference is not None
-    assert (difference.update, difference.detail) == (4, "the straight run has no such update")
+    assert (difference.update, difference.detail) == (4, "the uninterrupted run has no such update")
 
 
 def test_many_names_are_cut() -> None:

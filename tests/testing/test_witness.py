@@ -18,7 +18,7 @@ import forge
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny
 from forge.testing import witness as module
 from forge.testing.trace import read_trace
-from forge.testing.witness import CHUNK, PERIOD, Difference, Witness, compare, eager_modules, fingerprint
+from forge.testing.witness import CHUNK, PERIOD, TensorDifference, Witness, compare, eager_modules, fingerprint
 from forge_plugins import Accumulate
 
 
@@ -159,7 +159,7 @@ def test_another_shape_is_shown_on_both_sides() -> None:
 def test_what_was_made_before_the_first_update_is_said_so() -> None:
     first = [line(0, ("first buffer", "salt", digest, [1.0, 2.0])) for digest in "ab"]
     found = compare(first[:1], first[1:])
-    assert str(found).startswith("before the first update, the buffer salt as the task was made is the first value")
+    assert str(found).startswith("before the first update, the initial buffer salt is the first value")
 
 
 def test_other_things_in_another_order_are_a_difference() -> None:
@@ -185,8 +185,10 @@ def test_attributes_that_differ_are_named_beside_it_and_never_alone() -> None:
 
 
 def test_a_difference_that_changes_no_value_is_called_that() -> None:
-    assert str(Difference(1, "output", "net", [1.0, 0.0], [1.0, 0.0], 0, [])).endswith("that do not change its value")
-    assert str(Difference(1, "rng", "python", [], [], 0, [])).endswith("is the first value that differs")
+    assert str(TensorDifference(1, "output", "net", [1.0, 0.0], [1.0, 0.0], 0, [])).endswith(
+        "that do not change its value"
+    )
+    assert str(TensorDifference(1, "rng", "python", [], [], 0, [])).endswith("is the first value that differs")
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def test_sketches_are_about_as_far_apart_as_their_tensors(size: int, seed: int, 
     one = torch.randn(size, generator=generator, dtype=torch.float64)
     other = one + far * torch.randn(size, generator=generator, dtype=torch.float64)
     true = float((one - other).norm() / max(one.norm(), other.norm()))
-    said = Difference(1, "output", "x", fingerprint(one)[1], fingerprint(other)[1], 0, []).share
+    said = TensorDifference(1, "output", "x", fingerprint(one)[1], fingerprint(other)[1], 0, []).share
     assert true / 4 < said < true * 4
 
 
@@ -269,7 +271,7 @@ def test_one_entry_that_differs_is_measured_exactly() -> None:
 
 def test_it_says_what_it_means_for_values_that_are_not_finite() -> None:
     one, other = torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf])
-    found = Difference(1, "output", "x", fingerprint(one)[1], fingerprint(other)[1], 0, [])
+    found = TensorDifference(1, "output", "x", fingerprint(one)[1], fingerprint(other)[1], 0, [])
     assert str(found).endswith("is the first value that differs")
 
 

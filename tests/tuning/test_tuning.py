@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 import forge
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, tiny_batches
-from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range, memory
+from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range, peak_memory
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
-from forge.tuning.lr import longest_fall, ran_away, rate_text, smooth
+from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
 from forge_plugins import Accumulate, Clip
 
-clean = memory.clean
+clean = peak_memory.clean
 
 
 class Bowl(forge.TaskModule):
@@ -61,8 +61,8 @@ def noise(count: int = 5) -> list[torch.Tensor]:
 @pytest.fixture(autouse=True)
 def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here looks at speeds, so no update is repeated to measure them; nor at what a trial leaves for later."""
-    monkeypatch.setattr(searching, "LONG_ENOUGH", 0.0)
-    monkeypatch.setattr(memory, "clean", lambda: None)
+    monkeypatch.setattr(searching, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(peak_memory, "clean", lambda: None)
 
 
 # -- the range test ---------------------------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
 
 
 def test_a_loss_has_run_away_when_it_is_far_above_its_best_and_above_its_start() -> None:
-    assert ran_away([2.0, 1.0, 4.1])
-    assert not ran_away([2.0, 0.1, 1.9])  # small losses may wobble
-    assert not ran_away([2.0, 1.0, 3.9])
-    assert not ran_away([-5.0, -6.0, -5.5])
-    assert ran_away([-1.0, -2.0, 10.0])
+    assert has_diverged([2.0, 1.0, 4.1])
+    assert not has_diverged([2.0, 0.1, 1.9])  # small losses may wobble
+    assert not has_diverged([2.0, 1.0, 3.9])
+    assert not has_diverged([-5.0, -6.0, -5.5])
+    assert has_diverged([-1.0, -2.0, 10.0])
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_a_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             sizes.append(len(batch[0]))
             return super().training_step(batch)
 
-    monkeypatch.setattr(memory, "peak", lambda device: max(sizes) * 10**8)
+    monkeypatch.setattr(peak_memory, "peak", lambda device: max(sizes) * 10**8)
     report = batch_range(Notes, loader(), limit=10, updates=3, exact=True)
     assert report.largest == 100
     assert report.too_large is not None
@@ -510,13 +510,13 @@ def test_sizes_that_do_not_fit_or_are_odd_are_not_recommended() -> None:
 def test_the_peak_of_this_process_is_measured_from_the_start_asked_for() -> None:
     device = torch.device("cpu")
     clean()
-    memory.start(device)
-    before = memory.peak(device)
+    peak_memory.start(device)
+    before = peak_memory.peak(device)
     block = torch.ones(200_000_000, dtype=torch.uint8)
     assert before is not None
-    grown = (memory.peak(device) or 0) - before
+    grown = (peak_memory.peak(device) or 0) - before
     assert 150e6 < grown < 400e6
     del block
     clean()
-    memory.start(device)
-    assert (memory.peak(device) or 0) < before + 100e6
+    peak_memory.start(device)
+    assert (peak_memory.peak(device) or 0) < before + 100e6

@@ -1,20 +1,19 @@
-"""Checks at the start and on the first batch: the classic mistakes of PyTorch training, named.
+"""Checks at the start and on the first batch, for common mistakes of PyTorch training.
 
-What cannot work, or cannot be meant, is refused; what is nearly always a mistake is warned of. Everything here runs
-once per fit, before it can cost an hour; nothing here is in the hot path.
+Certain mistakes are refused, likely ones cause a warning. Every check runs once per fit, outside the hot path.
 """
 
 from __future__ import annotations
 
-from forge.diagnose.checks.first import check_metrics, check_training_output, first_forward
+from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward
 from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_without_val, refuse_unusable_loaders
 from forge.diagnose.checks.losses import LossWatch
-from forge.diagnose.checks.optimizing import check_optimizers, configured
-from forge.diagnose.checks.start import check_task, is_lightning
+from forge.diagnose.checks.optimizers import check_optimizers, configured
+from forge.diagnose.checks.task import check_task, is_lightning
 
 OWNER_RETURNED_NONE = (
     "forge_train_step reached core although the step was finished already: its owner returned None. "
-    "Return True from an owner of an action."
+    "Return True from the owner of an action."
 )
 
 __all__ = [

@@ -1,15 +1,15 @@
-"""Class labels: of the right type and shape, and one of the classes that there are."""
+"""Checks of class labels: their type, shape and range."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from forge.diagnose.checks.place import refuse
+from forge.diagnose.checks.user_line import refuse
 
 
 def look_at_class_labels(loss: str, scores: Tensor, target: Tensor, classes: int, ignore: int) -> None:
-    """Refuse labels that are no indices of the scores."""
+    """Refuse labels that are not valid class indices of the scores."""
     kind = str(target.dtype).removeprefix("torch.")
     if target.is_floating_point() or target.dtype is torch.bool:
         refuse(f"{loss} got labels of type {kind}; class labels are integers. Use y.long().")
@@ -38,5 +38,5 @@ def _advice(used: Tensor, low: int, high: int) -> str:
         return f"Renumber them, or give the last layer {high + 1} outputs."
     marks = used[used < 0].unique()
     if len(marks) == 1:  # one negative number is often padding, or "no label"
-        return f"If {low} marks what does not count, pass ignore_index={low}; else renumber them from 0."
+        return f"If {low} marks labels to ignore, pass ignore_index={low}; else renumber them from 0."
     return "Renumber them from 0."

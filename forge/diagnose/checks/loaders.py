@@ -20,25 +20,25 @@ def refuse_unusable_loaders(trainer: Run) -> None:
     shared = any(_innermost(loader) is inner for loader in trainer.loaders.get("val", {}).values())
     if shared and getattr(inner, "persistent_workers", False):
         raise DataError(
-            "train and val are one loader with persistent workers: beginning a validation would end the epoch that "
-            "is being trained on. Make a loader for each."
+            "train and val are one loader with persistent workers: beginning a validation would end the training "
+            "epoch. Make a loader for each."
         )
     given = trainer.given_loaders
     both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
     if any(loader is given["train"] for loader in both) and has_single_position(train[None]):
         raise DataError(
-            f"train and val are one {type(train[None]).__name__}, which keeps its place: a validation would move "
-            "training on. Make a loader for each."
+            f"train and val are one {type(train[None]).__name__}, which keeps its position: a validation would advance "
+            "training. Make a loader for each."
         )
 
 
 def refuse_inexact_data(trainer: Run) -> None:
-    """Refuse data that a saved run could not be continued on exactly: now, rather than after the first crash."""
+    """Refuse data on which a saved run could not be resumed exactly: now, rather than after the first crash."""
     saves = trainer.hooks.forge_save is not None or trainer.resume
     reason = resumable_reason(trainer.feed.loader) if saves else None
     if reason is not None and not trainer.allow_inexact:
         raise DataError(
-            f"A run over this loader cannot be continued exactly: {reason} Or say allow_inexact=True "
+            f"A run over this loader cannot be continued exactly: {reason} Or set allow_inexact=True "
             "(trainer.allow_inexact=true on the command line), or train without checkpoints (-p no:checkpoint)."
         )
 

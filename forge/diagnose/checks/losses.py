@@ -1,4 +1,4 @@
-"""Losses: torch's own, looked at while the first batch passes through them."""
+"""LossWatch: check the arguments of torch's losses on the first batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.checks.labels import look_at_class_labels
-from forge.diagnose.checks.place import refuse, warn
 from forge.diagnose.checks.shapes import look_at_equal_shapes, look_at_shapes
+from forge.diagnose.checks.user_line import refuse, warn
 from forge.errors import TaskError
 
 logger = logging.getLogger("forge")
 
 
 class LossWatch(TorchFunctionMode):
-    """Looks at the arguments of torch's own losses while the first batch passes through them."""
+    """Checks the arguments of torch's own losses while it is entered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and func in _WATCHED:
             self._look(func, args, kwargs)
             with warnings.catch_warnings():
-                # torch's own word on shapes would name the line below; from the second batch on it names the user's
+                # torch's own warning about shapes would name the line below, and later the user's
                 warnings.filterwarnings("ignore", "Using a target size", UserWarning)
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -40,9 +40,9 @@ class LossWatch(TorchFunctionMode):
         try:
             with torch.no_grad():
                 _WATCHED[func](given.arguments)
-        except (TaskError, UserWarning):  # a warning is raised where filters make errors of them
+        except (TaskError, UserWarning):  # filters may turn warnings into errors
             raise
-        except Exception as error:  # under vmap, say, values cannot be read: a check must not be what fails
+        except Exception as error:  # values may be unreadable, as under vmap: a check itself must not fail
             logger.debug("could not look at the arguments of %s: %s", func, error)
 
 
@@ -130,7 +130,7 @@ _WATCHED: dict[Any, Callable[[dict[str, Any]], None]] = {
 
 def _are_probabilities(scores: Tensor, dim: int) -> bool:
     values = scores.detach().float()
-    constant = len(values) > 1 and bool((values == values[:1]).all())  # a head that has not learnt anything yet
+    constant = len(values) > 1 and bool((values == values[:1]).all())  # the outputs of an untrained head
     return not constant and bool((values >= 0).all()) and bool(((values.sum(dim) - 1).abs() < 1e-3).all())
 
 

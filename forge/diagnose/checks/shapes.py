@@ -1,23 +1,23 @@
-"""Shapes: predictions and targets that broadcasting would pair in a way that nobody means."""
+"""Checks of shapes: predictions and targets that broadcasting would pair by mistake."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from forge.diagnose.checks.place import refuse, warn
+from forge.diagnose.checks.user_line import refuse, warn
 
 
 def look_at_equal_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
-    """Refuse any difference: torch does so too, for this loss, and says less."""
+    """Refuse any difference of shapes, with a clearer message than torch's own."""
     if scores.shape != target.shape:
         fix = "y.expand_as(prediction)" if target.numel() == 1 else _one_shape(scores, target)
         refuse(f"{_got(loss, scores, target)}; they must have one shape. Use {fix}.")
 
 
 def look_at_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
-    """Refuse predictions and targets that would be compared each with each; warn where one is repeated to fit the
-    other, which may be meant. A target of one element is meant for all."""
+    """Refuse predictions and targets that would be compared each with each; warn if one is repeated to fit the other,
+    which may be intended. A target of one element is for all."""
     if scores.shape == target.shape or target.numel() == 1:
         return
     fix = _one_shape(scores, target)
@@ -33,7 +33,7 @@ def look_at_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
         )
     repeated, other = ("target", "prediction") if together == scores.shape else ("prediction", "target")
     warn(
-        f"{_got(loss, scores, target)}: the {repeated}s are repeated to fit. If that is meant, say it: "
+        f"{_got(loss, scores, target)}: the {repeated}s are repeated to fit. If that is intended, write "
         f"{repeated}.expand_as({other}). If not, each prediction needs a target of its own."
     )
 

@@ -1,4 +1,4 @@
-"""Signatures: whether a step can be called as forge calls it, seen before the fit."""
+"""Checks of signatures: whether a step accepts forge's arguments."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from forge.contract.task import STAGE_METHODS, TaskModule, defines
 from forge.errors import TaskError
 
 OWN_CALLS = ("forge_forward", "forge_micro_step", "forge_train_step")
-"""Hooks by which a task calls its steps itself, with whatever it likes."""
+"""Hooks by which a task calls its steps itself, with arguments of its own."""
 
 
 def check_signature(task: TaskModule, stage: str, named: bool = False) -> None:
-    """Refuse a step that cannot take what forge passes: the batch; in training with a dict of optimizers a name too."""
+    """Refuse a step that does not accept forge's arguments: the batch, and with a dict of optimizers a name."""
     method = STAGE_METHODS[stage]
     if stage == "test" and not defines(task, method):
-        method = STAGE_METHODS["val"]  # which it calls
+        method = STAGE_METHODS["val"]  # the default test_step calls it
     if not defines(task, method) or any(getattr(task, hook, None) is not None for hook in OWN_CALLS):
         return
     step = getattr(task, method)
     try:
-        signature = inspect.signature(step, follow_wrapped=False)  # a decorator may pass more than it is given
+        signature = inspect.signature(step, follow_wrapped=False)  # a decorator may add arguments
     except (TypeError, ValueError):
         return
     if _takes(signature, 2 if named else 1):
@@ -56,6 +56,6 @@ def _advice(signature: inspect.Signature, stage: str, named: bool) -> str:
         stage, "self.trainer.evaluated counts the batches that were evaluated"
     )
     return (
-        f"it passes the batch alone. Drop {', '.join(required[1:])}: {counts}. A LightningModule runs as it is: "
+        f"it passes the batch alone. Drop {', '.join(required[1:])}: {counts}. A LightningModule runs unchanged: "
         "fit(forge.LightningAdapter(module), ...)."
     )

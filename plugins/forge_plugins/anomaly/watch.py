@@ -21,13 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
+from forge.util.frames import is_library
 from forge_plugins._finite import values_of
 
-LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (str(torch.__file__), str(forge.__file__), os.path.dirname(__file__))
-)
-"""Where code is not the user's: torch, forge, forge_plugins."""
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})
 ENGINE = os.path.join("torch", "autograd", "graph.py")
@@ -250,8 +246,7 @@ def user_place(frame: FrameType | None, until: str = "") -> Place | None:
         file = frame.f_code.co_filename
         if until and file.endswith(until):
             return None
-        library = file.startswith((*LIBRARIES, "<")) or (file.startswith(STANDARD) and "site-packages" not in file)
-        if not library:
+        if not is_library(file) and not (file.startswith(STANDARD) and "site-packages" not in file):
             code = linecache.getline(file, frame.f_lineno).strip()
             return Place(file, frame.f_lineno, frame.f_code.co_name, code)
         frame = frame.f_back

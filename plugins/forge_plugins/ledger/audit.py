@@ -20,9 +20,10 @@ from forge.contract.plugin import Callback
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import TaskModule
 from forge.diagnose.explain import NAMED_METHODS
+from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 from forge_plugins import _syncs
-from forge_plugins._syncs import FORGE, TORCH, Listener
+from forge_plugins._syncs import Listener
 
 EXPECTED_HOOKS = {"forge_state_dict": "saving", "forge_end": "ending"}
 EXPECTED_IN_TRAINER = {
@@ -35,8 +36,8 @@ EXPECTED_IN_TRAINER = {
     "_rewind": "rewinding",
 }
 """Where a run reads the device by design: once per log interval, validation or checkpoint, not in the updates."""
-INSIDE = (TORCH, warnings.__file__, __file__, _syncs.__file__, "<")
-"""Files that are never the line to look at."""
+LISTENING = (warnings.__file__, __file__, _syncs.__file__)
+"""Files through which a sync is heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Audit:
         frame: FrameType | None = innermost
         while frame is not None:
             code = frame.f_code
-            if at is None and not code.co_filename.startswith(INSIDE):
+            if at is None and code.co_filename not in LISTENING and not is_library(code.co_filename, ("torch",)):
                 at = (code.co_filename, frame.f_lineno)
             found, reason = self._read(frame)
             who, expected = who or found, expected or reason
@@ -122,7 +123,7 @@ class Audit:
             return f"the optimizer {type(me).__name__}", ""
         if isinstance(me, forge.Run):
             return "", EXPECTED_IN_TRAINER.get(code.co_name, "")
-        if code.co_filename.startswith(FORGE) and code.co_name == "epoch":
+        if code.co_filename.startswith(folder_of("forge")) and code.co_name == "epoch":
             return "the data loader", ""
         return "", ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor
 
 import forge
+from forge.util.frames import is_library
 from forge.util.text import format_bytes
 from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000
 """How many allocations are remembered: for the case that memory runs out, and of a recorded window."""
-PACKAGES = Path(torch.__file__).parent, Path(forge.__file__).parent, Path(__file__).parents[1]
-NOT_THE_USERS = (*(f"{package}{os.sep}" for package in PACKAGES), "<")
-"""How files begin that are torch's, forge's, or no files."""
 REST = "activations and all else"
 
 
@@ -102,7 +99,7 @@ def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """The innermost line of a stack that is neither torch's nor forge's, or the innermost there is."""
     known = [frame for frame in frames if frame.get("filename") not in (None, "??")]
-    own = [frame for frame in known if not frame["filename"].startswith(NOT_THE_USERS)]
+    own = [frame for frame in known if not is_library(frame["filename"])]
     for frame in own or known:
         return f"{frame['filename']}:{frame['line']} in {frame['name']}"
     return ""

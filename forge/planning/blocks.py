@@ -1,4 +1,4 @@
-"""Units: the parts that a sharding strategy gathers one at a time."""
+"""Repeated blocks: the modules that a sharding strategy gathers one at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 
-def units(task: nn.Module) -> tuple[int, int]:
-    """Bytes of the largest block that a task repeats, and of all parameters outside of such blocks."""
+def block_bytes(task: nn.Module) -> tuple[int, int]:
+    """Return the bytes of the largest repeated block, and of all parameters outside such blocks."""
     blocks = repeated(task)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = [parameter for parameter in task.parameters() if id(parameter) not in inside]
@@ -17,7 +17,7 @@ def units(task: nn.Module) -> tuple[int, int]:
 
 
 def repeated(task: nn.Module) -> list[nn.Module]:
-    """Modules of one class, with layers in them, that stand in one list or sequence; the outermost ones."""
+    """Return modules of one class, with layers inside, in one list or sequence; outermost ones only."""
     found: list[nn.Module] = []
     below: set[int] = set()
     for module in task.modules():
@@ -32,7 +32,7 @@ def repeated(task: nn.Module) -> list[nn.Module]:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes, each tensor once."""
+    """Return the bytes of tensors, each counted once."""
     return sum({id(t): t.numel() * t.element_size() for t in tensors}.values())
 
 

@@ -1,9 +1,9 @@
-"""Kernels: on the host's fake tensors, run the operations that CUDA would choose, and autocast as CUDA autocasts.
+"""Run CUDA's choice of operations, and CUDA's autocast, on fake tensors of the host.
 
-Fake tensors on CUDA would choose by themselves, but without a GPU autograd cannot go backward over them. What is on the
-host chooses the host's operations instead, and three choices take other memory: dropout keeps a mask of floats where
-CUDA keeps booleans, attention with dropout keeps its matrix where CUDA's kernels keep none, and autocast leaves
-softmax and normalisations in the short type where CUDA computes them in float32.
+Fake tensors on CUDA would choose by themselves, but autograd cannot run backward over them without a GPU. Tensors on
+the host choose the host's operations, and three of these differ in memory: dropout keeps a mask of floats where CUDA
+keeps booleans, attention with dropout keeps its matrix where CUDA's kernels keep none, and autocast leaves softmax and
+normalisations in the short type where CUDA computes them in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 SHORT = (torch.bfloat16, torch.float16)
 FLASH_WIDTH = 256
-"""The widest head that flash attention takes."""
+"""The widest head that flash attention supports."""
 IN_SHORT = """
     addmv addr chain_matmul convolution _convolution cudnn_convolution cudnn_convolution_transpose _cudnn_rnn einsum
     gru_cell linalg_multi_dot lstm_cell mv prelu rnn_relu_cell rnn_tanh_cell _scaled_dot_product_flash_attention
@@ -28,12 +28,12 @@ IN_SHORT = """
 """
 IN_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 NOT_IN_FLOAT = frozenset(f"{IN_SHORT} {IN_WIDEST}".split())
-"""What CUDA's autocast computes in the short type or in the widest of the inputs, and not in float32."""
+"""Operations that CUDA's autocast runs in the short type or in the widest input type, and not in float32."""
 
 
 @contextmanager
 def chosen_as_on_cuda() -> Iterator[None]:
-    """While this lasts, the host chooses operations as CUDA does."""
+    """Make the host choose operations as CUDA does."""
     library = Library("aten", "IMPL")
     try:
         library.impl("dropout", _dropout, "AutogradCPU")
@@ -41,7 +41,7 @@ def chosen_as_on_cuda() -> Iterator[None]:
         for name in _autocast_only_on("CUDA", "CPU"):
             if name.partition(".")[0] not in NOT_IN_FLOAT:
                 library.impl(name, _in_float(name), "AutocastCPU")
-        for name in _autocast_only_on("CPU", "CUDA"):  # its parts are looked at one by one there: cross entropy, say
+        for name in _autocast_only_on("CPU", "CUDA"):  # CUDA casts their parts one by one, as for cross entropy
             library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
         yield
     finally:
@@ -49,7 +49,7 @@ def chosen_as_on_cuda() -> Iterator[None]:
 
 
 def _autocast_only_on(one: str, other: str) -> list[str]:
-    """The operations that autocast looks at on one device and leaves alone on the other; torch knows which."""
+    """Return the operations that autocast handles on one device and not on the other."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     only = [name for name in names if has(name, f"Autocast{one}") and not has(name, f"Autocast{other}")]
@@ -63,7 +63,7 @@ def _in_float(name: str) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            if "dtype" in names:  # they convert as they compute; a type that was asked for stays
+            if "dtype" in names:  # these convert as they compute; a requested type stays
                 given = dict(zip(names, args, strict=False)) | kwargs
                 if args[0].dtype in SHORT and given.get("dtype") is None:
                     given["dtype"] = torch.float32
@@ -96,7 +96,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention for short types without a mask, else the memory-efficient kernel, else plain products."""
+    """Use flash attention for short types without a mask, else the memory-efficient kernel, else plain products."""
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)

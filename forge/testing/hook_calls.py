@@ -1,4 +1,4 @@
-"""Seeing every call of a hook, by whose it is: what the trace of a run and the watch over a plugin's reads share."""
+"""HookCalls: wrap the implementations of hooks for one run; base of the event trace and of the capturable check."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forge.engine.trainer import Trainer
 Function = Callable[..., Any]
 
 
-class Calls(Plugin):
-    """Puts something around implementations of hooks, for one run, through `trainer.instrument`.
+class HookCalls(Plugin):
+    """Wraps implementations of hooks for one run, through `trainer.instrument`.
 
-    It stands last in a stack, behind whoever uses that seam as well, and hands on to it.
+    It must be last in a stack, after other users of `instrument`, which it calls in turn.
     """
 
     observer = True
@@ -30,7 +30,7 @@ class Calls(Plugin):
         self._before: tuple[Instrument | None] | None = None
 
     def around(self, hook: str, impl: HookImpl, function: Function) -> Function:
-        """What to call in the place of `function`; of a wrapper it is the function that makes the generator."""
+        """Return the function to call instead of `function`, which makes the generator if `impl` is a wrapper."""
         raise NotImplementedError
 
     @hookimpl
@@ -45,7 +45,7 @@ class Calls(Plugin):
         seen = self.around(hook, impl, function)
         if seen is function:
             return function
-        if hook in ONE_BY_ONE:  # the Trainer calls these itself, one plugin after the other
+        if hook in ONE_BY_ONE:  # the Trainer calls these itself, plugin by plugin
             impl.function = functools.wraps(plain)(self.around(hook, impl, plain))  # pyright: ignore[reportAttributeAccessIssue]
         return seen
 

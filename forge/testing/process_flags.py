@@ -1,4 +1,4 @@
-"""Switches of the whole process that a plugin may turn, and must put back: of torch, the environment, signals."""
+"""Flags of the whole process that a plugin may set and must restore: of torch, the environment, signals."""
 
 from __future__ import annotations
 
@@ -16,17 +16,28 @@ from forge.testing.subject import Subject
 
 
 def _environment() -> dict[str, str]:
-    """All variables, but for what torch's compilers note there for themselves."""
+    """Return all variables, except those that torch's compilers set."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "TRITON"))}
 
 
-def _put_back_environment(then: dict[str, str]) -> None:
+def _restore_environment(then: dict[str, str]) -> None:
     for name in _environment().keys() - then.keys():
         del os.environ[name]
     os.environ.update(then)
 
 
-FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _attribute(owner: Any, name: str) -> Flag:
+    return lambda: getattr(owner, name), lambda then: setattr(owner, name, then)
+
+
+def _handler(number: int) -> Flag:
+    return lambda: signal.getsignal(number), lambda then: signal.signal(number, then)
+
+
+FLAGS: dict[str, Flag] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.get_default_device()": (torch.get_default_device, torch.set_default_device),
@@ -36,60 +47,45 @@ FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "torch.get_float32_matmul_precision()": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "torch.get_float32_matmul_precision()": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "torch.is_autocast_enabled('cpu')": (
         lambda: torch.is_autocast_enabled("cpu"),
         lambda on: torch.set_autocast_enabled("cpu", on),
     ),
-    "torch.backends.cudnn.benchmark": (
-        lambda: torch.backends.cudnn.benchmark,
-        lambda on: setattr(torch.backends.cudnn, "benchmark", on),
-    ),
-    "torch.backends.cudnn.deterministic": (
-        lambda: torch.backends.cudnn.deterministic,
-        lambda on: setattr(torch.backends.cudnn, "deterministic", on),
-    ),
+    "torch.backends.cudnn.benchmark": _attribute(torch.backends.cudnn, "benchmark"),
+    "torch.backends.cudnn.deterministic": _attribute(torch.backends.cudnn, "deterministic"),
     "os.getcwd()": (os.getcwd, os.chdir),
-    "os.environ": (_environment, _put_back_environment),
-    "sys.stdout": (lambda: sys.stdout, lambda then: setattr(sys, "stdout", then)),
-    "sys.stderr": (lambda: sys.stderr, lambda then: setattr(sys, "stderr", then)),
-    "warnings.showwarning": (lambda: warnings.showwarning, lambda then: setattr(warnings, "showwarning", then)),
-    "the handler of SIGINT": (
-        lambda: signal.getsignal(signal.SIGINT),
-        lambda then: signal.signal(signal.SIGINT, then),
-    ),
-    "the handler of SIGTERM": (
-        lambda: signal.getsignal(signal.SIGTERM),
-        lambda then: signal.signal(signal.SIGTERM, then),
-    ),
+    "os.environ": (_environment, _restore_environment),
+    "sys.stdout": _attribute(sys, "stdout"),
+    "sys.stderr": _attribute(sys, "stderr"),
+    "warnings.showwarning": _attribute(warnings, "showwarning"),
+    "the handler of SIGINT": _handler(signal.SIGINT),
+    "the handler of SIGTERM": _handler(signal.SIGTERM),
 }
-"""Switches of the whole process, by what to ask for them: how they are read, and how they are put back."""
+"""How each flag is read, and how it is restored."""
 
 
 @contextmanager
 def flags_kept(subject: Subject, what: str) -> Iterator[None]:
-    """Refuse that a switch of the process is another one afterwards; it is put back in any case."""
+    """Raise if a flag of the process has changed at the end; it is restored in any case."""
     before = {name: read() for name, (read, _) in FLAGS.items()}
     try:
         yield
     finally:
         after = {name: read() for name, (read, _) in FLAGS.items()}
-        changed = [(name, before[name], after[name]) for name in FLAGS if not _same(before[name], after[name])]
+        changed = [
+            (name, then, after[name])
+            for name, then in before.items()
+            if then is not after[name] and then != after[name]
+        ]
         for name, then, _ in changed:
             FLAGS[name][1](then)
         if changed and not isinstance(sys.exc_info()[1], AssertionError):
             name, then, now = changed[0]
             raise AssertionError(
-                f"{subject.name!r} leaves {name} changed after {what}: {_change(then, now)}. Put back in forge_end "
-                "what forge_start found, also after an error."
+                f"{subject.name!r} leaves {name} changed after {what}: {_change(then, now)}. Restore it in forge_end, "
+                "also after an error."
             )
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or one == other
 
 
 def _change(then: Any, now: Any) -> str:

@@ -1,12 +1,11 @@
-"""Does a plugin that says `capturable` keep its word? Nothing inside an update may read a value of the device."""
+"""Check of `capturable = True`: no hook inside an update may read a value of the device."""
 
 from __future__ import annotations
 
-import os
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,8 +20,9 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.stack import INSIDE
 from forge.engine.trainer import Trainer
-from forge.testing.calls import Calls, Function
+from forge.testing.hook_calls import Function, HookCalls
 from forge.testing.subject import Subject
+from forge.util.frames import is_library
 from forge.util.text import short_path
 
 READS = {
@@ -40,41 +40,39 @@ TO_HOST: dict[Any, str] = {
     Tensor.numpy: "a tensor becomes an array (.numpy())",
     Tensor.cpu: "a tensor is copied to the host (.cpu())",
 }
-NOT_ITS_OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent.parent}{os.sep}", "<")
-"""Where the files of torch and of forge's kernel begin."""
 
 
-class Read(Exception):
+class DeviceRead(Exception):
     """A value of the device was read inside an update."""
 
 
 def check_capturable(subject: Subject) -> None:
-    """Run a fit in which every read inside the plugin's step hooks is found; on CUDA, torch itself finds them."""
+    """Run a fit that detects every read inside the plugin's step hooks; on CUDA torch detects them."""
     plugin = subject.make()
     if not any(getattr(plugin, hook, None) is not None for hook in INSIDE):
         return
-    watch = Reads(plugin, _no_sync if torch.cuda.is_available() else _no_read)
+    watch = DeviceReadWatch(plugin, _no_sync if torch.cuda.is_available() else _no_read)
     try:
         subject.fit(plugin, watch, device="cuda" if torch.cuda.is_available() else "cpu")
-    except Read as read:
+    except DeviceRead as read:
         raise AssertionError(
-            f"{subject.name!r} says capturable = True, but waits for the device in {watch.hook}: {read}. Inside a CUDA "
-            "graph that is an error. Keep it a tensor, hand it to step.record, or do it in forge_step_end."
+            f"{subject.name!r} declares capturable = True, but waits for the device in {watch.hook}: {read}. Inside a "
+            "CUDA graph that is an error. Keep it a tensor, pass it to step.record, or read it in forge_step_end."
         ) from None
 
 
-class Reads(Calls):
-    """Puts `strict` around the plugin's own code in an update, and around nothing else."""
+class DeviceReadWatch(HookCalls):
+    """Runs the plugin's own code in an update inside `strict`, and nothing else."""
 
     def __init__(self, plugin: Plugin, strict: Callable[[], Any]):
         super().__init__()
         self.name, self.plugin, self.strict = "forge.testing.reads", plugin, strict
         self.hook = ""
-        "Where the plugin is, or was last."
+        "The latest hook of the plugin."
 
     @hookimpl
     def forge_start(self, trainer: Trainer) -> None:
-        trainer.means.on_host = False  # on the host what is recorded is read at once, which costs nothing there
+        trainer.means.on_host = False  # on the host recorded values are read at once, which is free there
 
     def around(self, hook: str, impl: HookImpl, function: Function) -> Function:
         if impl.plugin is not self.plugin or hook not in INSIDE:
@@ -109,14 +107,15 @@ class Reads(Calls):
 
 @contextmanager
 def _no_sync() -> Iterator[None]:
-    """On CUDA torch says itself what waits."""
+    """Have torch raise on operations that wait for a CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except RuntimeError as error:
         if "synchronizing CUDA operation" in str(error):
-            raise Read(f"{error}, at {_own_line(_innermost(error))}") from error
+            *_, (innermost, _line) = traceback.walk_tb(error.__traceback__)
+            raise DeviceRead(f"{error}, at {_own_line(innermost)}") from error
         raise
     finally:
         torch.cuda.set_sync_debug_mode(before)
@@ -124,9 +123,9 @@ def _no_sync() -> Iterator[None]:
 
 @contextmanager
 def _no_read() -> Iterator[None]:
-    """On the CPU every value is at hand, so the calls that would wait on a device are found by name.
+    """Raise on calls that would wait on a device, found by name, because a CPU never waits.
 
-    `tensor.is_cpu` is False meanwhile: code that reads only where reading is free is right.
+    `tensor.is_cpu` is False meanwhile: code may read where reading is free.
     """
     with _Operations(), _Methods():
         yield
@@ -136,10 +135,10 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name in READS:
-            raise Read(f"{READS[name]}, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"{READS[name]}, at {_own_line(sys._getframe())}")
         masks = [part for part in tree_leaves(args[1:]) if isinstance(part, Tensor) and part.dtype is torch.bool]
         if name == "aten::index" and masks:
-            raise Read(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"the size of what a mask picks is read, at {_own_line(sys._getframe())}")
         return func(*args, **(kwargs or {}))
 
 
@@ -147,23 +146,15 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.is_cpu.__get__:  # pyright: ignore[reportAttributeAccessIssue]
             return False
-        # a torch.device may well be that of another tensor, which is the CPU only here
+        # a torch.device may be that of another tensor, which is the CPU only in this check
         to_host = func is Tensor.to and "cpu" in (*args[1:2], (kwargs or {}).get("device"))
         if func in TO_HOST or to_host:
-            raise Read(f"{TO_HOST.get(func, TO_HOST[Tensor.cpu])}, at {_own_line(sys._getframe())}")
+            raise DeviceRead(f"{TO_HOST.get(func, TO_HOST[Tensor.cpu])}, at {_own_line(sys._getframe())}")
         return func(*args, **(kwargs or {}))
 
 
 def _own_line(frame: FrameType | None) -> str:
-    """The innermost line, from a frame outwards, that is neither torch's nor forge's."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_ITS_OWN):
+    """Return the innermost line, from a frame outwards, outside torch and forge."""
+    while frame is not None and is_library(frame.f_code.co_filename, ("forge", "torch")):  # plugins are looked at
         frame = frame.f_back
-    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "a place unknown"
-
-
-def _innermost(error: BaseException) -> FrameType | None:
-    """Where an error was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame if trace is not None else None
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "an unknown place"

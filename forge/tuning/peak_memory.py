@@ -1,4 +1,4 @@
-"""Memory: how much a trial takes at its peak, and a clean start."""
+"""The peak memory of a trial."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def clean() -> None:
-    """Give back what nobody uses any more, so that the next trial finds memory as the first one did."""
+    """Release unused memory, so that every trial starts with the same amount."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    with suppress(OSError, AttributeError):  # the C library of Linux keeps freed memory for later
+    with suppress(OSError, AttributeError):  # the C library of Linux keeps freed memory
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -29,11 +29,11 @@ def start(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
         with suppress(OSError):
-            RESET.write_text("5")  # Linux: the peak of this process becomes what it takes now
+            RESET.write_text("5")  # Linux: reset the peak of this process to its present size
 
 
 def peak(device: torch.device) -> int | None:
-    """Bytes at the peak: taken from a CUDA device, or by the whole process on a CPU; None where nobody knows."""
+    """Return the peak bytes of a CUDA device, or of the whole process on a CPU; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What `forge validate`, `forge test` and `forge predict` share: a recipe, weights, one pass without training."""
+"""Shared by `forge validate`, `forge test` and `forge predict`: one pass over a split, with given weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge.contract.task import TaskModule
 
 NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
-"""What YAML reads as something else than text."""
+"""Words that YAML does not read as text."""
 
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
@@ -33,11 +33,11 @@ def measuring_parser(verb: str, description: str) -> ArgumentParser:
 
 def warn_without_weights(args: Namespace) -> None:
     if args.weights is None and ranks.rank() == 0:
-        show.warning("no --weights: the task's weights are freshly initialised, as before any training.")
+        show.warning("no --weights: the task's weights are freshly initialised, not trained.")
 
 
 def measure(args: Namespace, verb: str, split: str) -> int:
-    """Run one evaluation, on as many ranks as asked for, and print its metrics; nothing is written."""
+    """Evaluate one split, on --nproc ranks if given, and print the metrics; nothing is written."""
     from forge.errors import DataError
 
     recipe = target.load(args)
@@ -48,7 +48,7 @@ def measure(args: Namespace, verb: str, split: str) -> int:
     if loader is None:
         raise DataError(f"The data of {args.target!r} have no {split} split: return forge.data.Splits({split}=...).")
     warn_without_weights(args)
-    with naming_options(args, verb, task):
+    with explain_misfit(args, verb, task):
         metrics = getattr(trainer, verb)(task, loader, weights=args.weights)
     if ranks.rank() == 0:
         show.console().print(show.metrics(metrics))
@@ -56,27 +56,28 @@ def measure(args: Namespace, verb: str, split: str) -> int:
 
 
 @contextmanager
-def naming_options(args: Namespace, verb: str, task: TaskModule) -> Iterator[None]:
-    """Weights that do not fit because the task had other options: say which, and what to type."""
+def explain_misfit(args: Namespace, verb: str, task: TaskModule) -> Iterator[None]:
+    """Where weights do not fit because the task had other options, name those options and the command to use."""
     from forge.checkpoint.weights import Misfit
 
     try:
         yield
     except Misfit as misfit:
         saved = misfit.saved or {}
-        options = _other_options(saved.get("options") or {}, task) if saved.get("class") == type(task).__name__ else {}
+        options = (
+            _changed_options(saved.get("options") or {}, task) if saved.get("class") == type(task).__name__ else {}
+        )
         if options:
-            words = [f"task.{name}={_written(value)}" for name, value in options.items()]
-            again = shlex.join(
-                [show.command("forge"), verb, *_others(args, options), "--weights", args.weights, *words]
-            )
-            misfit.args = (f"{args.weights} was trained with {', '.join(words)}. Say so: {again}",)
+            changes = {f"task.{name}": _as_yaml(value) for name, value in options.items()}
+            words = [show.command("forge"), verb, *target.same_target(args, changes), "--weights", args.weights]
+            given = ", ".join(f"{key}={value}" for key, value in changes.items())
+            misfit.args = (f"{args.weights} was trained with {given}. Use the same options: {shlex.join(words)}",)
         raise
 
 
-def _other_options(saved: Mapping[str, Any], task: TaskModule) -> dict[str, Any]:
-    """The options that a task was saved with, where this one has others."""
-    from forge.runs.card import plain
+def _changed_options(saved: Mapping[str, Any], task: TaskModule) -> dict[str, Any]:
+    """Return the options with which a task was saved, where this task has other values."""
+    from forge.options import plain
 
     return {
         name: value
@@ -85,16 +86,8 @@ def _other_options(saved: Mapping[str, Any], task: TaskModule) -> dict[str, Any]
     }
 
 
-def _others(args: Namespace, options: Mapping[str, Any]) -> list[str]:
-    """The arguments of this command, without those that `options` stand for."""
-    named = [("--recipe", args.recipe), ("--data", args.data), *(("-p", name) for name in args.plugins)]
-    replaced = {f"task.{name}" for name in options}
-    kept = [text for text in args.overrides if text.partition("=")[0] not in replaced]
-    return [args.target, *(word for flag, value in named if value for word in (flag, value)), *kept]
-
-
-def _written(value: Any) -> str:
-    """A value as it is typed after key=; words that YAML reads as something else are quoted."""
+def _as_yaml(value: Any) -> str:
+    """Write a value as it is typed after key=; words that YAML does not read as text are quoted."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", value) and value.lower() not in NOT_WORDS:
         return value
     return json.dumps(value)

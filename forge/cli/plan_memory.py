@@ -1,4 +1,4 @@
-"""What `forge plan --devices N --memory G` prints: what fits, and what to run."""
+"""`forge plan --devices N --memory G`: print the memory of each strategy, and the command to run."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
+from forge.util.text import format_bytes
 
 if TYPE_CHECKING:
     from forge.config import Recipe
-    from forge.planning import MemoryPlan, Row
+    from forge.planning import MemoryPlan, StrategyRow
 
 STYLES = {"yes": "green", "barely": "yellow", "no": "red"}
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary", "peak")
 
 
 def plan(args: Namespace, recipe: Recipe) -> MemoryPlan:
-    """Plan with the numbers of the command line."""
     from forge.planning import device_memory, plan_memory
 
     devices = 1 if args.devices is None else args.devices
     if devices < 1:
         raise ForgeError(f"--devices is {devices}; it must be at least 1.")
     if args.memory is not None and args.memory <= 0:
-        raise ForgeError(f"--memory is {args.memory:g}; say how many GiB each device has, as in --memory 80.")
+        raise ForgeError(f"--memory is {args.memory:g}; give the GiB of each device, as in --memory 80.")
     memory = device_memory() if args.memory is None else round(args.memory * 2**30)
     return plan_memory(recipe, devices, memory)
 
 
 def show_plan(found: MemoryPlan, args: Namespace, recipe: Recipe) -> None:
-    """The table, its small print, and the advice."""
+    """Print the table, its notes and the advice."""
     from forge.planning.advice import fit, label
 
     console = show.console()
@@ -50,24 +51,24 @@ def show_plan(found: MemoryPlan, args: Namespace, recipe: Recipe) -> None:
         column.justify = "right"
     for row in found.rows:
         fits = fit(row.peak, found.memory)
-        sizes = [size(getattr(row, part)) for part in PARTS]
+        sizes = [format_bytes(getattr(row, part)) for part in PARTS]
         name = f"≈ {row.strategy}" if row.is_estimate else row.strategy
         chosen = "bold" if row is found.advice.row else ""
         grid.add_row(Text(name, chosen), str(row.levers), str(row.samples), *sizes, Text(fits, STYLES[fits]))
     console.print(grid)
-    for line in _small_print(found):
+    for line in _notes(found):
         console.print(Text(line, "dim"), soft_wrap=True)
     console.print()
     row = found.advice.row
-    taken = Text.assemble(("Recommended: ", "bold"), (label(row), "bold green"), ", because ") if row else Text("")
+    advice = Text.assemble(("Recommended: ", "bold"), (label(row), "bold green"), ", because ") if row else Text("")
     reason = found.advice.reason
-    console.print(taken.append(reason if row else reason[0].upper() + reason[1:]).append("."), soft_wrap=True)
+    console.print(advice.append(reason if row else reason[0].upper() + reason[1:]).append("."), soft_wrap=True)
     if row is not None:
         console.print(Text(f"  {command(row, found, args, recipe)}"), soft_wrap=True)
 
 
 def as_json(found: MemoryPlan, args: Namespace, recipe: Recipe) -> dict[str, Any]:
-    """The same as plain data, in bytes."""
+    """Return the plan as plain data; sizes in bytes."""
     from forge.planning import WORKSPACE
     from forge.planning.advice import fit
 
@@ -96,8 +97,8 @@ def as_json(found: MemoryPlan, args: Namespace, recipe: Recipe) -> dict[str, Any
     }
 
 
-def command(row: Row, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str:
-    """The command line that runs a row."""
+def command(row: StrategyRow, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str:
+    """Return the command that trains with a row's strategy."""
     from forge.planning.plan import STRATEGIES
 
     strategy, _, extra = row.strategy.partition(" + ")
@@ -105,9 +106,7 @@ def command(row: Row, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str
     wanted = [] if strategy == "single" else [strategy]
     wanted += [kind] if number else []
     wanted += [name for name, on in row.levers._asdict().items() if on]
-    words = ["forge", "fit", args.target, *args.overrides]
-    words += ["--recipe", args.recipe] if args.recipe else []
-    words += ["--data", args.data] if args.data else []
+    words = ["forge", "fit", *target.same_target(args, plugins=())]
     words += ["--nproc", str(found.devices)] if found.devices > 1 and strategy != "single" else []
     given = [name for name in args.plugins if name not in STRATEGIES]
     there = {name for name in recipe.plugins if name in given or name not in args.plugins}
@@ -121,23 +120,14 @@ def command(row: Row, found: MemoryPlan, args: Namespace, recipe: Recipe) -> str
     return shlex.join(words)
 
 
-def size(number: float) -> str:
-    """ "512 B", "1.50 KiB", "2.30 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} GiB" if number < 1000 else f"{number:,.0f} GiB"
-
-
-def _small_print(found: MemoryPlan) -> list[str]:
+def _notes(found: MemoryPlan) -> list[str]:
     from forge.planning import WORKSPACE
 
     lines = [
-        "peak: what torch allocates at the worst moment of an update, at which not all of the parts are there in full; "
-        f"temporary holds the rest, with {size(WORKSPACE)} of workspaces for cuBLAS. Context, NCCL and fragments come "
-        "on top: above 80 % it fits barely."
+        "peak: allocated by torch at the worst moment of an update, when not all parts are present in full; temporary "
+        f"is the rest, with {format_bytes(WORKSPACE)} of workspaces for cuBLAS. The CUDA context, NCCL and "
+        "fragmentation are not included: above 80 % it barely fits."
     ]
     if any(row.is_estimate for row in found.rows):
-        lines.append("≈: an estimate, by formula from what was counted.")
+        lines.append("≈: an estimate, by formula from the counted numbers.")
     return [*lines, *found.notes]

@@ -1,4 +1,4 @@
-"""Before anything is built: is it a task, and has it what the run will call?"""
+"""Checks of the task before anything is built: its type, its methods and its layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
-from forge.diagnose.checks.hidden import refuse_hidden_layers, warn_of_plain_tensors
 from forge.diagnose.checks.signatures import check_signature
+from forge.diagnose.checks.unregistered import refuse_hidden_layers, warn_of_plain_tensors
 from forge.errors import TaskError
 
 
 def check_task(task: Any, stages: Mapping[str, Any]) -> None:
-    """Refuse what is no task, layers that nobody registered, and stages the task has no method for."""
+    """Refuse an object that is no task, unregistered layers, and stages without a method."""
     if isinstance(task, type):
         made = f"{task.__name__}()"
         raise TaskError(
@@ -21,8 +21,8 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
         )
     if is_lightning(type(task)) and not isinstance(task, TaskModule):
         raise TaskError(
-            f"{type(task).__name__} is a LightningModule. Wrap it: fit(forge.LightningAdapter(module), ...) runs it as "
-            "it is (docs/from-lightning.md)."
+            f"{type(task).__name__} is a LightningModule. Wrap it: fit(forge.LightningAdapter(module), ...) runs it "
+            "unchanged (docs/from-lightning.md)."
         )
     if not isinstance(task, TaskModule):
         raise TaskError(
@@ -32,8 +32,8 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
     for stage, loader in stages.items():
         method = STAGE_METHODS[stage]
         if loader is not None and stage in ("train", "val") and not defines(task, method):
-            getattr(task, method)(None)  # the base method raises with what to write
-        if loader is not None and stage != "train":  # what training passes is known with the optimizers
+            getattr(task, method)(None)  # the base method raises an error that explains it
+        if loader is not None and stage != "train":  # the arguments of training depend on the optimizers
             check_signature(task, stage)
     refuse_hidden_layers(task)
     if "train" in stages:
@@ -41,5 +41,5 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
 
 
 def is_lightning(kind: type) -> bool:
-    """Whether a class is a LightningModule, of whichever package; Lightning is not imported to see."""
+    """Return whether a class is a LightningModule, of any package; Lightning is not imported."""
     return any(cls.__name__ == "LightningModule" for cls in kind.__mro__)

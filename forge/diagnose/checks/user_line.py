@@ -1,4 +1,4 @@
-"""Places: the user's own line that a refusal or a warning is about."""
+"""Errors and warnings that name the user's own line."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from types import FrameType
 from typing import Any
 
 from forge.errors import TaskError
+from forge.util.frames import LIBRARIES
 
 
 def refuse(message: str) -> None:
-    """Raise a TaskError that begins with the user's line that is running."""
+    """Raise a TaskError that begins with the user's current line."""
     frame = _users_frame()
     raise TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
 
 
 def warn(message: str) -> None:
-    """Warn of the user's line that is running."""
+    """Warn at the user's current line."""
     frame = _users_frame()
     if frame is None:
         warnings.warn(message, stacklevel=2)
@@ -28,7 +29,7 @@ def warn(message: str) -> None:
 
 
 def warn_of(function: Any, message: str) -> None:
-    """Warn of a function of the user's, at the line where it begins."""
+    """Warn at the first line of a user's function."""
     code = getattr(function, "__code__", None)
     if code is None:
         warnings.warn(message, stacklevel=3)
@@ -37,10 +38,10 @@ def warn_of(function: Any, message: str) -> None:
 
 
 def _users_frame() -> FrameType | None:
-    """The innermost frame outside torch and forge."""
+    """Return the innermost frame outside torch and forge."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "forge"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             return frame
         frame = frame.f_back
     return None

@@ -1,4 +1,4 @@
-"""What `forge plan --measure` adds to a plan: a few real updates of the recipe, and what each plugin took of them."""
+"""`forge plan --measure`: train a few updates of the recipe and show the time that each plugin takes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 LEDGER, STOP, WARNING = "ledger", "forge.plan.stop", "warning: "
 UPDATES = 30
-AROUND = ("forge_log", "forge_evaluate", "forge_save")
-"""Hooks that do not come with every update, so that a few updates may not meet them."""
+RARE_HOOKS = ("forge_log", "forge_evaluate", "forge_save")
+"""Hooks that are not called in every update, so a short measurement may miss them."""
 
 
 def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
-    """Train so many updates in a folder that is removed again; what the plugin ledger has to say about them."""
+    """Train some updates in a temporary folder and return the report of the plugin ledger."""
     updates = UPDATES if updates is None else updates
     if updates < 2:
-        raise ForgeError("--updates must be at least 2: the first update warms things up and is not counted.")
+        raise ForgeError("--updates must be at least 2: the first update is a warm-up and is not counted.")
     if LEDGER not in recipe.plugins:
         recipe = replace(recipe, config={**recipe.config, "plugins": {**recipe.plugins, LEDGER: {}}})
     folder = tempfile.mkdtemp(prefix="forge-plan-")
@@ -49,7 +49,7 @@ def measure(recipe: Recipe, updates: int | None) -> dict[str, Any]:
 
 
 def _stop_after(updates: int) -> Callback:
-    """Ends the run without a word to schedules, which still see the whole of it as planned."""
+    """Return a callback that ends the run; schedules still see its full planned length."""
     from forge.contract.plugin import on
 
     @on("step_end", mutates=True)
@@ -63,31 +63,33 @@ def _stop_after(updates: int) -> Callback:
 
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
-    """No progress on the screen, and nothing on stdout but the plan; what was a warning is said afterwards."""
-    said = io.StringIO()
+    """Hide progress and keep stdout for the plan; print warnings at the end."""
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(captured):
             yield
     finally:
-        for line in said.getvalue().splitlines():
+        for line in captured.getvalue().splitlines():
             if line.startswith(WARNING):
                 show.warning(line.removeprefix(WARNING))
 
 
 def show_costs(report: dict[str, Any], implemented: Sequence[str]) -> None:
-    """The ledger as tables; `implemented` are the hooks that the stack implements."""
+    """Print the ledger's report; `implemented` are the hooks that the stack implements."""
     console = show.console()
     console.print()
     console.print(show.heading("Costs, measured"))
     if not report["updates"]:
-        console.print(Text("The run ended before its second update: there is nothing to measure.", "dim"))
+        console.print(Text("The run ended before its second update: nothing was measured.", "dim"))
         return
     console.print(_summary(report), soft_wrap=True)
     grid = show.table("plugin", "hook", "calls", "µs/update", "share", "worst µs")
     for column in grid.columns[2:]:
         column.justify = "right"
     for row in report["rows"]:
-        grid.add_row(row["plugin"], _hook(row), *_numbers(row), style="" if row["is_cost"] else "dim")
+        numbers = f"{row['us_per_update']:,.1f}", f"{row['share']:.1%}", f"{row['worst_us']:,.0f}"
+        calls = f"{row['calls_per_update']:.3g}"
+        grid.add_row(row["plugin"], _hook(row), calls, *numbers, style="" if row["is_cost"] else "dim")
     if report["rows"]:
         console.print(grid)
     for line in _notes(report, implemented):
@@ -102,26 +104,17 @@ def _summary(report: dict[str, Any]) -> Text:
     total = f"{report['total_us']:,.1f} µs, {report['total_share']:.1%}"
     updates = f"{report['updates']} updates of {report['update_us']:,.0f} µs on average, logs and saves included"
     text = Text.assemble(f"{updates}; plugins take ", (total, "bold"), " of each")
-    apart = [
+    excluded = [
         f"{report[key]:,.0f} µs {what}"
         for key, what in (("data_wait_us", "waiting for data"), ("validation_us", "of validation"))
         if report[key] >= 0.5
     ]
-    return text.append(f" (apart: {', '.join(apart)})" if apart else "")
+    return text.append(f" (not counted: {', '.join(excluded)})" if excluded else "")
 
 
 def _hook(row: dict[str, Any]) -> str:
-    work = "" if row["is_cost"] else ", in core's place"
+    work = "" if row["is_cost"] else ", instead of core"
     return f"{row['hook'].removeprefix('forge_')}{' (validation)' if row['in_validation'] else ''}{work}"
-
-
-def _numbers(row: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['calls_per_update']:.3g}",
-        f"{row['us_per_update']:,.1f}",
-        f"{row['share']:.1%}",
-        f"{row['worst_us']:,.0f}",
-    ]
 
 
 def _notes(report: dict[str, Any], implemented: Sequence[str]) -> Iterator[str]:
@@ -131,7 +124,7 @@ def _notes(report: dict[str, Any], implemented: Sequence[str]) -> Iterator[str]:
         if rows:
             listed = (f"{row['plugin']} {row['hook'].removeprefix('forge_')} {row['ms']:.1f} ms" for row in rows)
             yield f"{label}: {', '.join(listed)}"
-    met = {row["hook"] for row in report["rows"]}
-    missed = [hook.removeprefix("forge_") for hook in AROUND if hook in implemented and hook not in met]
+    called = {row["hook"] for row in report["rows"]}
+    missed = [hook.removeprefix("forge_") for hook in RARE_HOOKS if hook in implemented and hook not in called]
     if missed:
-        yield f"not met in these updates: {', '.join(missed)}; --updates N measures longer"
+        yield f"not called in these updates: {', '.join(missed)}; --updates N measures longer"

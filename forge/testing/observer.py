@@ -1,5 +1,5 @@
-"""Does an observer only observe? The same fit without it must come to the same weights, counters, metrics, numbers,
-with the modules in the same modes."""
+"""Check of `observer = True`: the same fit without the plugin must have the same weights, counters, metrics, random
+numbers and modes of modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Trainer
 from forge.rng import RNGState
-from forge.testing.steady import metric_difference
+from forge.testing.metric_difference import metric_difference
 from forge.testing.subject import Situation, Subject
 from forge.testing.trace import digest
 from forge.testing.weights import first_difference
@@ -24,10 +24,10 @@ GENERATORS = {
 def check_observer(
     subject: Subject, situation: Situation, plugin: Plugin, watched: tuple[TaskModule, FitResult]
 ) -> None:
-    """Compare a fit that the plugin has watched with one that nobody has."""
-    theirs, ours = Traces(), Traces()
+    """Compare a fit that the plugin observed with one without it."""
+    theirs, ours = SideEffectProbe(), SideEffectProbe()
     alone = subject.fit(theirs, situation=situation)
-    claim = f"{subject.name!r} says observer = True, but {situation.name} ends differently with it: "
+    claim = f"{subject.name!r} declares observer = True, but {situation.name} ends differently with it: "
     difference = first_difference(watched[0], alone[0])
     assert difference is None, f"{claim}{difference}{_cause(subject, situation, theirs)}"
     for name in ("updates", "epochs", "stop_reason"):
@@ -35,44 +35,44 @@ def check_observer(
         assert one == other, f"{claim}{name} is {one!r} instead of {other!r}."
     metrics = alone[1].metrics
     difference = metric_difference(
-        watched[1].metrics, metrics, metrics, lambda: subject.fit(Traces(), situation=situation)[1].metrics
+        watched[1].metrics, metrics, metrics, lambda: subject.fit(SideEffectProbe(), situation=situation)[1].metrics
     )
     assert difference is None, f"{claim}{difference}"
     if situation is subject.situation:
         subject.fit(plugin, ours, situation=situation)
-        left = _left(ours, theirs)
-        assert not left, f"{claim}{left}"
+        effect = _side_effect(ours, theirs)
+        assert not effect, f"{claim}{effect}"
 
 
-def _cause(subject: Subject, situation: Situation, theirs: Traces) -> str:
-    """What the plugin leaves changed in a fit of its own, as a sentence: the likely cause of other weights."""
-    ours = Traces()
+def _cause(subject: Subject, situation: Situation, theirs: SideEffectProbe) -> str:
+    """Describe a side effect of the plugin in a fit of its own, the likely cause of other weights."""
+    ours = SideEffectProbe()
     subject.fit(subject.make(), ours, situation=situation)
-    left = _left(ours, theirs)
-    return f" {left[0].upper()}{left[1:]}" if left else ""
+    effect = _side_effect(ours, theirs)
+    return f" {effect[0].upper()}{effect[1:]}" if effect else ""
 
 
-def _left(ours: Traces, theirs: Traces) -> str:
-    """What differs; modes before generators, because a dropout in another mode draws other numbers."""
+def _side_effect(ours: SideEffectProbe, theirs: SideEffectProbe) -> str:
+    """Describe a difference; modes before generators, because a dropout in another mode draws other numbers."""
     for update, modes in theirs.modes.items():
-        apart = [path for path, training in ours.modes.get(update, modes).items() if training != modes.get(path)]
-        if apart:
-            mode = "train" if ours.modes[update][apart[0]] else "eval"
+        changed = [path for path, training in ours.modes.get(update, modes).items() if training != modes.get(path)]
+        if changed:
+            mode = "train" if ours.modes[update][changed[0]] else "eval"
             return (
-                f"it leaves {apart[0] or 'the task'} in {mode} mode. Note `training` of every module, and put it back."
+                f"it leaves {changed[0] or 'the task'} in {mode} mode. Save `training` of every module, and restore it."
             )
     kinds = [GENERATORS[kind] for kind in theirs.state if ours.state.get(kind) != theirs.state[kind]]
     return f"it draws from {' and '.join(kinds)}. Draw from a generator of your own." if kinds else ""
 
 
-class Traces(Plugin):
-    """The mode of every module after each update, and how far every generator was at the end of the last one."""
+class SideEffectProbe(Plugin):
+    """Records the mode of every module after each update, and the state of every generator after the last one."""
 
     observer = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.name, self.state = "forge.testing.traces", dict[str, str]()
+        self.name, self.state = "forge.testing.side_effects", dict[str, str]()
         self.modes: dict[int, dict[str, bool]] = {}
 
     @hookimpl

@@ -1,4 +1,4 @@
-"""Metrics that can be compared: what two equal fits do not agree on, a clock has measured."""
+"""Comparison of metrics that two equal fits agree on; others, such as times, are skipped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ Metrics = Mapping[str, Any]
 
 
 def metric_difference(actual: Metrics, expected: Metrics, known: Metrics, again: Callable[[], Metrics]) -> str | None:
-    """The first metric of `known` that differs, in words, or None; `again` repeats the fit that `known` comes from."""
-    apart = [name for name in known if not same(actual.get(name), expected.get(name))]
-    repeated = again() if apart else {}
-    for name in apart:
+    """Describe the first metric of `known` that differs, or return None; `again` repeats the fit of `known`."""
+    different = [name for name in known if not same(actual.get(name), expected.get(name))]
+    repeated = again() if different else {}
+    for name in different:
         if name in repeated and same(repeated[name], known[name]):
             return f"the metric {name!r} is {actual.get(name)!r} instead of {expected.get(name)!r}."
     return None
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of a metric are equal; NaN equals NaN."""
+    """Return whether two values are equal; NaN equals NaN."""
     return one == other or (one != one and other != other)

@@ -1,4 +1,4 @@
-"""Optimizers: over this task's parameters, each of them once, and with schedules that fit the run."""
+"""Checks of optimizers: they cover this task's parameters, each once, and their schedules fit the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from forge.contract.task import TaskModule, defines
-from forge.diagnose.checks.place import warn_of
 from forge.diagnose.checks.signatures import check_signature
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ logger = logging.getLogger("forge")
 
 
 def configured(task: TaskModule) -> Any:
-    """What `configure_optimizers` returns; a task without anything to train is refused first."""
+    """Return the result of `configure_optimizers`; refuse a task without trainable parameters."""
     if not any(parameter.requires_grad for parameter in task.parameters()):
         count = sum(1 for _ in task.parameters())
         why = f"all {count} of its parameters have requires_grad=False" if count else "it has no registered parameters"
@@ -35,8 +35,8 @@ def configured(task: TaskModule) -> Any:
 
 
 def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
-    """Refuse optimizers over somebody else's parameters, or over one twice, and schedules that end before the run; warn
-    of trainable parameters in no optimizer, and of schedules that nobody steps."""
+    """Refuse optimizers over parameters outside the task, or over one twice, and schedules that end before the run;
+    warn of trainable parameters in no optimizer, and of schedules that are never stepped."""
     check_signature(task, "train", optimizers.named)
     named = {id(parameter): name for name, parameter in task.named_parameters()}
     covered: dict[int, str | None] = {}
@@ -47,11 +47,11 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
         if not any(p.requires_grad for p in entry.parameters):
             if name is None or not any(p.requires_grad for p in optimizers.parameters(None)):
                 raise TaskError(f"{label} has no parameter that requires a gradient. Leave it out, or unfreeze some.")
-            _warn(task, f"{label} has no parameter that requires a gradient: it rests until one does.")
+            _warn(task, f"{label} has no parameter that requires a gradient: it does nothing until one does.")
         shared = [p for p in entry.parameters if id(p) in covered]
         if shared:
             also = covered[id(shared[0])]
-            logger.info("%s also has %s, which %r has: each steps them.", label, _names(shared, named), also)
+            logger.info("%s and %r both have %s: each steps them.", label, also, _names(shared, named))
         covered |= {id(p): name for p in entry.parameters}
         _warn_of_dropped_schedule(entry, label, task)
         for schedule in entry.schedules:
@@ -72,24 +72,22 @@ def _refuse_foreign(entry: OptimizerEntry, label: str, task: TaskModule, named: 
         own = len(entry.parameters) - len(foreign)
         raise TaskError(
             f"{label} has {len(entry.parameters)} parameters, but {own or 'none'} of them belong to "
-            f"{type(task).__name__}. "
-            "Build it from self.parameters() inside configure_optimizers, after all layers were made."
+            f"{type(task).__name__}. Build it from self.parameters() in configure_optimizers, after all layers."
         )
 
 
 def _refuse_twice(entry: OptimizerEntry, label: str, named: dict[int, str]) -> None:
-    """torch refuses one parameter in two groups itself, and will refuse it twice in one."""
     seen: set[int] = set()
     twice = [p for p in entry.parameters if id(p) in seen or seen.add(id(p))]
     if twice:
         raise TaskError(
             f"{label} has {_names(twice, named)} more than once, so every update would step it as often. Pass each "
-            "parameter once: self.parameters() does, also where layers share one."
+            "parameter once: self.parameters() does, even if layers share one."
         )
 
 
 def _warn_of_dropped_schedule(entry: OptimizerEntry, label: str, task: TaskModule) -> None:
-    """A schedule of torch's leaves its mark on the optimizer's step. One that is alive may be stepped by the task."""
+    """Warn of a schedule that was made and dropped: torch marks the optimizer's step. The task may step a live one."""
     optimizer = entry.optimizer
     marked = hasattr(optimizer.step, "_wrapped_by_lr_sched") and not getattr(optimizer, "_opt_called", False)
     if entry.schedules or not marked:
@@ -98,13 +96,13 @@ def _warn_of_dropped_schedule(entry: OptimizerEntry, label: str, task: TaskModul
     if not any(getattr(item, "optimizer", None) is optimizer for item in schedules):
         _warn(
             task,
-            f"{type(task).__name__}.configure_optimizers made a schedule for {label} and did not return it: nobody "
-            "steps it. Return (optimizer, schedule), or (optimizer, schedule, '1 epoch') to step it once per epoch.",
+            f"{type(task).__name__}.configure_optimizers made a schedule for {label} and did not return it, so it is "
+            "never stepped. Return (optimizer, schedule), or (optimizer, schedule, '1 epoch') to step it per epoch.",
         )
 
 
 def _refuse_short_schedule(schedule: ScheduledLR, name: str | None, label: str, task: TaskModule) -> None:
-    """torch's OneCycleLR raises at its last step plus one: in the middle of the run."""
+    """Refuse a OneCycleLR that is shorter than the run: it would raise in the middle."""
     given = schedule.schedule
     if not isinstance(given, OneCycleLR) or task.trainer is None or given.last_epoch != 0:
         return
@@ -120,7 +118,7 @@ def _refuse_short_schedule(schedule: ScheduledLR, name: str | None, label: str, 
 
 
 def _planned_steps(schedule: ScheduledLR, trainer: Run) -> int | None:
-    """How often a schedule will step, where that is known: whoever plans windows may plan longer ones later."""
+    """Return how often a schedule will step; None if unknown, as an owner of forge_plan_step may change windows."""
     planned, every = trainer.planned_updates, schedule.every
     if planned != trainer.max_updates and trainer.hooks.forge_plan_step != trainer.core.forge_plan_step:
         return None

@@ -1,4 +1,4 @@
-"""What a task would train, if only torch knew of it: layers in plain containers, tensors that are no parameters."""
+"""Checks for layers and parameters that torch does not register: in plain containers, or as plain tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge.diagnose.checks.place import warn_of
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 
 NOT_LAYERS = frozenset({"_parameters", "_buffers", "_modules", "trainer", "init_args"})
-"""Attributes of a module that are nobody's plain list of layers."""
+"""Attributes of a module that are no containers of the user's."""
 
 
 def refuse_hidden_layers(task: nn.Module) -> None:
@@ -34,10 +34,10 @@ def refuse_hidden_layers(task: nn.Module) -> None:
 
 
 def warn_of_plain_tensors(task: nn.Module) -> None:
-    """Warn of a tensor that was made to be trained and is no parameter."""
+    """Warn of a tensor that requires a gradient and is no parameter."""
     for module, path, name, value in _attributes(task):
         plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        # what was computed is no leaf: a loss that is kept, the weight that torch's old weight_norm makes of weight_g
+        # computed tensors are no leaves: a kept loss, the weight that torch's old weight_norm computes from weight_g
         if plain and value.requires_grad and value.is_leaf and f"{name}_g" not in module._parameters:
             warn_of(
                 type(module).__init__,
@@ -48,7 +48,7 @@ def warn_of_plain_tensors(task: nn.Module) -> None:
 
 
 def _attributes(task: nn.Module) -> Iterator[tuple[nn.Module, str, str, Any]]:
-    """(module, path, name, value) of what the task and its modules have beside parameters, buffers and modules."""
+    """Yield (module, path, name, value) of the plain attributes of the task and its modules."""
     for prefix, module in task.named_modules():
         for name, value in list(vars(module).items()):
             yield module, f"{type(task).__name__}.{prefix + '.' if prefix else ''}{name}", name, value
@@ -59,7 +59,7 @@ def _parameter_ids(item: nn.Module | nn.Parameter) -> set[int]:
 
 
 def _trainable(value: Any, depth: int) -> Iterator[nn.Module | nn.Parameter]:
-    """Modules and parameters with something to train, inside plain containers."""
+    """Yield trainable modules and parameters inside plain containers."""
     if depth == 0 or not isinstance(value, (list, tuple, set, dict)):
         return
     for item in value.values() if isinstance(value, dict) else value:

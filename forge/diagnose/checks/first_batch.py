@@ -1,4 +1,4 @@
-"""The first batch: its losses watched, its output checked, and the parameters counted again after it."""
+"""Checks of the first batch: the arguments of its losses, its output, and parameters that it makes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import STAGE_METHODS, TaskModule
 from forge.diagnose.checks.losses import LossWatch
-from forge.diagnose.checks.place import warn_of
+from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
 from forge.metrics.means import check_scalars
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def first_forward(step: Step, batch: Any) -> Any:
-    """The forward of a first batch, with its losses watched and its output checked."""
+    """Run the forward of a first batch, and check the arguments of its losses and its output."""
     task, hooks = step.trainer.task, step.trainer.hooks
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
@@ -38,7 +38,7 @@ def first_forward(step: Step, batch: Any) -> Any:
 
 
 def check_metrics(output: Any, where: str) -> None:
-    """An evaluation step returns a scalar loss or a dict of scalars."""
+    """Refuse an output of an evaluation step that is no scalar loss and no dict of scalars."""
     if isinstance(output, Tensor):
         check_scalars({"loss": output}, where)
     elif isinstance(output, Mapping):
@@ -48,7 +48,7 @@ def check_metrics(output: Any, where: str) -> None:
 
 
 def check_training_output(output: Any, task: TaskModule) -> None:
-    """A training step returns a scalar loss with its graph, or a dict with one under "loss" and scalar metrics."""
+    """Refuse an output of a training step that is no scalar loss with its graph, and no dict with one as "loss"."""
     where = f"{type(task).__name__}.training_step"
     if output is None:
         raise TaskError(f'{where} returned None: is its `return` missing? Return the loss, or {{"loss": loss, ...}}.')
@@ -70,7 +70,7 @@ def check_training_output(output: Any, task: TaskModule) -> None:
         )
     if not loss.requires_grad:
         raise TaskError(
-            f"{where} returned a loss that carries no gradient. Look for .detach(), .item(), torch.no_grad(), argmax, "
+            f"{where} returned a loss without a gradient. Look for .detach(), .item(), torch.no_grad(), argmax, "
             f"or frozen parameters between the weights of {type(task).__name__} and the loss."
         )
     if isinstance(output, Mapping):
@@ -78,10 +78,9 @@ def check_training_output(output: Any, task: TaskModule) -> None:
 
 
 def warn_of_new_parameters(task: TaskModule, before: Mapping[str, nn.Parameter], optimizers: Optimizers) -> None:
-    """Warn of trainable parameters that the first training step made or put in another's place, and that no optimizer
-    was given."""
+    """Warn of trainable parameters that the first training step made or replaced, and that no optimizer has."""
     known = {id(p) for p in before.values()} | {id(p) for p in optimizers.parameters(None)}
-    # what is sharded has another object in its place between its forward and its backward
+    # a sharded parameter is replaced by another object between its forward and its backward
     fresh = [
         name
         for name, parameter in task.named_parameters()
@@ -93,7 +92,8 @@ def warn_of_new_parameters(task: TaskModule, before: Mapping[str, nn.Parameter],
             task.training_step,
             f"{type(task).__name__}.training_step {made} the parameters {', '.join(fresh[:4])}"
             f"{', ...' if len(fresh) > 4 else ''}, which no optimizer has: they will not be trained. Make them in "
-            "__init__ (nn.LazyLinear and its like learn their size from the first batch), and change values in place.",
+            "__init__ (nn.LazyLinear and similar layers get their size from the first batch), and change values in "
+            "place.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Host: fake tensors that stand for a CUDA device's, and need no such device."""
+"""Fake tensors that stand for those of a CUDA device, and need no such device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ TORCH = str(Path(torch.__file__).parent)
 aten = torch.ops.aten
 
 
-class OnHost(FakeTensorMode):
+class FakeCudaMode(FakeTensorMode):
     """Fake tensors that are all on the host, also where CUDA was asked for.
 
-    Fake tensors on CUDA go forward without a GPU, but not backward: autograd looks for the device's threads.
+    Fake tensors on CUDA can run forward without a GPU, but not backward: autograd looks for the device's threads.
 
-    A plugin that reads a value is told 1, and that two tensors differ: on the host some look at what they would leave
-    on a device, and what they decide by it (a norm to log, a BatchNorm that moves) changes no size. A task is told
-    nothing: what it would do next is not known.
+    A plugin that reads a value gets 1, and two tensors compare as different: on the host some plugins read values that
+    they would leave on a device, and their decisions (a norm to log, a BatchNorm that moves) change no size. A task
+    gets an error, because its next steps cannot be known.
     """
 
     def __init__(self, plugins: Collection[str]):
         super().__init__(allow_non_fake_inputs=True)
         self.plugins = plugins
-        "The packages of the plugins."
+        "The top-level packages of the plugins."
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
@@ -45,7 +45,7 @@ class OnHost(FakeTensorMode):
             raise
 
     def _asked_by_plugin(self) -> bool:
-        """Whether the innermost code that is not torch's is a plugin's."""
+        """Return whether the innermost frame outside torch belongs to a plugin."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
             frame = frame.f_back
