@@ -15,8 +15,8 @@ import torch
 
 from benchmarks import gpu, startup
 from benchmarks.command_line import some_of
+from tests.conftest import REPO
 
-ROOT = Path(__file__).parent.parent
 KEYS = {
     "case",
     "contender",
@@ -35,11 +35,11 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def overhead() -> list[dict[str, Any]]:
-    paths = [str(ROOT), str(ROOT / "plugins"), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(REPO), str(REPO / "plugins"), str(REPO / "recipes"), os.environ.get("PYTHONPATH", "")]
     words = ["-m", "benchmarks.overhead", "--json", "--peers", "none", "--updates", "20", "--rounds", "1"]
     done = subprocess.run(
         [sys.executable, *words],
-        cwd=ROOT,
+        cwd=REPO,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
