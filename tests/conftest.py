@@ -38,6 +38,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in th
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in its interpreter
+    for kind in (torch.cuda, torch.xpu, torch.mtia):  # they write down every seed, with its stack, for a device to come
+        kind.manual_seed_all = lambda seed: None
 
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
