@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -58,6 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(skips[name])
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection of garbage does not look through it again and again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
