@@ -64,6 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skips[name])
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection of garbage does not look through it again and again."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The root of the checkout."""
