@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-from forge.testing import mend_interpreter
+import forge.testing
+from forge.testing import check_plugin, mend_interpreter
+from tests.conftest import PROFILE
 from tests.support.docs_pages import blocks, with_blocks
+from tests.support.plugin_kit import PLAINEST
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))
@@ -25,6 +30,8 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
 ) -> None:
     if not torch.cuda.is_available():
         mend_interpreter()  # kernels on a page run in Triton's interpreter here
+    if PROFILE == "quick":
+        monkeypatch.setattr(forge.testing, "check_plugin", check_in_part)
     module = page_as_module(page, empty_folder)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert module.__spec__ is not None
@@ -33,6 +40,11 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
     for name, value in list(vars(module).items()):
         if name.startswith("test_"):  # with the fixtures that it asks for
             value(**{fixture: request.getfixturevalue(fixture) for fixture in inspect.signature(value).parameters})
+
+
+def check_in_part(plugin: Any, leave_out: Iterable[str] = (), **given: Any) -> forge.testing.PluginReport:
+    """`check_plugin` as the quick profile has it: a page checks a dozen plugins, which takes a second each."""
+    return check_plugin(plugin, leave_out=[*leave_out, *PLAINEST, "order", "exceptions"], **given)
 
 
 def page_as_module(page: str, folder: Path) -> ModuleType:
