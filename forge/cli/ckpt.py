@@ -22,7 +22,7 @@ from forge.errors import CheckpointError, ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
-    from forge.checkpoint import Checkpoint, Checkpoints
+    from forge.checkpoint import Checkpoints, StoredCheckpoint
     from forge.checkpoint.checkpoint import TensorInfo
 
 EXAMPLES = """\
@@ -122,11 +122,11 @@ def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
 
 def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
     """One checkpoint of a run, as far as it can be read."""
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import StoredCheckpoint
 
     tree, error = {}, None
     try:
-        tree = Checkpoint(path).outline()
+        tree = StoredCheckpoint(path).outline()
     except CheckpointError as problem:
         error = str(problem)
     watching = [state for state in tree.get("plugins", {}).values() if isinstance(state, dict) and "monitor" in state]
@@ -151,7 +151,7 @@ def _state(row: Mapping[str, Any]) -> Text:
     return Text.assemble((problem, "red") if problem else ("valid", "green"), *(f", {mark}" for mark in row["marks"]))
 
 
-def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
+def _print_checkpoint(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> None:
     from forge.checkpoint.checkpoint import averages
 
     console = show.console()
@@ -211,7 +211,7 @@ def _right(grid: Table, *columns: str) -> None:
             column.justify = "right"
 
 
-def _described(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _described(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
     """What `show --json` says of one checkpoint."""
     from forge.checkpoint.checkpoint import averages
 
@@ -251,11 +251,11 @@ def _verify(paths: list[Path]) -> int:
 
 def file_states(path: Path) -> list[tuple[str, int | None, str]]:
     """(name, size, what is wrong with it or "") of every file of a checkpoint."""
-    from forge.checkpoint import Checkpoint, manifest
+    from forge.checkpoint import StoredCheckpoint, manifest
 
     problem = ""
     try:
-        Checkpoint(path).verify()
+        StoredCheckpoint(path).verify()
     except CheckpointError as error:
         problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     records = _records(path / manifest.NAME)
@@ -439,11 +439,11 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
 # -- reading and printing ---------------------------------------------------------------------------------------------
 
 
-def _find(path: Path) -> Checkpoint:
+def _find(path: Path) -> StoredCheckpoint:
     """The checkpoint that a path stands for, called as the user would call it."""
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import StoredCheckpoint
 
-    return Checkpoint(_as_given(Checkpoint.find(path).path, path))
+    return StoredCheckpoint(_as_given(StoredCheckpoint.find(path).path, path))
 
 
 def _as_given(found: Path, given: Path) -> Path:

@@ -56,13 +56,13 @@ def run(args: Namespace) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import StoredCheckpoint
 
     if not path.is_dir():
         what = f"{path} is a file, no replay bundle" if path.exists() else f"There is no replay bundle {path}"
         raise ForgeError(f"{what}.{_others(path.parent)}")
     _refuse_a_run(path)
-    tree = Checkpoint(path).load()
+    tree = StoredCheckpoint(path).load()
     if not tree.keys() >= PARTS:
         raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, made by the plugin anomaly.")
     if tree["window"] is None:

@@ -18,7 +18,7 @@ from forge.errors import ForgeError, did_you_mean
 from forge.runs import compare, wording
 from forge.runs.directions import mode_of
 from forge.runs.find import RUNS, label, locate, runs_in
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge.util import show
 
 COMPARE = "compare"
@@ -95,20 +95,20 @@ def _nearby(folder: str) -> str:
     return did_you_mean(folder, [path for path in there if Path(path).is_dir()])
 
 
-def _sorted(runs: Sequence[Run], metric: str) -> list[Run]:
+def _sorted(runs: Sequence[RunFolder], metric: str) -> list[RunFolder]:
     known = {name for run in runs for name in run.final}
     if metric not in known:
         raise ForgeError(f"None of these {len(runs)} runs has a metric {metric!r}.{did_you_mean(metric, known)}")
     sign = 1 if mode_of(metric) == "min" else -1
 
-    def rank(run: Run) -> tuple[bool, float]:
+    def rank(run: RunFolder) -> tuple[bool, float]:
         value = run.final.get(metric, math.nan)
         return not math.isfinite(value), sign * value if math.isfinite(value) else 0.0
 
     return sorted(runs, key=rank)
 
 
-def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
+def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> Table:
     """As many columns as there is room for; the run, its status and its metrics stay."""
     counted: dict[str, int] = {}
     for run in runs:
@@ -118,7 +118,7 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
     metrics = sorted(counted, key=lambda name: -counted[name])[:MOST_METRICS]
     if metric and metric not in metrics:
         metrics.insert(0, metric)
-    columns: dict[str, Callable[[Run], str | Text]] = {
+    columns: dict[str, Callable[[RunFolder], str | Text]] = {
         "run": label,
         "recipe": lambda run: run.recipe,
         "task": lambda run: run.task,
@@ -146,7 +146,7 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
         columns.pop(first, None)
 
 
-def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]) -> Table:
+def _filled(runs: Sequence[RunFolder], columns: dict[str, Callable[[RunFolder], str | Text]]) -> Table:
     grid = show.table(*columns)
     for column in grid.columns:
         if "/" in str(column.header) or column.header in ("updates", "duration"):
@@ -158,20 +158,20 @@ def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]
     return grid
 
 
-def _updates(run: Run) -> str:
+def _updates(run: RunFolder) -> str:
     return f"{run.updates}/{run.planned}" if run.planned and run.planned != run.updates else str(run.updates)
 
 
-def _value(run: Run, name: str) -> str:
+def _value(run: RunFolder, name: str) -> str:
     return wording.number(run.final[name]) if name in run.final else ""
 
 
-def _best(run: Run) -> str:
+def _best(run: RunFolder) -> str:
     best = run.best
     return "" if best is None else f"{wording.number(best.value)} at {best.update}"
 
 
-def described(run: Run) -> dict[str, Any]:
+def described(run: RunFolder) -> dict[str, Any]:
     """What `--json` says of one run."""
     return {
         "path": str(run.path),
@@ -193,7 +193,7 @@ def described(run: Run) -> dict[str, Any]:
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
-def _compare(runs: Sequence[Run], as_json: bool) -> int:
+def _compare(runs: Sequence[RunFolder], as_json: bool) -> int:
     parts = compare.compare(runs)
     if as_json:
         told = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}
@@ -217,7 +217,7 @@ def _compare(runs: Sequence[Run], as_json: bool) -> int:
     return 0
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[RunFolder]) -> list[str]:
     """A, B, C: what a run's column is called."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return [letters[i] if i < len(letters) else str(i + 1) for i in range(len(runs))]
