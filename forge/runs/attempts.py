@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from forge.util.files import atomic_write
 from forge.runs.folder import ATTEMPTS, RunFolder
+from forge.util.files import atomic_write
 
 MOST_SHOWN = 10
 """Of more attempts than this, the first and the last ones are shown."""

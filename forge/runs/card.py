@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from forge.errors import Interrupted
-from forge.version import __version__
 from forge.contract.plugin import plugin_options, snake_case
+from forge.errors import Interrupted
 from forge.options import plain
-from forge.util.files import atomic_write
 from forge.runs import wording
 from forge.runs.folder import current_metrics
+from forge.util.files import atomic_write
+from forge.version import __version__
 
 if TYPE_CHECKING:
-    from forge.contract.task import TaskModule
     from forge.contract.run import AnyRecipe, Run
+    from forge.contract.task import TaskModule
 
 END = "end.json"
 """Written when a fit ends, in any way that still permits it; removed when the run resumes."""
@@ -106,8 +106,8 @@ def config_text(trainer: Run, card: dict[str, Any]) -> str:
     kept = wording.kept_options(card["kept_options"])
     if kept:
         notes.append(
-            f"Resumed from update {card['resumed_from']} with the optimizer's options as saved: {kept}. Their values in "
-            "this recipe had no effect; in a new run they would."
+            f"Resumed from update {card['resumed_from']} with the optimizer's options as saved: {kept}. Their values "
+            "in this recipe had no effect; in a new run they would."
         )
     return "".join(f"# {' '.join(note.split())}\n" for note in notes) + trainer.recipe.to_yaml()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
-from forge.checkpoint import StoredCheckpoint, Checkpoints, wait_until_written
 
 if TYPE_CHECKING:
     from forge.contract.run import Run

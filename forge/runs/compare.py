@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from forge.runs.attempts import attempts_of, changed_setup, commands
 from forge.runs.directions import best_of, metric_rank, mode_of
 from forge.runs.folder import RunFolder, as_dict, is_modest
-from forge.runs.attempts import attempts_of, changed_setup, commands
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")

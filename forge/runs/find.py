@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from forge.errors import ForgeError, did_you_mean
-from forge.util.text import short_path
 from forge.runs.folder import RunFolder, find_runs
+from forge.util.text import short_path
 
 RUNS = "runs"
 """The default folder of runs."""

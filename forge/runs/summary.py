@@ -10,10 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from forge.util.text import command, short_path
 from forge.runs import wording
 from forge.runs.directions import metric_rank
 from forge.runs.folder import RunFolder
+from forge.util.text import command, short_path
 
 
 def summary(

@@ -1,0 +1,1 @@
+"""Run folders: written, found, locked and compared."""
