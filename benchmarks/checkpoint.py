@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from benchmarks import machine
-from forge.checkpoint import BackgroundWriter, Checkpoint
+from forge.checkpoint import BackgroundWriter, StoredCheckpoint
 from forge.data import Loader
 from forge.data.order import Shuffled
 
@@ -129,8 +129,8 @@ def _one_round(
     target = place / "update-00000001"
     stall = note("forge, stall", lambda: writer.submit(target, state))
     times.setdefault("forge, published", []).append(stall + _timed(writer.wait))
-    note("forge, verify", Checkpoint(target).verify)
-    note("forge, verify and load", Checkpoint(target).load)
+    note("forge, verify", StoredCheckpoint(target).verify)
+    note("forge, verify and load", StoredCheckpoint(target).load)
 
 
 # -- seeking ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from torch.utils.data import Dataset
 import forge
 import forge_plugins
 from benchmarks import machine
-from forge.checkpoint import Checkpoint, Checkpoints
+from forge.checkpoint import Checkpoints, StoredCheckpoint
 from forge.data import Loader
 from forge.testing.trace import Recorder, compare, read_trace
 
@@ -395,7 +395,7 @@ def _check_folder(folder: Path, outcome: Outcome) -> None:
     there = Checkpoints(folder / "run" / "checkpoints").all()
     for path in there:
         try:
-            Checkpoint(path).verify()
+            StoredCheckpoint(path).verify()
         except forge.CheckpointError as error:
             _wrong(outcome, "torn", str(error))
     noted = folder / "published"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forge.errors import ForgeError, did_you_mean
 from forge.report.svg import line_chart
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 
 FOLDER = Path(__file__).parent / "pictures" / "recipes"
 STAGES = {"train": "training", "val": "validation", "test": "test"}
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", action="store_true", help="a logarithmic axis")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=FOLDER, help="default: docs/pictures/recipes")
     args = parser.parse_args(argv)
-    runs = [Run(path) for path in args.runs]
+    runs = [RunFolder(path) for path in args.runs]
     name = args.name or runs[0].recipe
     if not name:
         raise ForgeError(f"{runs[0].path} has no card that names its recipe. Pass --name NAME.")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def curves(runs: Sequence[Run], metric: str) -> dict[str, list[tuple[float, float]]]:
+def curves(runs: Sequence[RunFolder], metric: str) -> dict[str, list[tuple[float, float]]]:
     """Return the metric of every stage and run that has it, grouped by stage."""
     found = {
         f"{word}{label(run, runs)}": [(float(x), y) for x, y in run.series[f"{stage}/{metric}"]]
@@ -56,7 +56,7 @@ def curves(runs: Sequence[Run], metric: str) -> dict[str, list[tuple[float, floa
     return found
 
 
-def label(run: Run, runs: Sequence[Run]) -> str:
+def label(run: RunFolder, runs: Sequence[RunFolder]) -> str:
     """Return what distinguishes one run from the others: its seed, else its folder."""
     if len(runs) == 1:
         return ""

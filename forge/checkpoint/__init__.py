@@ -1,25 +1,25 @@
 from __future__ import annotations
 
-from forge.checkpoint.checkpoint import Checkpoint
+from forge.checkpoint.checkpoint import StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.placing import placed_like
 from forge.checkpoint.publish import write_checkpoint
+from forge.checkpoint.publish_sharded import write_sharded
 from forge.checkpoint.tree import check_savable
 from forge.checkpoint.weights import load_weights, save_weights
-from forge.checkpoint.write_sharded import write_together
-from forge.checkpoint.writer import BackgroundWriter, settle
-from forge.checkpoint.writers import Team
+from forge.checkpoint.writer import BackgroundWriter, wait_until_written
+from forge.checkpoint.writers import Writers
 
 __all__ = [
     "BackgroundWriter",
-    "Checkpoint",
     "Checkpoints",
-    "Team",
+    "StoredCheckpoint",
+    "Writers",
     "check_savable",
     "load_weights",
     "placed_like",
     "save_weights",
-    "settle",
+    "wait_until_written",
     "write_checkpoint",
-    "write_together",
+    "write_sharded",
 ]

@@ -1,17 +1,16 @@
-"""Checkpoint: one directory, checked against its manifest before anything in it is parsed.
+"""A stored checkpoint: one directory, checked against its manifest before anything in it is parsed.
 
     manifest.json        size and sha256 of every other file, and of itself
     state.json           the tree, with markers in place of tensors          (forge.checkpoint.tree)
-    model.safetensors    the task's weights under their own names            (forge.checkpoint.tensors)
+    model.safetensors    the task's weights by name                          (forge.checkpoint.tensors)
     state.safetensors    all other tensors
 
-Several ranks write format version 2, each its own files, `model-00001-of-00004.safetensors` and so on: whole tensors,
-which were dealt out, and pieces of those that are spread over ranks, by names that say where they begin
-(forge.checkpoint.sharding). The reader puts pieces together once it is sure that they make up the tensor, exactly.
+Several ranks write format version 2, each rank its own files (`model-00001-of-00004.safetensors`): whole tensors,
+distributed by size, and pieces of sharded tensors, named by their offset (forge.checkpoint.sharding). The reader joins
+pieces only after checking that they cover the tensor exactly once.
 
-Files are opened by their fixed names, relative to the directory, never through a link, and only if they are regular
-files of the size that the manifest gives. What an attacker puts there can give a CheckpointError or plain data; it
-cannot run code.
+Files are opened by fixed names, relative to the directory, never through a link, and only if they are regular files of
+the size in the manifest. Hostile content results in a CheckpointError or in plain data; it cannot run code.
 """
 
 from __future__ import annotations
@@ -29,71 +28,71 @@ from torch import Tensor
 
 from forge.checkpoint import manifest, slices, tensors, tree
 from forge.checkpoint.directory import Directory
-from forge.checkpoint.slices import Box
+from forge.checkpoint.slices import TensorSlice
 from forge.checkpoint.stored import Index, Stored
 from forge.errors import CheckpointError, did_you_mean
 
 NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
-"""The name of a checkpoint in a run: the number of updates that it comes after."""
+"""The name of a checkpoint in a run, with the number of updates made."""
 
 _CHUNK = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a checkpoint, without its numbers."""
+    """A tensor of a checkpoint, without its data."""
 
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     place: str
-    "Where it is stored: tied tensors share one place."
+    "Where it is stored; tied tensors share one place."
 
 
 Keys = tuple[str | int, ...]
-"""Where a value is in the tree: the keys that lead to it."""
+"""The path of a value in the tree."""
 
 Read = Callable[..., Tensor]
-"""`read()` is the whole tensor, on the CPU; `read(box)` only that part of it, out of the files that hold it."""
+"""`read()` returns the whole tensor on the CPU, `read(part)` only that slice, from the files that hold it."""
 
 Place = Callable[[Keys, TensorInfo, Read], Any]
-"""Gives back what shall stand in the tree in place of a tensor."""
+"""Returns the value that replaces a tensor in the loaded tree."""
 
 
-class Checkpoint:
-    """A checkpoint directory. Making one reads nothing."""
+class StoredCheckpoint:
+    """A checkpoint directory; nothing is read on construction."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self.path)!r})"
+        return f"StoredCheckpoint({str(self.path)!r})"
 
     @property
     def update(self) -> int:
-        """The number in its name: how many updates had been made."""
+        """The number of updates made, from the name."""
         match = NAME.fullmatch(self.path.name)
         if match is None:
-            raise CheckpointError(f"{self.path} is not named update-XXXXXXXX, so its name does not tell the update.")
+            raise CheckpointError(f"{self.path} is not named update-XXXXXXXX, so its update is unknown.")
         return int(match[1])
 
     @classmethod
-    def find(cls, path: str | Path) -> Checkpoint:
-        """The checkpoint that a path stands for: a checkpoint, a link to one, or the newest valid one of a run."""
+    def find(cls, path: str | Path) -> StoredCheckpoint:
+        """Resolve a path to a checkpoint, a link to one, or a run folder (its newest valid one)."""
         from forge.checkpoint.folder import find
 
         return find(Path(path))
 
     def verify(self) -> None:
-        """Read every byte; raise a CheckpointError unless `load` would give back what was saved."""
+        """Read every byte; raise CheckpointError unless `load` would return exactly the saved state."""
         with self._verified() as files:
             files.outline()
 
     def load(self, only: str | None = None, place: Place | None = None) -> dict[str, Any]:
-        """Verify, then return the tree as it was saved, with tensors on the CPU; tied tensors are tied again.
+        """Verify, then return the saved tree with tensors on the CPU; tied tensors are tied again.
 
-        `only="model"` loads the model's tensors and leaves None in place of all others, `only="state"` the reverse.
-        `place` decides what to make of each tensor, and so what is read of it: see `forge.checkpoint.placing`.
+        `only="model"` loads the model's tensors and replaces all others by None, `only="state"` the reverse. `place`
+        decides how each tensor is read: see `forge.checkpoint.placing`.
         """
         with self._verified() as files:
             return files.load(only, place or (lambda path, info, read: read()))
@@ -104,14 +103,14 @@ class Checkpoint:
             return files.outline()
 
     def weights(self) -> dict[str, Tensor]:
-        """Verify, then return the model's tensors by name, tied ones under each of their names."""
+        """Verify, then return the model's tensors by name; tied ones appear under each name."""
         model = self.load(only="model").get("model")
         if not isinstance(model, dict):
             raise CheckpointError(f"{self.path} holds no model.")
         return {name: value for name, value in model.items() if isinstance(value, Tensor)}
 
     def load_weights(self, average: str | None = None) -> dict[str, Any]:
-        """`load(only="model")`; `average` names a plugin whose average stands in the place of the trained weights."""
+        """Return `load(only="model")`, with the trained weights replaced by the average of the plugin `average`."""
         if average is None:
             return self.load(only="model")
         with self._verified() as files:
@@ -125,7 +124,7 @@ class Checkpoint:
 
     def _no_average(self, asked: str, outline: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
         if _state(outline, asked).get("weights") == {}:
-            return f"{self.path}: the plugin {asked!r} had averaged nothing by then."
+            return f"{self.path}: the plugin {asked!r} had averaged nothing yet."
         there = did_you_mean(asked, kept) if kept else " No plugin of its run keeps one."
         return f"{self.path} holds no average called {asked!r}.{there}"
 
@@ -139,8 +138,8 @@ class Checkpoint:
 
 
 def averages(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The averaged weights in a tree or an outline, by plugin: a plugin's state offers them as a dict "weights" of
-    tensors that have names of the model's."""
+    """Return the averaged weights in a tree or an outline, by plugin: a dict "weights" in the plugin's state whose
+    tensors have names of the model."""
     model = _named_tensors(tree.get("model"))
     offered = {plugin: _state(tree, plugin).get("weights") for plugin in _dict(tree.get("plugins"))}
     return {plugin: weights for plugin, weights in offered.items() if weights and _is_average(weights, model)}
@@ -163,20 +162,20 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _replaced(model: Mapping[str, Any], average: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The model with an average in the place of what it names, and of what is tied to that; dtypes are the model's."""
+    """Return the model with averaged tensors, and those tied to them, replaced; the model's dtypes stay."""
     place = {id(model[name]): tensor.to(model[name].dtype) for name, tensor in average.items()}
     return {name: place.get(id(value), value) for name, value in model.items()}
 
 
 class _Files:
-    """The open files of a checkpoint, found to be what the manifest says."""
+    """The open files of a checkpoint, checked against the manifest."""
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path = path
         self.directory = Directory(path, stack)
         size = self.directory.size(manifest.NAME)
         if size > manifest.MAX_SIZE:
-            raise CheckpointError(f"{path / manifest.NAME} is no manifest: it has {size:,} bytes.")
+            raise CheckpointError(f"{path / manifest.NAME} is not a manifest: it has {size:,} bytes.")
         self.records = manifest.decode(self.directory.read(manifest.NAME, size), str(path / manifest.NAME))
         for name in self.records:
             self._check_size(name)
@@ -190,8 +189,8 @@ class _Files:
         self.stored: dict[str, Stored] = {}
 
     def outline(self) -> dict[str, Any]:
-        """The tree, with a TensorInfo in place of every tensor, once it is sure that there is one."""
-        unused = self.index.whole.keys() | self.index.parts.keys()
+        """Return the tree with a TensorInfo for every tensor, each checked to exist."""
+        unused = self.index.whole.keys() | self.index.pieces.keys()
 
         def describe(file: str, name: str, note: str | None, shape: tuple[int, ...] | None) -> TensorInfo:
             stored = self.index.find(file, name, note, shape)
@@ -209,33 +208,33 @@ class _Files:
         return found
 
     def load(self, only: str | None, place: Place) -> dict[str, Any]:
-        """The tree, with tensors as `place` wants them."""
+        """Return the tree, with tensors as `place` reads them."""
         outline = self.outline()
         uses = Counter(info.place for info in _infos(outline))
-        kept: dict[tuple[str, str, Box | None], Tensor] = {}
+        kept: dict[tuple[str, str, TensorSlice | None], Tensor] = {}
 
         def fill(path: Keys, info: TensorInfo) -> Any:
             if only not in (None, info.place.partition(":")[0]):
                 return None
 
-            def read(box: Box | None = None) -> Tensor:
+            def read(part: TensorSlice | None = None) -> Tensor:
                 if uses[info.place] == 1:
-                    return self.read(info, box)
-                key = (info.place, info.dtype, box)
-                if key not in kept:  # what is tied stays one tensor
-                    kept[key] = self.read(info, box)
+                    return self.read(info, part)
+                key = (info.place, info.dtype, part)
+                if key not in kept:  # tied tensors stay one tensor
+                    kept[key] = self.read(info, part)
                 return kept[key]
 
             return place(path, info, read)
 
         return _filled(outline, (), fill)
 
-    def read(self, info: TensorInfo, box: Box | None = None) -> Tensor:
-        """One tensor that the outline has described, or a part of it."""
-        stored, box = self.stored[info.place], box or slices.whole(info.shape)
+    def read(self, info: TensorInfo, part: TensorSlice | None = None) -> Tensor:
+        """Read one tensor of the outline, or a slice of it."""
+        stored, part = self.stored[info.place], part or slices.whole(info.shape)
         if info.dtype.startswith("complex"):
-            box = Box((*box.begin, 0), (*box.size, 2))
-        found = stored.read(box, self._load)
+            part = TensorSlice((*part.begin, 0), (*part.size, 2))
+        found = stored.read(part, self._load)
         return tensors.noted(found, info.dtype) if info.dtype in tensors.NOTED else found
 
     def _load(self, name: str, header: tensors.Header) -> dict[str, Tensor]:
@@ -259,11 +258,11 @@ class _Files:
             digest.update(buffer[:got])
             left -= got
         if left or digest.hexdigest() != self.records[name].sha256:
-            raise CheckpointError(f"{self.path / name} is damaged: its sha256 is not the one in the manifest.")
+            raise CheckpointError(f"{self.path / name} is damaged: its sha256 differs from the manifest.")
 
 
 def _infos(value: Any) -> Iterator[TensorInfo]:
-    """Every TensorInfo of an outline, as often as it is there."""
+    """Yield every TensorInfo of an outline, repeated if it occurs repeatedly."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -276,7 +275,7 @@ def _infos(value: Any) -> Iterator[TensorInfo]:
 
 
 def _filled(value: Any, path: Keys, fill: Callable[[Keys, TensorInfo], Any]) -> Any:
-    """An outline with every TensorInfo replaced, in place where that can be."""
+    """Replace every TensorInfo of an outline, in place where possible."""
     if isinstance(value, TensorInfo):
         return fill(path, value)
     if isinstance(value, (dict, list)):

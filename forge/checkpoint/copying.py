@@ -1,7 +1,7 @@
-"""Copies between tensors in host memory: a few threads share the pieces, and wait for each other once, at the end.
+"""Copy between tensors in host memory with a few threads that synchronise once, at the end.
 
-`Tensor.copy_` has all its threads wait for each other after every tensor. Where data workers keep the cores busy, that
-costs ten times the copy itself.
+`Tensor.copy_` synchronises its threads after every tensor. While data workers keep the cores busy, that costs ten times
+the copy itself.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 CHUNK = 2**20
 MOST_THREADS = 8
-"""Memory is the limit long before."""
+"""Memory bandwidth is the limit well before."""
 
 Pair = tuple[memoryview, memoryview]
-"""Where to, and where from: as many bytes each."""
+"""Target and source, of equal length."""
 
 
 def copy_bytes(pairs: list[Pair]) -> None:
@@ -28,7 +28,7 @@ def copy_bytes(pairs: list[Pair]) -> None:
     count = min(torch.get_num_threads(), MOST_THREADS, len(pieces))
     if count > 1:
         with ThreadPoolExecutor(count - 1, "forge-copy") as pool:
-            with suppress(RuntimeError):  # no thread to be had: this one does it all
+            with suppress(RuntimeError):  # no thread can be started: this one does all the work
                 helpers.extend(pool.submit(_work, pieces) for _ in range(count - 1))
             _work(pieces)
     _work(pieces)

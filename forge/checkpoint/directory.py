@@ -1,6 +1,6 @@
-"""Directory: the files of a checkpoint, opened by name inside one directory, never through a link.
+"""Open the files of a checkpoint by name inside one directory, never through a link.
 
-Files of thousands of ranks cannot all be open at once. One that is opened again must still be the one that was checked.
+The files of thousands of ranks cannot all be open at once. A file that is reopened must be the one that was checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_OPEN = 64
 
 
 class Directory:
-    """An open directory; `stack` closes it, and what is open in it."""
+    """An open directory; `stack` closes it and its open files."""
 
     def __init__(self, path: Path, stack: ExitStack):
         self.path = path
@@ -30,12 +30,12 @@ class Directory:
         self._seen: dict[str, tuple[int, ...]] = {}
 
     def open(self, name: str) -> io.FileIO:
-        """A regular file of the directory, at any position; the latest that were asked for stay open."""
+        """Return a regular file of the directory, at any position; the most recently used stay open."""
         if name not in self._streams:
             stream = _open(self._descriptor, name, self.path)
             self._streams[name] = stream
             if self._seen.setdefault(name, _identity(stream)) != _identity(stream):
-                raise CheckpointError(f"{self.path / name} was changed while it was read.")
+                raise CheckpointError(f"{self.path / name} changed while it was read.")
             if len(self._streams) > MOST_OPEN:
                 self._streams.popitem(last=False)[1].close()
         self._streams.move_to_end(name)
@@ -45,7 +45,7 @@ class Directory:
         return os.fstat(self.open(name).fileno()).st_size
 
     def read(self, name: str, size: int) -> bytes:
-        """The first bytes of a file."""
+        """Return the first `size` bytes of a file."""
         stream, pieces = self.open(name), []
         stream.seek(0)
         while size and (piece := stream.read(size)):
@@ -70,15 +70,15 @@ def _open_directory(path: Path) -> int:
         raise CheckpointError(f"There is no checkpoint at {path}.") from error
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, not a checkpoint. Checkpoint.find follows it.") from error
+            raise CheckpointError(f"{path} is a link, not a checkpoint. StoredCheckpoint.find follows it.") from error
         if error.errno == errno.ENOTDIR:
-            raise CheckpointError(f"{path} is not a directory, so it is no checkpoint.") from error
+            raise CheckpointError(f"{path} is not a directory, so it is not a checkpoint.") from error
         raise
 
 
 def _open(directory: int, name: str, path: Path) -> io.FileIO:
     try:
-        # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever
+        # O_NONBLOCK: opening a pipe without a writer would block forever
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is incomplete: it has no {name}.") from error

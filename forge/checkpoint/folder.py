@@ -1,4 +1,4 @@
-"""The `checkpoints` folder of a run: what is in it, the newest that can be trusted, putting right what a kill left."""
+"""The `checkpoints` folder of a run: list it, find the newest valid one, clean up after killed processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forge.checkpoint import manifest, temp_names
-from forge.checkpoint.checkpoint import NAME, Checkpoint
+from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.publish import sync_directory
 from forge.errors import CheckpointError
 
@@ -25,32 +25,32 @@ class Checkpoints:
         self.folder = Path(folder)
 
     def path(self, update: int) -> Path:
-        """Where the checkpoint after `update` updates belongs."""
+        """Return the path of the checkpoint after `update` updates."""
         return self.folder / f"update-{update:08d}"
 
     def all(self) -> list[Path]:
-        """Every directory with a checkpoint's name, oldest first; none has been verified."""
+        """Return every directory named like a checkpoint, oldest first, not verified."""
         try:
             with os.scandir(self.folder) as entries:
                 found = [e.name for e in entries if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted((self.folder / name for name in found), key=lambda path: Checkpoint(path).update)
+        return sorted((self.folder / name for name in found), key=lambda path: StoredCheckpoint(path).update)
 
-    def newest_valid(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies; each one passed over is named in a warning, with the reason."""
+    def newest_valid(self) -> StoredCheckpoint | None:
+        """Return the newest valid checkpoint; warn about each skipped one, with the reason."""
         for path in reversed(self.all()):
-            checkpoint = Checkpoint(path)
+            checkpoint = StoredCheckpoint(path)
             try:
                 checkpoint.verify()
             except CheckpointError as error:
-                logger.warning("Passing over the checkpoint %s: %s", path.name, error)
+                logger.warning("Skipping the checkpoint %s: %s", path.name, error)
             else:
                 return checkpoint
         return None
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint of this folder; whoever is killed meanwhile leaves nothing torn under its name."""
+        """Remove a checkpoint of this folder; a kill meanwhile leaves no torn directory under its name."""
         path = Path(path)
         if not NAME.fullmatch(path.name) or path.parent.absolute() != self.folder.absolute():
             raise CheckpointError(f"{path} is not a checkpoint in {self.folder}; only those are removed.")
@@ -63,23 +63,22 @@ class Checkpoints:
                 raise CheckpointError(f"The checkpoint {path} could not be removed: {error}.") from error
 
     def sweep(self) -> None:
-        """Finish or undo what processes that are gone left half done; what a living one is writing is left alone."""
+        """Finish or undo the unfinished work of dead processes; that of running ones is left alone."""
         if not self.folder.is_dir():
             return
-        # first what was set aside: its successor may still wait under a temporary name
-        found = sorted(temp_names.leftovers(self.folder), key=lambda leftover: leftover.kind != "old")
-        for leftover in found:
+        # first the replaced ones: their successors may still have a temporary name
+        for found in sorted(temp_names.abandoned(self.folder), key=lambda found: found.kind != "old"):
             try:
-                if leftover.kind == "old":
-                    self._settle(leftover)
-                temp_names.remove(leftover.path)
+                if found.kind == "old":
+                    self._finish_replacement(found)
+                temp_names.remove(found.path)
             except OSError as error:
-                logger.warning("%s is left over from a dead process and could not be removed: %s", leftover.path, error)
+                logger.warning("%s was left by a dead process and could not be removed: %s", found.path, error)
 
     def point(self, name: str, path: Path) -> None:
-        """Let the link `name` (latest, best, …) point to a checkpoint; skipped where the file system has no links."""
+        """Point the link `name` (latest, best, …) to a checkpoint; skipped if the file system has no links."""
         if not _POINTER.fullmatch(name) or NAME.fullmatch(name):
-            raise CheckpointError(f"{name!r} is no name for a link to a checkpoint.")
+            raise CheckpointError(f"{name!r} cannot name a link to a checkpoint.")
         link = self.folder / name
         with temp_names.temporary(link) as (fresh, _):
             try:
@@ -90,11 +89,11 @@ class Checkpoints:
                 with suppress(OSError):
                     temp_names.remove(fresh)
 
-    def _settle(self, old: temp_names.Leftover) -> None:
-        """A kill while a checkpoint was replaced: the name goes to the new one if it is whole, else to the old one."""
+    def _finish_replacement(self, old: temp_names.TempName) -> None:
+        """After a kill during a replacement, name the new checkpoint if it is valid, else the old one."""
         chosen = next(filter(_is_valid, (old.target, old.twin, old.path)), None)
         if chosen is None and not os.path.lexists(old.target):
-            chosen = old.path  # a format of another forge, say: not ours to throw away
+            chosen = old.path  # perhaps a newer format: keep it
         if chosen is not None and chosen != old.target:
             temp_names.remove(old.target)
             os.rename(chosen, old.target)
@@ -103,27 +102,27 @@ class Checkpoints:
 
 def _is_valid(path: Path) -> bool:
     try:
-        Checkpoint(path).verify()
+        StoredCheckpoint(path).verify()
     except CheckpointError:
         return False
     return True
 
 
-def find(path: Path) -> Checkpoint:
-    """`Checkpoint.find`: the path may be a link, since the user named it; nothing inside is followed."""
+def find(path: Path) -> StoredCheckpoint:
+    """Implement `StoredCheckpoint.find`: the given path may be a link; links inside are not followed."""
     if not path.exists():
-        gone = "leads to a checkpoint that is gone" if path.is_symlink() else "does not exist"
+        gone = "links to a checkpoint that no longer exists" if path.is_symlink() else "does not exist"
         raise CheckpointError(f"{path} {gone}. Give a run folder, or a checkpoint in its `checkpoints` folder.")
     real = path.resolve()
     if real.is_file():
-        raise CheckpointError(f"{path} is a file. Give the checkpoint directory that it is in, or the run folder.")
+        raise CheckpointError(f"{path} is a file. Give its checkpoint directory, or the run folder.")
     if NAME.fullmatch(real.name) or os.path.lexists(real / manifest.NAME):
-        return Checkpoint(real)
+        return StoredCheckpoint(real)
     folder = real / "checkpoints" if (real / "checkpoints").is_dir() else real
     checkpoints = Checkpoints(folder)
     found = checkpoints.newest_valid()
     if found is None:
         count = len(checkpoints.all())
-        why = f"none of the {count} checkpoints there is valid" if count else "there is no checkpoint in it"
+        why = f"none of the {count} checkpoints there is valid" if count else "it holds no checkpoint"
         raise CheckpointError(f"{path}: {why}. Give a run folder with checkpoints, or a checkpoint directory.")
     return found

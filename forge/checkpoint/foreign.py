@@ -1,4 +1,4 @@
-"""Weights that something else wrote: read without running anything that came with them, and their names fitted."""
+"""Read weights of torch.save and Lightning without running code from the file, and adapt their names."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch import Tensor
 from forge.errors import CheckpointError, TaskError
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
-"""Files that torch.save wrote, as people name them."""
+"""Suffixes of files of torch.save."""
 HOLDERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
-"""Where training scripts put a model's weights in a larger file; Lightning uses the first."""
+"""Keys under which training scripts store a model's weights; Lightning uses the first."""
 WRAPPERS = ("_orig_mod.", "module.", "model.")
-"""What torch.compile, DDP and Lightning modules put into names, in the order in which it is taken off."""
+"""Parts that torch.compile, DDP and Lightning modules add to names, in the order of their removal."""
 
 Rename = Mapping[str | re.Pattern[str], str]
-"""A prefix, or a regular expression that begins with ^, to what stands in its place."""
+"""A prefix, or a regular expression that begins with ^, to its replacement."""
 
 
 def read_foreign(file: Path) -> dict[str, Tensor]:
-    """The weights in a file of torch.save's, by name; what stands beside them is not looked at.
+    """Read the weights in a file of torch.save, by name; other content is ignored.
 
-    Only tensors and plain containers are read (`weights_only=True`). A file that needs more than that is refused,
-    because to load it is to run code that came with it.
+    Only tensors and plain containers are read (`weights_only=True`). A file that needs more is refused, because loading
+    it would run code from the file.
     """
     content = _load(file)
     if not isinstance(content, Mapping):
@@ -55,35 +55,34 @@ _SAVE_AGAIN = (
 def _load(file: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice is about files of its own making
+            warnings.simplefilter("ignore")  # about how the file was saved
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
     except Exception as error:
         if not isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(f"{file} is no file that torch.save wrote whole, or it is damaged.") from error
+            raise CheckpointError(f"{file} is not a complete file of torch.save, or it is damaged.") from error
         needs = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
         if needs is None:
-            raise CheckpointError(f"{file} is no file that torch.save wrote, or it holds more than weights.") from error
+            raise CheckpointError(f"{file} is not a file of torch.save, or it holds more than weights.") from error
         raise CheckpointError(
-            f"{file} holds more than weights: to read it, {needs[1]} would have to be run, and forge runs nothing out "
-            f"of a file. {_SAVE_AGAIN}"
+            f"{file} holds more than weights: reading it would run {needs[1]}, and forge runs no code from a file. "
+            f"{_SAVE_AGAIN}"
         ) from error
 
 
 def _tensors(value: Any) -> dict[str, Tensor]:
-    """The tensors of a state dict; nothing where the value is none."""
+    """Return the tensors of a state dict; empty for any other value."""
     if not isinstance(value, Mapping):
         return {}
     return {name: item for name, item in value.items() if isinstance(name, str) and isinstance(item, Tensor)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def unwrapped(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Each name without what wrappers put into it, if more of the wanted names come out so; and what was taken off."""
+    """Map each name to one without wrapper parts, if more wanted names match then; return the removed parts too."""
     now = {name: name for name in names}
     best, off = (now, ()), ()
     for part in WRAPPERS:
@@ -97,7 +96,7 @@ def unwrapped(names: Iterable[str], wanted: Collection[str]) -> tuple[dict[str, 
 
 
 def _without(name: str, part: str) -> str:
-    """torch.compile's part may be in the middle of a name; the others stand before it."""
+    """Remove a wrapper part: that of torch.compile may be inside a name, the others are prefixes."""
     return name.replace(part, "") if part == WRAPPERS[0] else name.removeprefix(part)
 
 
@@ -106,7 +105,7 @@ def _hits(names: Mapping[str, str], wanted: Collection[str]) -> int:
 
 
 def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
-    """Each name after all rules; a rule that matches nothing, and two names that become one, are refused."""
+    """Apply all rules to each name; raise if a rule matches nothing or two names become equal."""
     now = {name: name for name in names}
     for old, new in rename.items():
         is_regex = isinstance(old, re.Pattern) or old.startswith("^")
@@ -114,11 +113,11 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
         try:
             rule = re.compile(old if is_regex else "^" + re.escape(text))
             if not any(rule.search(name) for name in now.values()):
-                raise TaskError(f"rename: no name in {where} matches {text!r}. There is {few(now.values())}.")
+                raise TaskError(f"rename: no name in {where} matches {text!r}. It has {few(now.values())}.")
             replacement = new if is_regex else new.replace("\\", r"\\")
             now = {name: rule.sub(replacement, current, count=1) for name, current in now.items()}
         except (re.error, IndexError) as error:
-            raise TaskError(f"rename: {text!r} to {new!r} is no regular expression's rule: {error}.") from error
+            raise TaskError(f"rename: {text!r} to {new!r} is not a valid regular expression: {error}.") from error
     origin: dict[str, str] = {}
     for name, new in now.items():
         if new in origin:
@@ -128,6 +127,6 @@ def renamed(names: Iterable[str], rename: Rename, where: str) -> dict[str, str]:
 
 
 def few(names: Iterable[str]) -> str:
-    """The first five, and how many more there are."""
+    """Return the first five names and the number of others."""
     known = list(names)
     return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

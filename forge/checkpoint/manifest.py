@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint consists of, with a hash over itself, so that it is checked before it is parsed."""
+"""manifest.json: the files of a checkpoint, with a hash over itself, so that it is checked before it is parsed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forge.errors import CheckpointError
 NAME = "manifest.json"
 DOCUMENT = "state.json"
 FILES = (DOCUMENT, "model.safetensors", "state.safetensors")
-"""What one process writes."""
+"""The files of a single process."""
 FORMAT = "forge-checkpoint"
 VERSION = 1
 SHARED_VERSION = 2
-"""Written by several ranks together, each its own files."""
+"""Written by several ranks, each its own files."""
 MAX_RANKS = 10_000
 MAX_SIZE = 4 * 2**20
-"""A manifest of so many ranks has about 160 bytes for each of their files."""
+"""A manifest takes about 160 bytes per file, two files per rank."""
 
 _MAX_VALUES = 8 * (2 * MAX_RANKS + 4)
 _OUTLINE = strict_json.no_deeper_than(3)
@@ -38,19 +38,19 @@ class FileRecord(NamedTuple):
 
 
 def files_of(world: int) -> tuple[str, ...]:
-    """The files of a checkpoint that so many ranks wrote, manifest apart."""
+    """Return the files of a checkpoint of `world` ranks, without the manifest."""
     if world == 1:
         return FILES
     return (DOCUMENT, *(_name(kind, rank, world) for kind in ("model", "state") for rank in range(world)))
 
 
 def files_of_rank(rank: int, world: int) -> dict[str, str]:
-    """The files that one of several ranks writes: of the model's tensors and of the other state's."""
+    """Return the files of one of several ranks, for the model's tensors and for other state."""
     return {kind: _name(kind, rank, world) for kind in ("model", "state")}
 
 
 def kind_of(name: str) -> str:
-    """What a file of tensors holds: "model" or "state"."""
+    """Return the content of a file of tensors: "model" or "state"."""
     return "model" if name.startswith("model") else "state"
 
 
@@ -59,7 +59,7 @@ def _name(kind: str, rank: int, world: int) -> str:
 
 
 def encode(files: Mapping[str, FileRecord]) -> bytes:
-    """The bytes of a manifest; the last line is the hash of all bytes before it."""
+    """Return the bytes of a manifest; the last line is the hash of all bytes before it."""
     names = files_of(_world(files))
     version = VERSION if names == FILES else SHARED_VERSION
     content = {"format": FORMAT, "version": version, "files": {name: files[name]._asdict() for name in names}}
@@ -68,10 +68,10 @@ def encode(files: Mapping[str, FileRecord]) -> bytes:
 
 
 def decode(data: bytes, what: str) -> dict[str, FileRecord]:
-    """Check a manifest against its own hash, then read it. `what` begins every message."""
+    """Check a manifest against its own hash, then parse it. Every message begins with `what`."""
     body, end = data[:-_END_SIZE], _END.match(data[-_END_SIZE:])
     if end is None or hashlib.sha256(body).hexdigest().encode("ascii") != end[1]:
-        raise CheckpointError(f"{what} is damaged: its bytes are not those that were written.")
+        raise CheckpointError(f"{what} is damaged: its content does not match its hash.")
     content = strict_json.parse(data, what, _MAX_VALUES, _OUTLINE, strict_json.unique)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{what} is not the manifest of a forge checkpoint.")
@@ -83,13 +83,12 @@ def decode(data: bytes, what: str) -> dict[str, FileRecord]:
             raise CheckpointError(f"{what} does not name the files of 2 to {MAX_RANKS:,} ranks.")
         names = files_of(world)
     records = {name: _record(files, name, what) for name in names}
-    if encode(records) != data:  # there is one way to write a manifest
-        raise CheckpointError(f"{what} names other things than {', '.join(FILES)}, or the like of several ranks.")
+    if encode(records) != data:  # the encoding is unique
+        raise CheckpointError(f"{what} names other files than {', '.join(FILES)}, or those of several ranks.")
     return records
 
 
 def _world(files: Sized) -> int:
-    """How many ranks have written so many files."""
     return len(files) // 2
 
 
@@ -98,8 +97,7 @@ def _check_version(version: Any, what: str) -> None:
         raise CheckpointError(f"{what} has no format version.")
     if version > SHARED_VERSION:
         raise CheckpointError(
-            f"{what} says format version {version}; this forge reads up to {SHARED_VERSION}. Use the forge that wrote "
-            "it."
+            f"{what} has format version {version}; this forge reads up to {SHARED_VERSION}. Use a newer forge."
         )
 
 

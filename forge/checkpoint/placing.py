@@ -1,4 +1,4 @@
-"""Placing: a checkpoint's tensors as the run that loads them has its own, so that each rank reads only its shards."""
+"""Load a checkpoint's tensors with the placements of the loading run, so that each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
 
 def placed_like(live: Mapping[str, Any]) -> Place:
-    """What `Checkpoint.load(place=...)` needs to give back DTensors on the meshes and with the placements of `live`.
+    """Return a `place` for `StoredCheckpoint.load` that makes DTensors with the meshes and placements of `live`.
 
-    `live` are a task's tensors by name (`task.state_dict()`, say). A tensor belongs to one if the last key that leads
-    to it is its name (`model.<name>`, `plugins.ema.weights.<name>`), or the last but one (an optimizer's
-    `state.<name>.exp_avg`), and if it has its shape; or if it is tied to one that came before it. All others come back
-    whole, on the CPU.
+    `live` are a task's tensors by name (`task.state_dict()`, say). A stored tensor matches one if it has its shape and
+    its path ends in the name (`model.<name>`, `plugins.ema.weights.<name>`) or in the name and one more key (an
+    optimizer's `state.<name>.exp_avg`), or if it is tied to an earlier match. All others are loaded whole, on the CPU.
     """
     known = {name: tensor for name, tensor in live.items() if sharding.is_distributed(tensor)}
-
     done: dict[str, Tensor] = {}
 
     def place(path: Keys, info: TensorInfo, read: Read) -> Tensor:
@@ -40,7 +38,7 @@ def placed_like(live: Mapping[str, Any]) -> Place:
 
 
 def _placed(model: DTensor, info: TensorInfo, read: Read) -> Tensor:
-    """A DTensor laid out like another one, out of this rank's slice of what is stored."""
+    """Read this rank's part of a stored tensor as a DTensor placed like `model`."""
     from torch.distributed.tensor import DTensor
 
     whole = torch.empty(info.shape, device="meta")
@@ -55,13 +53,13 @@ def _placed(model: DTensor, info: TensorInfo, read: Read) -> Tensor:
 
 
 def _slice(model: DTensor, info: TensorInfo, read: Read) -> Tensor:
-    """What this rank has of a tensor that is laid out like `model`; nothing is read where its shard is empty."""
-    boxes = list(sharding.boxes_of(model))
-    if len(boxes) == 1:
-        return read(boxes[0][0])
+    """Read this rank's shard of a tensor placed like `model`; an empty shard reads nothing."""
+    parts = list(sharding.slices_of(model))
+    if len(parts) == 1:
+        return read(parts[0][0])
     shape = tuple(sum(count for _, count in runs) for runs in sharding.runs_of(model))
-    found = [(here, read(box)) for box, here in boxes]
+    found = [(here, read(part)) for part, here in parts]
     made = torch.empty(shape, dtype=getattr(torch, info.dtype))
     for here, piece in found:
-        made[here.slices] = piece
+        made[here.as_index] = piece
     return made

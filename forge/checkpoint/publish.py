@@ -1,4 +1,4 @@
-"""Writing a checkpoint: a temporary directory beside the target, synced, then renamed, so that the name never lies."""
+"""Write a checkpoint to a temporary directory beside the target, sync it, then rename it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from forge.checkpoint import manifest, temp_names, tensors
 from forge.checkpoint.tree import Split, split
+from forge.checkpoint.writers import failure
 from forge.errors import CheckpointError
 
 DIRECTORY_MODE = 0o700
@@ -22,14 +23,14 @@ FILE_MODE = 0o600
 def write_checkpoint(target: Path, tree: dict[str, Any]) -> None:
     """Write a tree as the checkpoint directory `target`, durably, before returning.
 
-    Whoever is killed meanwhile leaves the old directory of that name, or the new one, or a temporary one that
-    `Checkpoints.sweep` puts right. On an error nothing of the new one is left.
+    A kill meanwhile leaves the old directory, or the new one, or a temporary one for `Checkpoints.sweep`. On an error
+    nothing of the new one remains.
     """
     publish(Path(target), split(tree))
 
 
 def publish(target: Path, content: Split) -> None:
-    """`write_checkpoint` of a tree that was split already."""
+    """Write a checkpoint from a tree that is already split."""
     with temp_names.temporary(target) as (partial, aside):
         try:
             make_folder(target.parent)
@@ -38,12 +39,12 @@ def publish(target: Path, content: Split) -> None:
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError):
-                raise _explained(target, error) from error
+                raise CheckpointError(failure(target, cause_of(target, error))) from error
             raise
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that only its owner can enter, where there is none."""
+    """Create a folder that only its owner can enter, unless it exists."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(DIRECTORY_MODE, exist_ok=True)
@@ -57,16 +58,15 @@ def sync_directory(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not, sync
             raise
     finally:
         os.close(descriptor)
 
 
 def make_directory(folder: Path) -> None:
-    """Make the directory of a checkpoint."""
     os.mkdir(folder, DIRECTORY_MODE)
-    os.chmod(folder, DIRECTORY_MODE)  # whatever the umask took away
+    os.chmod(folder, DIRECTORY_MODE)  # despite the umask
 
 
 def _write_directory(folder: Path, content: Split) -> None:
@@ -99,9 +99,9 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
 
 
 def move_into_place(partial: Path, target: Path, aside: Path) -> None:
-    """Give a directory its name.
+    """Rename a directory to its final name.
 
-    Two renames where something is there already: between them a kill leaves both, which a sweep puts right.
+    If the name is taken, that takes two renames; after a kill between them, a sweep restores the name.
     """
     try:
         if os.path.lexists(target):
@@ -114,22 +114,15 @@ def move_into_place(partial: Path, target: Path, aside: Path) -> None:
         if os.path.lexists(aside):
             os.rename(aside, target)
         raise
-    with suppress(OSError):  # the new one is in its place: what is left of the old one waits for a sweep
+    with suppress(OSError):  # the new one is in place: a sweep removes the rest of the old one
         temp_names.remove(aside)
 
 
-def _explained(target: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {target} could not be written: {cause_of(target, error)}. Nothing of it was left "
-        "behind; earlier checkpoints are untouched."
-    )
-
-
 def cause_of(target: Path, error: OSError) -> str:
-    """What an error of the file system comes from, with what there is left of the disk."""
+    """Describe an error of the file system, with the free space of the disk."""
     try:
         existing = next(folder for folder in target.absolute().parents if folder.is_dir())
         free = f"{shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free there"
     except OSError:
-        free = "how much is free there cannot be told"
+        free = "the free space there is unknown"
     return f"{error.strerror or error}; {free}"

@@ -1,7 +1,7 @@
-"""Sharding: which rank writes what, so that all write at once and nothing is written twice.
+"""Decide which rank writes which tensors, so that all ranks write at once and nothing is written twice.
 
-Everything follows from the tree and the ranks' numbers, so nobody has to ask: of a DTensor each rank has its shard, and
-among those that hold the same one, the one that has the least to write so far; whole tensors are dealt out by size.
+The assignment follows from the tree and the rank numbers, without communication: each shard of a DTensor goes to the
+least loaded rank that holds it, and whole tensors are distributed by size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from forge.checkpoint.slices import Box, piece_name
+from forge.checkpoint.slices import TensorSlice, piece_name
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -28,35 +28,35 @@ Named = dict[str, dict[str, Tensor]]
 """Tensors by file ("model" or "state") and name."""
 
 Run = tuple[int, int]
-"""Neighbouring entries along one dimension: the first, and how many."""
+"""Consecutive entries along one dimension: the first, and their number."""
 
 
 def is_distributed(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor; does not import them for those who have none."""
+    """Whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether no rank has all of a tensor."""
+    """Whether no rank holds the whole tensor."""
     if not is_distributed(tensor) or not tensor.numel():
         return False
     return any(_is_shard(p) and n > 1 for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True))
 
 
 def obstacle(tensor: DTensor) -> str | None:
-    """Why a DTensor cannot be saved, if it cannot."""
+    """Return why a DTensor cannot be saved, or None."""
     if any(not _is_shard(placement) and not placement.is_replicate() for placement in tensor.placements):
         return "is a DTensor of partial sums; redistribute it to Shard or Replicate"
     if tensor.device_mesh.get_coordinate() is None:
         return "is a DTensor on a mesh that this rank is not part of"
     local = tuple(tensor.to_local().shape)
     expected = tuple(sum(count for _, count in runs) for runs in runs_of(tensor))
-    return None if local == expected else f"is a DTensor whose part here is {local}; by its placements it is {expected}"
+    return None if local == expected else f"is a DTensor whose shard is {local}; its placements require {expected}"
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers are: equal for tensors that share them. A shard may be empty, its storage is not."""
+    """Return a key of a tensor's memory, equal for tensors that share it. A shard may be empty, its storage is not."""
     if not is_distributed(tensor):
         memory = (tensor.device, tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
     else:
@@ -66,15 +66,15 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def on_one_rank(tensor: Tensor) -> Tensor:
-    """A tensor as the one process that has all of it sees it."""
+    """Return the local tensor of a DTensor, else the tensor."""
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
-# -- who writes what --------------------------------------------------------------------------------------------------
+# -- assignment -----------------------------------------------------------------------------------------------------
 
 
 def share(tensors: Named, rank: int, world: int) -> Named:
-    """What one rank of many writes: whole tensors under their names, pieces under names that say where they begin."""
+    """Return the tensors that one of several ranks writes: whole ones by name, pieces by name and offset."""
     dealt = _deal(tensors, world)
     replicas: dict[tuple[Any, ...], list[int]] = {}
     found: Named = {}
@@ -86,7 +86,7 @@ def share(tensors: Named, rank: int, world: int) -> Named:
                     found[file][name] = tensor
             elif _is_ours(tensor, replicas):
                 if is_cut(tensor):
-                    found[file] |= {piece_name(name, box): piece for box, piece in pieces(tensor)}
+                    found[file] |= {piece_name(name, part): piece for part, piece in pieces(tensor)}
                 else:
                     local = tensor.to_local()
                     found[file][name] = local if tensor.numel() else local.new_empty(tensor.shape)
@@ -94,17 +94,17 @@ def share(tensors: Named, rank: int, world: int) -> Named:
 
 
 def layout(tensors: Named) -> str:
-    """A digest of how everything is laid out: ranks that have another one do not save the same state."""
-    lines = [
-        [file, name, str(tensor.dtype), *tensor.shape, *(_spread(tensor) if is_distributed(tensor) else ())]
-        for file, named in tensors.items()
-        for name, tensor in named.items()
-    ]
+    """Return a digest of names, dtypes, shapes and placements: ranks whose digests differ save different states."""
+    lines: list[list[Any]] = []
+    for file, named in tensors.items():
+        for name, tensor in named.items():
+            mesh = [tensor.device_mesh.shape, [*map(repr, tensor.placements)]] if is_distributed(tensor) else []
+            lines.append([file, name, str(tensor.dtype), *tensor.shape, *mesh])
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
 def _deal(tensors: Named, world: int) -> dict[tuple[str, str], int]:
-    """Whole tensors to ranks: the largest first, each to who has least."""
+    """Assign whole tensors to ranks: the largest first, each to the least loaded rank."""
     sizes = {
         (file, name): tensor.nbytes
         for file, named in tensors.items()
@@ -121,9 +121,9 @@ def _deal(tensors: Named, world: int) -> dict[tuple[str, str], int]:
 
 
 def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> bool:
-    """Whether this rank writes its shard. `replicas` counts what the ranks that hold the same have to write so far.
+    """Whether this rank writes its shard. `replicas` counts the bytes assigned so far to ranks with equal shards.
 
-    A mesh may be one of several that hold the same each (tensor parallelism inside DDP): then that of rank 0 writes.
+    Of several meshes with equal content (tensor parallelism inside DDP), the one with rank 0 writes.
     """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -140,29 +140,29 @@ def _is_ours(tensor: DTensor, replicas: dict[tuple[Any, ...], list[int]]) -> boo
     return bool((mesh.mesh == 0).any())
 
 
-# -- what a rank has of a DTensor -------------------------------------------------------------------------------------
+# -- the shard of this rank -------------------------------------------------------------------------------------------
 
 
-def pieces(tensor: DTensor) -> Iterator[tuple[Box, Tensor]]:
-    """This rank's shard as boxes of the whole tensor: one, unless a strided shard of uneven parts has gaps."""
+def pieces(tensor: DTensor) -> Iterator[tuple[TensorSlice, Tensor]]:
+    """Yield this rank's shard as slices of the whole tensor: one, unless a strided shard of uneven parts has gaps."""
     local = tensor.to_local()
-    for box, here in boxes_of(tensor):
-        yield box, local[here.slices]
+    for part, here in slices_of(tensor):
+        yield part, local[here.as_index]
 
 
-def boxes_of(tensor: DTensor) -> Iterator[tuple[Box, Box]]:
-    """Each box of this rank's shard: where it is in the whole tensor, and where in the shard."""
+def slices_of(tensor: DTensor) -> Iterator[tuple[TensorSlice, TensorSlice]]:
+    """Yield each slice of this rank's shard, relative to the whole tensor and relative to the shard."""
     dimensions = []
     for runs in runs_of(tensor):
         starts = itertools.accumulate((count for _, count in runs), initial=0)
         dimensions.append([(first, start, count) for (first, count), start in zip(runs, starts, strict=False)])
     for combination in itertools.product(*dimensions):
         size = tuple(count for _, _, count in combination)
-        yield Box(tuple(c[0] for c in combination), size), Box(tuple(c[1] for c in combination), size)
+        yield TensorSlice(tuple(c[0] for c in combination), size), TensorSlice(tuple(c[1] for c in combination), size)
 
 
 def runs_of(tensor: DTensor) -> list[list[Run]]:
-    """Which entries this rank has, dimension by dimension; no run at all where its shard is empty."""
+    """Return the entries of this rank per dimension; no run if its shard is empty."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     found = []
@@ -178,7 +178,7 @@ def runs_of(tensor: DTensor) -> list[list[Run]]:
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, cuts: tuple[tuple[int, int, int | None], ...]) -> tuple[Run, ...]:
-    """The entries that are left of one dimension when it is cut by each mesh dimension in turn, as torch cuts it."""
+    """Return the entries that remain of a dimension after each mesh dimension cuts it, as torch does."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     left = torch.arange(size)
@@ -198,14 +198,10 @@ def _is_shard(placement: Any) -> bool:
     return isinstance(placement, (Shard, _StridedShard))
 
 
-def _spread(tensor: DTensor) -> list[Any]:
-    return [list(tensor.device_mesh.shape), [repr(placement) for placement in tensor.placements]]
-
-
 def whole(value: DTensor) -> Tensor:
-    """All of a DTensor, put together on the device of its mesh; every rank of it must ask."""
+    """Gather a DTensor on the device of its mesh: a collective, called on all its ranks."""
     local, mesh = value.to_local().detach(), value.device_mesh
-    if local.device.type != mesh.device_type:  # kept on the host, gathered where the mesh is
+    if local.device.type != mesh.device_type:  # stored on the host, gathered on the device of the mesh
         value = type(value).from_local(
             local.to(mesh.device_type),
             mesh,

@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: bounded in size, values and depth before a parser sees it."""
+"""Parse JSON from an untrusted file, after bounding its size, number of values and depth."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 Outline = Callable[[bytes], object]
-"""Looks at JSON text without its strings and spaces; what it gives back is true if the text may be parsed."""
+"""Checks JSON text without its strings and spaces; true if it may be parsed."""
 
 
 def parse(data: bytes, what: str, max_values: int, outline: Outline, make_object: Callable[[Pairs], Any]) -> Any:
-    """Parse ASCII JSON; `make_object` turns the pairs of each object into a value. `what` begins every message."""
+    """Parse ASCII JSON; `make_object` turns the pairs of each object into a value. Every message begins with `what`."""
     if not data.isascii():
-        raise CheckpointError(f"{what} is no JSON of forge: it has bytes beyond ASCII.")
+        raise CheckpointError(f"{what} is not JSON of forge: it has bytes beyond ASCII.")
     _refuse_bombs(data, what, max_values)
     text = data.decode("ascii")
     if not outline(_without_strings(text)):
-        raise CheckpointError(f"{what} is no valid JSON of its kind, or nested too deeply.")
+        raise CheckpointError(f"{what} is not valid JSON of its kind, or nested too deeply.")
     try:
         return json.loads(text, object_pairs_hook=make_object, parse_constant=_no_constants)
     except CheckpointError as error:
@@ -35,15 +35,15 @@ def parse(data: bytes, what: str, max_values: int, outline: Outline, make_object
     except RecursionError as error:
         raise CheckpointError(f"{what} is nested too deeply.") from error
     except ValueError as error:
-        raise CheckpointError(f"{what} is no valid JSON: {error}") from error
+        raise CheckpointError(f"{what} is not valid JSON: {error}") from error
 
 
 def no_deeper_than(levels: int) -> Outline:
-    """An outline of brackets that all close, with no more than so many inside each other."""
+    """Return an outline that accepts balanced brackets of at most `levels` levels."""
 
     def look(text: bytes) -> bool:
         left = text.translate(_BRACKETS, _NO_BRACKETS)
-        for _ in range(levels):  # take away the innermost ones
+        for _ in range(levels):  # remove the innermost ones
             left = left.replace(b"[]", b"")
         return not left
 
@@ -51,27 +51,27 @@ def no_deeper_than(levels: int) -> Outline:
 
 
 def unique(pairs: Pairs) -> dict[str, Any]:
-    """The pairs as a dict; a key that comes twice is refused."""
+    """Return the pairs as a dict; raise if a key occurs twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise CheckpointError(f"the key {twice[:80]!r} comes twice.")
+        raise CheckpointError(f"the key {twice[:80]!r} occurs twice.")
     return found
 
 
 def count_values(data: bytes) -> int:
-    """An upper bound of the values that JSON text can hold, without parsing it."""
+    """Return an upper bound of the number of values in JSON text, without parsing it."""
     return 1 + sum(data.count(sign) for sign in (b"[", b"{", b",", b":"))
 
 
 def _refuse_bombs(data: bytes, what: str, max_values: int) -> None:
     values = count_values(data)
     if values > max_values:
-        raise CheckpointError(f"{what} has about {values:,} values; {max_values:,} is the limit for its size.")
-    # text inside strings has its quotes escaped, so more bare quotes than values could use is no JSON
+        raise CheckpointError(f"{what} has about {values:,} values; the limit for its size is {max_values:,}.")
+    # quotes inside strings are escaped, so valid JSON has at most two bare quotes per value
     if data.count(b'"') - data.count(b'\\"') > 2 * values:
-        raise CheckpointError(f"{what} is no valid JSON: it has more strings than places for them.")
+        raise CheckpointError(f"{what} is not valid JSON: it has more strings than places for them.")
 
 
 def _without_strings(text: str) -> bytes:
@@ -81,4 +81,4 @@ def _without_strings(text: str) -> bytes:
 
 
 def _no_constants(name: str) -> NoReturn:
-    raise CheckpointError(f"{name} is no JSON number.")
+    raise CheckpointError(f"{name} is not a JSON number.")

@@ -1,7 +1,7 @@
-"""Temporary names beside a checkpoint: which process they belong to, and whether it is still there.
+"""Temporary names beside a checkpoint, each with the process that uses it.
 
-`.NAME.tmp-PID-TOKEN` is something unfinished, or on its way out; `.NAME.old-PID-TOKEN` is what stood at NAME while its
-successor is put there. Both are in the same folder as NAME, so that a rename is one atomic step.
+`.NAME.tmp-PID-TOKEN` is unfinished, or being removed; `.NAME.old-PID-TOKEN` is the former NAME while it is replaced.
+Both are in the folder of NAME, so that a rename is atomic.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 _PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>[1-9][0-9]{0,9})-(?P<token>[0-9a-f]{12})")
 
 _under_way: set[str] = set()
-"""Tokens in use by this very process."""
+"""Tokens in use by this process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
-    """A temporary name, taken apart."""
+class TempName:
+    """A parsed temporary name."""
 
     path: Path
     name: str
@@ -37,7 +37,7 @@ class Leftover:
 
     @property
     def twin(self) -> Path:
-        """The successor of something set aside, under its temporary name."""
+        """The temporary name of the successor of a replaced one."""
         return _path(self.target, "tmp", self.pid, self.token)
 
     @property
@@ -47,7 +47,7 @@ class Leftover:
 
 @contextmanager
 def temporary(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Two names beside `target`, for what will be there and for what was there; nobody sweeps them meanwhile."""
+    """Reserve two names beside `target`, for its new and its former content; no sweep removes them meanwhile."""
     token = secrets.token_hex(6)
     _under_way.add(token)
     try:
@@ -56,17 +56,17 @@ def temporary(target: Path) -> Iterator[tuple[Path, Path]]:
         _under_way.discard(token)
 
 
-def leftovers(folder: Path) -> list[Leftover]:
-    """What processes that are gone have left in a folder."""
+def abandoned(folder: Path) -> list[TempName]:
+    """Return the temporary names that dead processes left in a folder."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries)
     matches = [match for name in names if (match := _PATTERN.fullmatch(name))]
-    found = [Leftover(folder / m[0], m["name"], m["kind"], int(m["pid"]), m["token"]) for m in matches]
-    return [leftover for leftover in found if not leftover.in_use]
+    found = [TempName(folder / m[0], m["name"], m["kind"], int(m["pid"]), m["token"]) for m in matches]
+    return [name for name in found if not name.in_use]
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a whole directory; nothing there is fine."""
+    """Remove a file, a link or a directory, if it exists."""
     with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -83,6 +83,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
-        return True
+    except PermissionError:  # a process of another user
+        pass
     return True

@@ -1,7 +1,7 @@
-"""safetensors files: written in one pass that hashes as it goes, read through a strict check of the header.
+"""Write safetensors files in one hashing pass, and read them after a strict check of the header.
 
-The files are plain safetensors, readable by its library. The library's own writer would copy every tensor once more,
-and its reader trusts a header further than we do: here offsets cover the data exactly and nothing comes twice.
+The files are plain safetensors, readable by its library. The library's writer would copy every tensor once more, and
+its reader checks less: here offsets cover the data exactly and no name occurs twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""What every version of the library can read."""
+"""The dtypes that every version of the library can read."""
 
 NOTED = {
     "complex32": torch.complex32,
@@ -46,10 +46,10 @@ NOTED = {
     "float8_e5m2fnuz": torch.float8_e5m2fnuz,
     "float8_e8m0fnu": torch.float8_e8m0fnu,
 }
-"""Stored as pairs of real numbers, or as bytes; whoever refers to them notes the dtype."""
+"""Stored as pairs of real numbers, or as bytes; the document notes their dtype."""
 
 RESERVED = "__metadata__"
-"""The one key of a header that is no tensor."""
+"""The one key of a header that does not name a tensor."""
 
 LEAST_HEADER_LIMIT = 8 * 2**20
 MOST_HEADER_LIMIT = 100_000_000
@@ -59,13 +59,13 @@ CHUNK = 4 * 2**20
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NOTES = {dtype: note for note, dtype in NOTED.items()}
-# metadata of one text, then entries of a text and two flat lists: nothing else is ever built
+# metadata of one string, then entries of a string and two flat lists: nothing else is ever built
 _OUTLINE = re.compile(rb"\{(?::\{:\},?)?(?::\{:,:\[[^][{}:]*+\],:\[[^][{}:]*+\]\},?)*+\}")
 _ENTRY_KEYS = ["dtype", "shape", "data_offsets"]
 
 
-class Entry(NamedTuple):
-    """One tensor of a header; the offsets count from the end of the header."""
+class TensorEntry(NamedTuple):
+    """One tensor of a header; offsets are relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,9 +74,9 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds, in the order of its data, and where the data begins."""
+    """The tensors of a file, in the order of its data, and the offset of the data."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     start: int
 
 
@@ -85,7 +85,7 @@ def can_store(dtype: torch.dtype) -> bool:
 
 
 def dtype_note(dtype: torch.dtype) -> str | None:
-    """The name to note for a dtype that is stored as another one."""
+    """Return the name to note for a dtype that is stored as another one."""
     return _NOTES.get(dtype)
 
 
@@ -93,8 +93,8 @@ def dtype_note(dtype: torch.dtype) -> str | None:
 
 
 def encode(tensors: dict[str, Tensor], what: str) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, piece by piece; tensors on an accelerator come over one at a time."""
-    # wide numbers first, so that each tensor is aligned in the file
+    """Yield the bytes of a safetensors file; tensors on an accelerator are copied one at a time."""
+    # wide dtypes first, so that each tensor is aligned in the file
     order = sorted(tensors, key=lambda name: -_stored_as(tensors[name])[0].itemsize)
     header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     position = 0
@@ -113,15 +113,14 @@ def encode(tensors: dict[str, Tensor], what: str) -> Iterator[memoryview]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # a dimension of no or one entry may have any stride, which a view as bytes minds
+    # a dimension of size 0 or 1 may have any stride, which a view as bytes rejects
     flat = plain.detach().reshape(-1).as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def _stored_as(tensor: Tensor) -> tuple[torch.dtype, list[int]]:
-    """Dtype and shape in the file."""
     if tensor.dtype in _CODES:
         return tensor.dtype, list(tensor.shape)
     return (tensor.dtype.to_real(), [*tensor.shape, 2]) if tensor.is_complex() else (torch.uint8, list(tensor.shape))
@@ -135,8 +134,8 @@ def _refuse_long_header(text: bytes, size: int, what: str) -> None:
     limit = header_limit(size)
     if len(text) > limit or strict_json.count_values(text) > limit // BYTES_PER_VALUE:
         raise CheckpointError(
-            f"{what} would need a header of {len(text):,} bytes for its tensors; {limit:,} is the limit for their "
-            "size. Keep many small tensors as one."
+            f"{what} would need a header of {len(text):,} bytes; the limit for the size of its tensors is {limit:,}. "
+            "Store many small tensors as one."
         )
 
 
@@ -144,34 +143,34 @@ def _refuse_long_header(text: bytes, size: int, what: str) -> None:
 
 
 def header_limit(size: int) -> int:
-    """How long the header of a file may be: it grows with the file, so that a small one stays harmless."""
+    """Return the longest header allowed; it grows with the file, so that a small file stays harmless."""
     return min(MOST_HEADER_LIMIT, max(LEAST_HEADER_LIMIT, size // 256))
 
 
 def read_header(stream: io.FileIO, size: int, what: str) -> Header:
-    """The header of a safetensors file of `size` bytes, if every byte of the file has its place in it."""
+    """Parse the header of a safetensors file of `size` bytes, and check that it accounts for every byte."""
     stream.seek(0)
     length = int.from_bytes(_exactly(stream, min(8, size), what), "little")
     if size < 8 or length > size - 8:
         raise CheckpointError(
-            f"{what} is no safetensors file: a header of {length:,} bytes does not fit into {size:,}."
+            f"{what} is not a safetensors file: a header of {length:,} bytes does not fit into {size:,}."
         )
     if length > header_limit(size):
         raise CheckpointError(
-            f"{what} has a header of {length:,} bytes; {header_limit(size):,} is the limit for its size."
+            f"{what} has a header of {length:,} bytes; the limit for its size is {header_limit(size):,}."
         )
     text = _exactly(stream, length, what)
     max_values = header_limit(size) // BYTES_PER_VALUE
     found = strict_json.parse(text, f"The header of {what}", max_values, _OUTLINE.fullmatch, _make_object)
     if not isinstance(found, dict):
-        raise CheckpointError(f"The header of {what} is no JSON object.")
+        raise CheckpointError(f"The header of {what} is not a JSON object.")
     entries = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
     _check_coverage(entries, size - 8 - length, what)
     return Header(entries, 8 + length)
 
 
 def read_tensors(stream: io.FileIO, header: Header, what: str) -> dict[str, Tensor]:
-    """Every tensor of the file, each with memory of its own."""
+    """Read every tensor of the header, each into its own memory."""
     stream.seek(header.start)
     found: dict[str, Tensor] = {}
     for name, entry in header.entries.items():
@@ -182,12 +181,12 @@ def read_tensors(stream: io.FileIO, header: Header, what: str) -> dict[str, Tens
 
 
 def noted(tensor: Tensor, note: str) -> Tensor:
-    """A stored tensor as the dtype that was noted for it."""
+    """Return a stored tensor in the dtype noted for it."""
     return torch.view_as_complex(tensor) if NOTED[note].is_complex else tensor.view(NOTED[note])
 
 
 def fits_note(stored: torch.dtype, shape: tuple[int, ...], note: str) -> bool:
-    """Whether what is stored can be the dtype that was noted."""
+    """Whether a stored dtype and shape can hold the noted dtype."""
     dtype = NOTED.get(note)
     if dtype is None:
         return False
@@ -197,39 +196,39 @@ def fits_note(stored: torch.dtype, shape: tuple[int, ...], note: str) -> bool:
 
 
 def _make_object(pairs: strict_json.Pairs) -> Any:
-    """An entry, the metadata (None), or the header itself: whatever fits none of them is refused on the spot."""
-    if [key for key, _ in pairs] == _ENTRY_KEYS and not isinstance(pairs[0][1], Entry):
+    """Return an entry, the metadata (None), or the header itself; raise on any other object."""
+    if [key for key, _ in pairs] == _ENTRY_KEYS and not isinstance(pairs[0][1], TensorEntry):
         return _make_entry(*(value for _, value in pairs))
     if len(pairs) == 1 and type(pairs[0][1]) is str:
         return None
     values = strict_json.unique(pairs)
     values.pop(RESERVED, None)
     for name, value in values.items():
-        if not isinstance(value, Entry):
-            raise CheckpointError(f"{name[:80]!r} is no description of a tensor.")
+        if not isinstance(value, TensorEntry):
+            raise CheckpointError(f"{name[:80]!r} does not describe a tensor.")
     return values
 
 
-def _make_entry(code: Any, shape: Any, offsets: Any) -> Entry:
+def _make_entry(code: Any, shape: Any, offsets: Any) -> TensorEntry:
     dtype = DTYPES.get(code) if type(code) is str else None
     if dtype is None:
-        raise CheckpointError(f"{str(code)[:20]!r} is no dtype of a checkpoint.")
+        raise CheckpointError(f"{str(code)[:20]!r} is not a dtype of a checkpoint.")
     if not are_sizes(shape) or len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) >= 2**62:
-        raise CheckpointError("a shape is not a list of sane sizes.")
+        raise CheckpointError("a shape is not a list of valid sizes.")
     if not are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError("data_offsets are not two positions.")
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(f"offsets {begin} to {end} do not hold a tensor of shape {shape} and dtype {code}.")
-    return Entry(dtype, tuple(shape), begin, end)
+    return TensorEntry(dtype, tuple(shape), begin, end)
 
 
 def are_sizes(values: Any) -> bool:
-    """Whether something parsed is a list of numbers that can be sizes."""
+    """Whether a parsed value is a list of non-negative ints."""
     return type(values) is list and set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
-def _check_coverage(entries: dict[str, Entry], size: int, what: str) -> None:
+def _check_coverage(entries: dict[str, TensorEntry], size: int, what: str) -> None:
     position = 0
     for name, entry in entries.items():
         if entry.begin != position:

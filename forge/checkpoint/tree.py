@@ -1,18 +1,18 @@
-"""A tree of plain data and tensors, split into one JSON document and named tensors, and joined again exactly.
+"""Split a tree of plain data and tensors into a JSON document and named tensors, and join them again exactly.
 
-JSON has no tuples, no int keys, no NaN and no tensors. An object with a key that begins with `$` stands for one::
+JSON has no tuples, int keys, NaN or tensors. An object with a key that begins with `$` stands for one::
 
     {"$state": "optimizers.state.w.exp_avg"}    a tensor of state.safetensors, by name
     {"$model": "encoder.weight"}                a tensor of model.safetensors
     {"$state": ["plugins.fft", "complex64"]}    a tensor whose dtype the file cannot name
-    {"$model": ["w", null, [8, 3]]}             a tensor of this shape in pieces, in the files of several ranks
+    {"$model": ["w", null, [8, 3]]}             a tensor of this shape, in pieces in the files of several ranks
     {"$tuple": [...]}                           a tuple
     {"$dict": [[key, value], ...]}              a dict with int keys, or with keys that begin with `$`
     {"$int": "0x..."}  {"$float": "7ff8..."}    an int beyond 64 bits; the bits of a NaN or an infinity
     {"$str": "eda080"}                          text that UTF-8 cannot hold (lone surrogates), in hexadecimal
 
-A dict of the user's that has such a key itself is written as a `$dict`, so nothing in a tree can be taken for a marker.
-Tensors that share their memory (tied weights) are stored once, under the first name; the others refer to it.
+A user's dict with such a key is written as a `$dict`, so that no value can be mistaken for a marker. Tensors that share
+memory (tied weights) are stored once, under the first name.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ from torch import Tensor, nn
 from forge.checkpoint import sharding, strict_json
 from forge.checkpoint.slices import parse_piece_name
 from forge.checkpoint.tensors import MAX_DIMENSIONS, RESERVED, are_sizes, can_store, dtype_note
-from forge.checkpoint.writers import Team
+from forge.checkpoint.writers import Writers
 from forge.errors import CheckpointError
 
 MAX_DEPTH = 100
-"""Levels of a tree. Far more than state needs; a tree that contains itself is found so."""
+"""Levels of a tree: far more than state needs; a tree that contains itself exceeds them."""
 
 LEAST_LIMIT = 8 * 2**20
 BYTES_PER_VALUE = 32
 
-_OUTLINE = strict_json.no_deeper_than(3 * MAX_DEPTH + 10)  # a level that is a `$dict` takes three brackets
+_OUTLINE = strict_json.no_deeper_than(3 * MAX_DEPTH + 10)  # a `$dict` takes three brackets per level
 
 Find = Callable[[str, str, str | None, tuple[int, ...] | None], Any]
-"""(file, name, dtype note, shape if it is in pieces) -> the tensor; file is "model" or "state"."""
+"""(file, name, dtype note, shape if in pieces) -> the tensor; file is "model" or "state"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the files of a checkpoint will hold, or one rank's files of it."""
+    """The content of a checkpoint's files, or of one rank's files."""
 
     document: bytes
     "The tree as JSON, with markers in place of tensors."
     model: dict[str, Tensor]
-    "Tensors under the tree's key `model`, by the names they have there."
+    "Tensors under the tree's key `model`, by name."
     state: dict[str, Tensor]
     "All other tensors, by their path in the tree."
     layout: str = ""
-    "A digest of all tensors of all ranks, where several write."
+    "A digest of the tensors of all ranks, if several write."
 
 
-def split(tree: dict[str, Any], team: Team | None = None) -> Split:
-    """Take a tree apart. Tensors stay references; everything else is in the document. Refuses by path what cannot.
+def split(tree: dict[str, Any], writers: Writers | None = None) -> Split:
+    """Split a tree into a document and references to its tensors; raise, naming the path, on an unsupported value.
 
-    On one rank of a team: what this rank writes of the tensors, pieces of DTensors among them.
+    With `writers`, return the tensors that this rank writes, including pieces of DTensors.
     """
-    document, tensors = _take_apart(tree, in_pieces=team is not None)
-    if team is not None:
-        mine = sharding.share(tensors, team.rank, team.world)
+    document, tensors = _encode(tree, in_pieces=writers is not None)
+    if writers is not None:
+        mine = sharding.share(tensors, writers.rank, writers.world)
         return Split(document, mine["model"], mine["state"], sharding.layout(tensors))
     for file, named in tensors.items():
         for name, tensor in named.items():
             if sharding.is_cut(tensor):
-                raise CheckpointError(f"{file}: {name} is spread over several ranks, and one alone cannot save it.")
+                raise CheckpointError(f"{file}: {name} is sharded over several ranks, which must save it together.")
             named[name] = sharding.on_one_rank(tensor)
     return Split(document, tensors["model"], tensors["state"])
 
 
-def _take_apart(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, sharding.Named]:
-    """The document, and every tensor as it is in the tree."""
+def _encode(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, sharding.Named]:
+    """Return the document, and every tensor of the tree."""
     if type(tree) not in (dict, OrderedDict):
-        raise CheckpointError(f"A checkpoint is made of a dict, not of a {_name_of(type(tree))}.")
+        raise CheckpointError(f"A checkpoint holds a dict, not a {_name_of(type(tree))}.")
     splitter = _Splitter(in_pieces)
-    # the model first: what it shares with other state is stored in its file
+    # the model first: tensors that it shares with other state are stored in its file
     first = {key: splitter.encode(tree[key], (key,)) for key in ("model",) if key in tree}
     encoded = splitter.encode_dict(tree, (), first)
     document = json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode("ascii")
@@ -93,11 +93,11 @@ def _take_apart(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, s
 
 def check_savable(tree: dict[str, Any]) -> None:
     """Raise a CheckpointError that names the first value of a tree that a checkpoint cannot hold."""
-    _take_apart(tree)
+    _encode(tree)
 
 
 def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str, Any]:
-    """The tree of a document, with tensors from `find`; anything odd in it is a CheckpointError."""
+    """Return the tree of a document, with tensors from `find`; raise CheckpointError on invalid content."""
     check_size(len(document), what, tensor_bytes)
     max_values = size_limit(tensor_bytes) // BYTES_PER_VALUE
     tree = strict_json.parse(document, what, max_values, _OUTLINE, lambda pairs: _decode(pairs, find))
@@ -107,16 +107,14 @@ def join(document: bytes, what: str, tensor_bytes: int, find: Find) -> dict[str,
 
 
 def size_limit(tensor_bytes: int) -> int:
-    """How many bytes a document may have: it grows with the tensors it describes, so a small file stays harmless."""
+    """Return the largest document allowed; it grows with the tensors, so that a small file stays harmless."""
     return max(LEAST_LIMIT, tensor_bytes // 256)
 
 
 def check_size(size: int, what: str, tensor_bytes: int) -> None:
-    """Refuse a document that is larger than the tensors beside it can explain."""
+    """Raise if a document is too large for the tensors it describes."""
     if size > size_limit(tensor_bytes):
-        raise CheckpointError(
-            f"{what} has {size:,} bytes; {size_limit(tensor_bytes):,} is the limit beside its tensors."
-        )
+        raise CheckpointError(f"{what} has {size:,} bytes; the limit for its tensors is {size_limit(tensor_bytes):,}.")
 
 
 def _refuse_too_large(document: bytes, tensor_bytes: int) -> None:
@@ -124,11 +122,11 @@ def _refuse_too_large(document: bytes, tensor_bytes: int) -> None:
     if len(document) > limit or values > limit // BYTES_PER_VALUE:
         raise CheckpointError(
             f"The state beside the tensors takes {len(document):,} bytes of JSON with about {values:,} values; "
-            f"{limit:,} bytes and {limit // BYTES_PER_VALUE:,} values are the limit. Keep long lists as tensors."
+            f"the limit is {limit:,} bytes and {limit // BYTES_PER_VALUE:,} values. Store long lists as tensors."
         )
 
 
-# -- taking apart -----------------------------------------------------------------------------------------------------
+# -- splitting --------------------------------------------------------------------------------------------------------
 
 
 class _Splitter:
@@ -163,7 +161,7 @@ class _Splitter:
         )
 
     def encode_dict(self, value: dict[Any, Any], path: tuple[str | int, ...], done: dict[str, Any]) -> dict[str, Any]:
-        """`done` are entries that were encoded already."""
+        """Encode a dict; `done` holds entries that are already encoded."""
         for key in value:
             if type(key) is not str and type(key) is not int:
                 raise CheckpointError(
@@ -175,7 +173,7 @@ class _Splitter:
         return {"$dict": [[self.encode(key, path), item] for key, item in pairs.items()]}
 
     def refer(self, tensor: Tensor, path: tuple[str | int, ...]) -> dict[str, Any]:
-        """The marker for a tensor, which is put into its file unless its memory is there already."""
+        """Return the marker for a tensor, and add the tensor to its file unless its memory is stored already."""
         _check_tensor(tensor, path)
         place = sharding.place_of(tensor)
         if tensor.numel() and place in self.places:
@@ -191,7 +189,7 @@ class _Splitter:
         return self.places.setdefault(place, marker) if tensor.numel() else marker
 
     def _free_name(self, file: str, wanted: str) -> str:
-        """Different paths can read alike (`a.b` may be one key or two), and a name can read like that of a piece."""
+        """Return a unique name: paths can look alike (`a.b` may be one key or two), or like the name of a piece."""
         name, count = wanted, 1
         while name in self.tensors[file] or name == RESERVED or (self.in_pieces and parse_piece_name(name)):
             count += 1
@@ -209,7 +207,7 @@ def _check_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> None:
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         why = "is a sparse, quantized or nested tensor; save its parts"
     elif tensor.is_meta:
-        why = "is on the meta device and holds no numbers"
+        why = "is on the meta device and holds no data"
     elif not can_store(tensor.dtype):
         why = f"has the dtype {tensor.dtype}, which safetensors cannot hold; view it as uint8"
     else:
@@ -234,7 +232,7 @@ def _name_of(kind: type) -> str:
 
 
 def _decode(pairs: strict_json.Pairs, find: Find) -> Any:
-    """The value that an object stands for; what is inside it is decoded already."""
+    """Return the value of an object whose content is already decoded."""
     if not any(key.startswith("$") for key, _ in pairs):
         return strict_json.unique(pairs)
     if len(pairs) == 1:
@@ -244,7 +242,7 @@ def _decode(pairs: strict_json.Pairs, find: Find) -> Any:
             return decode(body)
         if marker in ("$model", "$state"):
             return _find_tensor(marker[1:], body, find)
-    raise CheckpointError(f"{pairs[0][0][:80]!r} is no marker that this version of forge knows.")
+    raise CheckpointError(f"{pairs[0][0][:80]!r} is not a marker known to this version of forge.")
 
 
 def _find_tensor(file: str, body: Any, find: Find) -> Any:
@@ -307,7 +305,7 @@ def _unhex(marker: str, body: Any, length: int | None = None) -> bytes:
 
 
 def _odd(marker: str) -> CheckpointError:
-    return CheckpointError(f"what stands behind {marker} is not what it should be.")
+    return CheckpointError(f"the value of {marker} is invalid.")
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

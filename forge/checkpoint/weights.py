@@ -1,4 +1,4 @@
-"""Weights: parameters and buffers by the task's own names, out of whatever holds them; and as one safetensors file."""
+"""Load a task's parameters and buffers from files, checkpoints and run folders; save them as one safetensors file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,46 +20,43 @@ from torch import distributed as dist
 from torch.nn.parameter import is_lazy
 
 from forge.checkpoint import sharding, temp_names
-from forge.checkpoint.checkpoint import NAME, Checkpoint
+from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
 from forge.checkpoint.publish import sync_directory
 from forge.errors import CheckpointError, TaskError
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("forge")
 
 EXTRA_STATE = "_extra_state"
-"""What torch calls the state of a module that is no tensor; a weights file has no place for it."""
+"""torch's name for module state that is not a tensor; a weights file cannot hold it."""
 NOTE = "forge"
-"""The key in a weights file's metadata under which forge notes the task it came from."""
+"""The key of forge's note in the metadata of a weights file."""
 RAW = "raw"
-"""Asks for the weights that were trained, where a plugin's name asks for the average that it keeps."""
+"""Selects the trained weights; the name of a plugin selects its average."""
 SHOWN = 20
-"""How many names of a kind a report prints."""
+"""Names that a report prints of each kind."""
 
 _averaged_by: ContextVar[str | None] = ContextVar("averaged_by", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a path held: tensors by name, and the task they came from, where the file says."""
+    """Tensors by name, and the task they came from, if the file notes it."""
 
     path: Path
-    "The file or checkpoint directory itself, whatever stood for it."
+    "The resolved file or checkpoint directory."
     tensors: dict[str, Any]
     task: dict[str, Any] | None
-    '`{"class": name, "options": {...}, "not_saved": [...]}`, or None for a file that something else wrote.'
+    '`{"class": name, "options": {...}, "not_saved": [...]}`, or None for a file that forge did not write.'
     update: int | None = None
-    "How many updates they have seen, where the file says."
+    "The update they were saved at, if noted."
     average: str | None = None
-    "The plugin whose average they are; None for the weights that were trained."
+    "The plugin whose average they are; None for trained weights."
 
 
 class Misfit(TaskError):
-    """Weights that do not fit a task; `saved` is the task that they came from, where their file says."""
+    """Weights that do not fit a task; `saved` is the task they came from, if noted."""
 
     def __init__(self, message: str, saved: dict[str, Any] | None = None):
         super().__init__(message)
@@ -68,28 +65,28 @@ class Misfit(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of every tensor in a load; `print(report)` is for people."""
+    """The result of a load, tensor by tensor; `print(report)` is readable."""
 
     source: Path
     task: str
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
-    "In the task, but not in the file: they keep the values they had."
+    "In the task, but not in the file: their values are unchanged."
     unexpected: tuple[str, ...]
     "In the file, but not in the task."
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    "Of another shape: (in the file, in the task). They keep the values they had."
+    "Of another shape: (in the file, in the task). Their values are unchanged."
     taken_off: tuple[str, ...] = ()
-    "Parts of the file's names that no name of the task has, and that were left away."
+    "Wrapper prefixes that were removed from the file's names."
 
     @property
     def complete(self) -> bool:
-        """Whether everything in the file and everything in the task found its counterpart."""
+        """Whether file and task match completely."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        said = f" (names read without {', '.join(self.taken_off)})" if self.taken_off else ""
-        lines = [f"{self.source} into {self.task}: {len(self.loaded)} tensors loaded{said}."]
+        off = f" (names read without {', '.join(self.taken_off)})" if self.taken_off else ""
+        lines = [f"{self.source} into {self.task}: {len(self.loaded)} tensors loaded{off}."]
         for title, names in (
             ("missing in the file", self.missing),
             ("not in the task", self.unexpected),
@@ -101,8 +98,7 @@ class LoadReport:
         return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loading
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_weights(
@@ -116,25 +112,25 @@ def load_weights(
     """Load weights into a task, or into any module of it, from
 
     - a `.safetensors` file;
-    - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is further;
-    - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save's or Lightning's, as far as it can be read without running code.
+    - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is newer;
+    - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save or Lightning, if it can be read without running code.
 
-    `weights="ema"` loads the average that the plugin `ema` kept, `weights="raw"` what was trained. Without it a weights
-    file gives what it holds (where an average was evaluated, a fit leaves that) and a checkpoint what was trained.
+    `weights="ema"` loads the average of the plugin `ema`, `weights="raw"` the trained weights. By default a weights
+    file gives its content (the average, if the fit evaluated one) and a checkpoint the trained weights.
 
-    Names and shapes must match, else nothing is changed and TaskError says what does not fit. `strict=False` loads what
-    does, and logs what was missing, unexpected or of another shape; the report that is returned has it all.
+    Names and shapes must match, else nothing is changed and TaskError names the differences. `strict=False` loads the
+    matching tensors and logs those that are missing, unexpected or of another shape; the returned report lists all.
 
-    `rename` maps the file's names to the task's: a prefix to what stands in its place (`{"backbone.": "net."}`,
-    `{"": "net."}` to put something before every name), or, beginning with `^`, a regular expression to its replacement
-    (`{r"^layer(\\d+)\\.": r"layers.\\1."}`). Rules apply in order, each to the outcome of the one before. Without
-    `rename`, what torch.compile, DDP and Lightning put into names is taken off where more names fit so, and said.
+    `rename` maps the file's names to the task's: a prefix to its replacement (`{"backbone.": "net."}`, `{"": "net."}`
+    to prefix every name), or, beginning with `^`, a regular expression to its replacement
+    (`{r"^layer(\\d+)\\.": r"layers.\\1."}`). Rules apply in order, each to the result of the previous one. Without
+    `rename`, the prefixes of torch.compile, DDP and Lightning are removed if more names match then, and logged.
     """
     return fill(task, read_weights(path, weights), strict=strict, rename=rename)
 
 
 def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rename | None = None) -> LoadReport:
-    """`load_weights`, of weights that have been read."""
+    """Load weights that are already read: see `load_weights`."""
     state = task.state_dict()
     taken_off: tuple[str, ...] = ()
     if rename is None:
@@ -148,7 +144,7 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
         missing, unexpected, odd = _load(task, tensors, odd)
     except RuntimeError as error:
         if strict:
-            _put_back(task, before)
+            _restore(task, before)
         raise Misfit(f"{weights.path} does not fit {type(task).__name__}: {error}", weights.task) from error
     report = LoadReport(
         source=weights.path,
@@ -160,7 +156,7 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
         taken_off=taken_off,
     )
     if strict and not report.complete:
-        _put_back(task, before)
+        _restore(task, before)
         raise Misfit(_misfit(report), weights.task)
     if not report.complete:
         logger.warning("%s", report)
@@ -172,10 +168,10 @@ def fill(task: nn.Module, weights: Weights, *, strict: bool = True, rename: Rena
 def _load(
     task: nn.Module, tensors: Mapping[str, Any], odd: dict[str, Any]
 ) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Load what fits: (missing, unexpected, of another shape)."""
+    """Load the matching tensors; return (missing, unexpected, of another shape)."""
     try:
         missing, unexpected = task.load_state_dict(tensors, strict=False)
-        return missing, unexpected, {}  # a module that takes another shape has its reasons
+        return missing, unexpected, {}  # a module may accept another shape
     except RuntimeError:
         if not odd:
             raise
@@ -184,18 +180,18 @@ def _load(
     return [name for name in missing if name not in odd], unexpected, odd
 
 
-def _put_back(task: nn.Module, before: Mapping[str, Any]) -> None:
-    with suppress(RuntimeError):  # a module that refuses whatever it is given has refused before, and is told of then
+def _restore(task: nn.Module, before: Mapping[str, Any]) -> None:
+    with suppress(RuntimeError):  # a module that always refuses has already raised
         task.load_state_dict(before, strict=False)
 
 
 def _misfit(report: LoadReport) -> str:
     parts = [f"it lacks {few(report.missing)}"] if report.missing else []
-    parts += [f"it has {few(report.unexpected)} beside what the task has"] if report.unexpected else []
+    parts += [f"it has {few(report.unexpected)}, which the task lacks"] if report.unexpected else []
     parts += [few([_shapes(name, *both) for name, both in report.mismatched.items()])] if report.mismatched else []
     return (
         f"{report.source} does not fit {report.task}: {'; '.join(parts)}. "
-        "forge.load_weights(task, path, strict=False) loads what fits; rename= maps names."
+        "forge.load_weights(task, path, strict=False) loads what matches; rename= maps names."
     )
 
 
@@ -212,7 +208,7 @@ def _other_shapes(tensors: Mapping[str, Any], state: Mapping[str, Any]) -> dict[
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state to put back, should a load that began not end well."""
+    """Copy a state, to restore it if a load fails halfway."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
@@ -221,7 +217,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _really_missing(task: nn.Module, missing: Iterable[str], loaded: Mapping[str, Any]) -> list[str]:
-    """Names that nothing filled: neither extra state nor tied to a weight that was loaded."""
+    """Return the names that stayed unfilled: neither extra state nor tied to a loaded weight."""
     state = task.state_dict()
     filled = {state[name].data_ptr() for name in loaded if isinstance(state.get(name), Tensor)}
     return [
@@ -231,23 +227,22 @@ def _really_missing(task: nn.Module, missing: Iterable[str], loaded: Mapping[str
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_weights(path: str | Path, weights: str | None = None) -> Weights:
-    """The tensors that a path stands for, on the CPU; a checkpoint is verified first.
+    """Read the tensors of a path, on the CPU; a checkpoint is verified first.
 
-    `weights` names the plugin whose average is wanted, or is "raw". Averages are found by a convention, not by class: a
-    plugin offers one when its `forge_state_dict` has a dict "weights" of tensors by the task's own names. What it does
-    not name is taken from the trained weights.
+    `weights` names the plugin whose average is wanted, or is "raw". Averages are found by convention: a plugin offers
+    one if its `forge_state_dict` has a dict "weights" of tensors by the task's names. The trained weights fill in the
+    names that it lacks.
     """
     found = find_weights(Path(path))
     if weights is not None and found.is_file():
         found = _holder(found, Path(path), weights)
     if found.is_dir():
         average = None if weights == RAW else weights
-        tree = Checkpoint(found).load_weights(average)
+        tree = StoredCheckpoint(found).load_weights(average)
         return Weights(found, tree["model"], tree["task"], tree["progress"]["update"], average)
     if found.suffix in SUFFIXES:
         return Weights(found, read_foreign(found), None)
@@ -255,42 +250,42 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
 
 
 def _holder(file: Path, path: Path, weights: str) -> Path:
-    """The weights file, if it holds what is asked for, else the newest checkpoint of its run, which may."""
+    """Return the weights file if it holds the wanted weights, else the newest checkpoint of its run."""
     held = (None if file.suffix in SUFFIXES else _note(_opened(file)).average) or RAW
     if held == weights:
         return file
     newest = _checkpoints(path).newest_valid() if path.is_dir() else None
     if newest is None:
-        holds = "the weights that were trained" if held == RAW else f"the average of the plugin {held!r}"
-        asked = "those" if weights == RAW else f"the average {weights!r}"
-        raise TaskError(f"{file} holds {holds}. Give a checkpoint, or a run folder with one, for {asked}.")
+        holds = "the trained weights" if held == RAW else f"the average of the plugin {held!r}"
+        wanted = "the trained weights" if weights == RAW else f"the average {weights!r}"
+        raise TaskError(f"{file} holds {holds}. For {wanted}, give a checkpoint or a run folder with one.")
     return newest.path
 
 
 def find_weights(path: Path) -> Path:
-    """The weights file or checkpoint directory that a path stands for.
+    """Resolve a path to a weights file or checkpoint directory.
 
-    A run folder stands for what the run has come to: `weights.safetensors`, which a fit leaves at its end, unless there
-    is a valid checkpoint of a later update, because the run was continued since or has not ended.
+    For a run folder that is `weights.safetensors`, which a fit writes at its end, or a valid checkpoint of a later
+    update if the run was resumed since or has not ended.
     """
     if path.is_file():
         return path
     if not path.is_dir():
         raise TaskError(f"There is no weights file at {path}. fit writes RUN/weights.safetensors at its end.")
-    real = path.resolve()  # the user may name a link; nothing inside is followed
+    real = path.resolve()  # the given path may be a link; links inside are not followed
     if NAME.fullmatch(real.name) or (real / "manifest.json").exists():
         return real
     file = path / "weights.safetensors"
     folder = _checkpoints(path)
     written = _update_of(file) if file.is_file() else -1
-    if any(Checkpoint(found).update > written for found in folder.all()):
+    if any(StoredCheckpoint(found).update > written for found in folder.all()):
         newest = folder.newest_valid()
         if newest is not None and newest.update > written:
             return newest.path
     if not file.is_file():
         raise TaskError(
             f"There is no weights file at {file}, and no valid checkpoint beside it. fit writes "
-            "RUN/weights.safetensors at its end; the plugin checkpoint saves meanwhile."
+            "RUN/weights.safetensors at its end; the plugin checkpoint saves during training."
         )
     return file
 
@@ -300,7 +295,7 @@ def _checkpoints(path: Path) -> Checkpoints:
 
 
 def _update_of(file: Path) -> float:
-    """How far the run was when it wrote its weights; infinitely, where the file does not say."""
+    """Return the update of a weights file; infinity if it is not noted."""
     update = _note(_opened(file)).update
     return float("inf") if update is None else update
 
@@ -309,7 +304,7 @@ def _read_safetensors(file: Path) -> Weights:
     opened = _opened(file)
     note = _note(opened)
     try:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise CheckpointError(f"{file} is damaged: {error}.") from error
     return Weights(file, tensors, note.task, note.update, note.average)
@@ -317,7 +312,7 @@ def _read_safetensors(file: Path) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What forge noted in a weights file; nothing where the file is not forge's."""
+    """The note of forge in a weights file; empty in other files."""
 
     task: dict[str, Any] | None = None
     update: int | None = None
@@ -343,20 +338,19 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is no safetensors file, or it is damaged: {error}. "
-            f"Files of torch.save's are known by their ending: {', '.join(SUFFIXES)}."
+            f"{file} is not a safetensors file, or it is damaged: {error}. "
+            f"Files of torch.save are recognised by their suffix: {', '.join(SUFFIXES)}."
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def save_weights(task: nn.Module, path: Path, main: bool | None = None) -> None:
-    """Write parameters and buffers, and how the task was made, to a safetensors file of clean names.
+    """Write parameters and buffers, and the task's arguments, to a safetensors file.
 
-    On several ranks all call this: what is spread over them is put together one tensor at a time, and the `main` one
-    writes it (torch.distributed's rank 0, unless said otherwise).
+    Called on all ranks: sharded tensors are gathered one at a time, and the `main` rank writes (by default rank 0 of
+    torch.distributed).
     """
     if main is None:
         main = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
@@ -370,7 +364,7 @@ def save_weights(task: nn.Module, path: Path, main: bool | None = None) -> None:
 
 
 def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
-    """The state with whole tensors in place of DTensors, in host memory of `main`. What is tied is gathered once."""
+    """Return the state with DTensors gathered in host memory of `main`; tied ones are gathered once."""
     found: dict[str, Any] = {}
     seen: dict[tuple[Any, ...], Tensor | None] = {}
     for name, value in state.items():
@@ -379,7 +373,7 @@ def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
             continue
         place = sharding.place_of(value)
         if place not in seen:
-            whole = sharding.whole(value)  # on every rank: it is a collective
+            whole = sharding.whole(value)  # a collective: called on every rank
             seen[place] = whole.cpu() if main else None
         found[name] = seen[place]
     return found
@@ -387,7 +381,7 @@ def _gathered(state: Mapping[str, Any], main: bool) -> dict[str, Any]:
 
 @contextmanager
 def noted_as_average(plugin: str) -> Iterator[None]:
-    """What `save_weights` writes meanwhile is noted as the average of this plugin, which has put it in place."""
+    """Note in files that `save_weights` writes meanwhile that they hold the average of this plugin."""
     token = _averaged_by.set(plugin)
     try:
         yield
@@ -396,9 +390,9 @@ def noted_as_average(plugin: str) -> Iterator[None]:
 
 
 def write_weights(weights: Weights, path: Path) -> int:
-    """Write beside `path`, then rename, so that the name never holds a torn file; return how many tensors there are.
+    """Write a temporary file, then rename it, so that `path` is never torn; return the number of tensors.
 
-    Equal weights give equal files. What processes that are gone left half written for this name is removed.
+    Equal weights give equal files. Unfinished files of dead processes for this name are removed.
     """
     note = {"task": weights.task, "update": weights.update}
     if weights.average is not None:
@@ -406,7 +400,7 @@ def write_weights(weights: Weights, path: Path) -> int:
     tensors = _tensors(weights.tensors, path.name)
     metadata = {"format": "pt", NOTE: json.dumps(note)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in temp_names.leftovers(path.parent):
+    for left in temp_names.abandoned(path.parent):
         if left.name == path.name:
             temp_names.remove(left.path)
     with temp_names.temporary(path) as (partial, _):
@@ -421,13 +415,13 @@ def write_weights(weights: Weights, path: Path) -> int:
 
 
 def _tensors(state: Mapping[str, Any], file: str) -> dict[str, Tensor]:
-    """Every tensor of the state once, each with memory of its own."""
+    """Return every tensor of the state once, each with its own memory."""
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             module = name.removesuffix(f".{EXTRA_STATE}")
-            warnings.warn(f"{file} leaves out the extra state of {module}: it is no tensor.", stacklevel=2)
+            warnings.warn(f"{file} omits the extra state of {module}: it is not a tensor.", stacklevel=2)
             continue
         place = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
         if value.numel() and place in seen:  # tied: loading the first fills them all
@@ -439,7 +433,7 @@ def _tensors(state: Mapping[str, Any], file: str) -> dict[str, Tensor]:
 
 
 def _sort_metadata_and_sync(file: Path) -> None:
-    """safetensors writes metadata in the order of a hash table, another one in every process."""
+    """Sort the metadata, whose order safetensors varies from process to process, and sync the file."""
     with file.open("r+b") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -457,11 +451,11 @@ def _shapes(name: str, file: tuple[int, ...], task: tuple[int, ...]) -> str:
 
 
 LONG = 10_000
-"""An argument with more entries than this, such as a vocabulary, is not kept with the task's arguments."""
+"""An argument with more entries, such as a vocabulary, is not saved with the task."""
 
 
 def describe_task(task: nn.Module) -> dict[str, Any]:
-    """The task's class and the arguments it was made with, as far as they are plain data."""
+    """Return the task's class and its constructor arguments, as far as they are plain data."""
     arguments: dict[str, Any] = getattr(task, "init_args", {})
     plain = {name: value for name, value in arguments.items() if is_plain(value)}
     return {
@@ -472,7 +466,7 @@ def describe_task(task: nn.Module) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a checkpoint can hold a value, and give it back as what it was."""
+    """Whether a checkpoint can store a value and return it unchanged."""
     if type(value) in (list, tuple):
         return len(value) < LONG and all(is_plain(item) for item in value)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""BackgroundWriter: a checkpoint costs the run one copy into held host buffers; a thread hashes, writes, publishes."""
+"""Write checkpoints in the background: the run waits for one copy to the host; a thread hashes, writes, publishes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from forge.checkpoint.copying import Pair, copy_bytes
 from forge.checkpoint.publish import publish
+from forge.checkpoint.publish_sharded import publish_sharded
 from forge.checkpoint.tensors import as_bytes
 from forge.checkpoint.tree import Split, split
-from forge.checkpoint.write_sharded import publish_together
-from forge.checkpoint.writers import Meeting, Team
+from forge.checkpoint.writers import SharedSave, Writers
 from forge.errors import CheckpointError
 
 logger = logging.getLogger("forge")
@@ -26,55 +26,54 @@ Key = tuple[str, str]
 _THREAD = "forge-checkpoint"
 
 
-def settle() -> None:
-    """Wait until every checkpoint that this process is writing is published, or has failed."""
+def wait_until_written() -> None:
+    """Wait until every checkpoint under way in this process is published or has failed."""
     for thread in threading.enumerate():
         if thread.name == _THREAD and thread is not threading.current_thread():
             thread.join()
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time, from buffers that are kept between saves.
+    """Writes one checkpoint at a time, from buffers that are reused between saves.
 
-    Each write has a thread of its own that the interpreter waits for before it exits, so what was submitted is
-    published unless the process is killed. An error of a write is logged when it happens and raised by the next call.
+    Each write has its own thread, which the interpreter waits for at exit: a submitted checkpoint is published unless
+    the process is killed. An error is logged at once and raised by the next call.
 
-    With a `team` every rank has a writer and submits the same saves: each writes its share of the tensors, a write is
-    over when the whole is published, and an error of one rank is the error of all.
+    With `writers`, every rank has a BackgroundWriter and submits the same saves: each writes its share of the tensors,
+    a write ends when the whole checkpoint is published, and an error of one rank is raised on all.
     """
 
-    def __init__(self, team: Team | None = None) -> None:
-        self._team = team.apart() if team is not None else None
+    def __init__(self, writers: Writers | None = None) -> None:
+        self._writers = writers.reconnected() if writers is not None else None
         self._buffers: dict[Key, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def submit(self, target: Path, tree: dict[str, Any], then: Callable[[], None] | None = None) -> None:
-        """Copy the tree and return; the checkpoint `target` is written meanwhile, then `then` is called in the thread.
+        """Copy the tree and return; a thread writes the checkpoint `target`, then calls `then` (on rank 0 only).
 
-        Waits first for a write that is still under way. The tensors may change as soon as this returns. In a team only
-        rank 0 calls `then`.
+        Waits first for a write under way. The tensors may change as soon as this returns.
         """
         self.wait()
-        meeting = Meeting(self._team, Path(target)) if self._team is not None else None
+        save = SharedSave(self._writers, Path(target)) if self._writers is not None else None
         try:
-            content = split(tree, self._team)
+            content = split(tree, self._writers)
             copied, events = self._copy(content)
         except BaseException as error:
-            if meeting is not None:
-                meeting.abandon(error)
+            if save is not None:
+                save.abandon(error)
             raise
-        arguments = (Path(target), copied, events, then, meeting)
+        arguments = (Path(target), copied, events, then, save)
         self._thread = threading.Thread(target=self._write, args=arguments, name=_THREAD, daemon=False)
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter is ending, or there is no thread to be had: better late than never
+        except RuntimeError:  # the interpreter is ending, or no thread can be started: write in this one
             self._thread = None
             self._write(*arguments)
             self.check()
 
     def check(self) -> None:
-        """Raise the error of a finished write, if there was one; does not wait."""
+        """Raise the error of a finished write, if any; does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
         if self._error is not None:
@@ -90,7 +89,7 @@ class BackgroundWriter:
         self.check()
 
     def close(self) -> None:
-        """Wait, let go of the buffers, and raise the error of the last write."""
+        """Wait, free the buffers, and raise the error of the last write."""
         try:
             self.wait()
         finally:
@@ -99,17 +98,17 @@ class BackgroundWriter:
     # -- the copy -----------------------------------------------------------------------------------------------------
 
     def _copy(self, content: Split) -> tuple[Split, list[torch.cuda.Event]]:
-        """The same content in host memory of our own; on CUDA the events tell when it is there."""
+        """Copy the content to host buffers; on CUDA the events complete with the copies."""
         kept, self._buffers = self._buffers, {}
         devices: set[torch.device] = set()
         pairs: list[Pair] = []
-        # buffers must be ordinary tensors, whatever mode the caller is in: they are written to again at the next save
+        # buffers must not be inference tensors: the next save writes to them again
         with torch.inference_mode(False), torch.no_grad():
             for file, tensors in (("model", content.model), ("state", content.state)):
                 for name, tensor in tensors.items():
                     buffer = self._buffer(kept.pop((file, name), None), tensor)
                     self._buffers[file, name] = buffer
-                    # resolved first: torch conjugates in the buffer, without waiting for what is still to come over
+                    # resolved first: torch would conjugate in the buffer, before the asynchronous copy has arrived
                     source = tensor.resolve_conj().resolve_neg()
                     if source.is_cpu and source.is_contiguous():
                         pairs.append((as_bytes(buffer), as_bytes(source)))
@@ -139,26 +138,26 @@ class BackgroundWriter:
         content: Split,
         events: list[torch.cuda.Event],
         then: Callable[[], None] | None,
-        meeting: Meeting | None,
+        save: SharedSave | None,
     ) -> None:
         try:
-            self._await_copies(events, meeting)
-            if meeting is not None:
-                publish_together(content, meeting, then)
+            self._await_copies(events, save)
+            if save is not None:
+                publish_sharded(content, save, then)
                 return
             publish(target, content)
             if then is not None:
                 then()
         except BaseException as error:
             self._error = error
-            if meeting is None or meeting.team.is_main:  # all ranks have the same
+            if save is None or save.writers.is_main:  # all ranks have the same error
                 logger.error("The checkpoint %s failed: %s: %s", target, type(error).__name__, error)
 
-    def _await_copies(self, events: list[torch.cuda.Event], meeting: Meeting | None) -> None:
+    def _await_copies(self, events: list[torch.cuda.Event], save: SharedSave | None) -> None:
         try:
             for event in events:
                 event.synchronize()
         except BaseException as error:
-            if meeting is not None:
-                meeting.abandon(error)
+            if save is not None:
+                save.abandon(error)
             raise

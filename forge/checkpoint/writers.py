@@ -1,8 +1,7 @@
-"""Team: the ranks that write a checkpoint together, and what they tell each other through the store.
+"""The ranks that write one checkpoint, coordinated through the store.
 
-No collective is used: a save happens in a background thread on every rank, while the main threads train. A save is a
-meeting with keys of its own in the store. Rank 0 says where the files go, each rank reports what it wrote, rank 0 says
-what became of it.
+No collective is used: a save runs in a background thread on every rank while the main threads train. Each save has its
+own keys in the store. Rank 0 announces the directory, each rank reports its files, rank 0 announces the outcome.
 """
 
 from __future__ import annotations
@@ -22,48 +21,53 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PATIENCE = 1800.0
-"""Seconds that rank 0 waits for the slowest when it has written its own files."""
+"""Seconds that rank 0 waits for the slowest rank after writing its own files."""
 GRACE = 3.0
-"""Seconds that a write may still take when the run has failed on some rank."""
+"""Seconds that a write may continue after the run has failed on some rank."""
 LONGEST_PAUSE = 0.2
 
 
+def failure(target: Path, why: str) -> str:
+    why = why.removesuffix(".")
+    return f"The checkpoint {target} could not be written: {why}. No part of it remains; earlier ones are untouched."
+
+
 @dataclass(frozen=True, slots=True)
-class Team:
-    """One rank among those that share a store."""
+class Writers:
+    """All ranks that write a checkpoint, seen from one of them."""
 
     rank: int
     world: int
     store: Store
     failure_key: str = "forge/failure"
-    "Whoever fails sets this key: nobody then waits for what will not come."
+    "A failed rank sets this key, so that the others stop waiting for it."
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def apart(self) -> Team:
-        """The same team over a connection of its own, which a thread can use while another one waits on the first."""
+    def reconnected(self) -> Writers:
+        """Return a copy with its own connection, for a thread: a wait blocks a shared connection."""
         return replace(self, store=self.store.clone())
 
 
-class Meeting:
-    """One save. Every rank makes one for each save, in the same order; `leave` must follow, whatever happens."""
+class SharedSave:
+    """One save. Every rank makes one for each save, in the same order, and calls `leave` in any case."""
 
-    def __init__(self, team: Team, target: Path):
-        self.team, self.target = team, target
-        number = team.store.add(f"forge/checkpoint/begun/{team.rank}", 1)
+    def __init__(self, writers: Writers, target: Path):
+        self.writers, self.target = writers, target
+        number = writers.store.add(f"forge/checkpoint/begun/{writers.rank}", 1)
         self._key = f"forge/checkpoint/{number}/{target.name}"
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
     def announce(self, folder: str) -> None:
-        """Say in which directory, beside the target, everybody's files belong."""
+        """Announce the directory, beside the target, for all files."""
         self._set("folder", folder)
 
     def reports(self) -> list[dict[str, Any]]:
-        """What every rank reported, by rank, once all have."""
-        store, world = self.team.store, self.team.world
+        """Wait for all ranks, then return their reports by rank."""
+        store, world = self.writers.store, self.writers.world
         self._await(lambda: store.add(f"{self._key}/done", 0) == world, PATIENCE, "not all ranks wrote their files")
         keys = [f"{self._key}/{rank}" for rank in range(world)]
         found = [json.loads(store.get(key)) for key in keys]
@@ -72,67 +76,64 @@ class Meeting:
         return found
 
     def conclude(self, error: str | None) -> None:
-        """Tell all ranks that the checkpoint is there, or why not."""
+        """Announce that the checkpoint is published, or why not."""
         self._set("outcome", error)
 
-    # -- the others ---------------------------------------------------------------------------------------------------
+    # -- other ranks --------------------------------------------------------------------------------------------------
 
     def folder(self) -> str:
-        """What rank 0 announced; its error, if it never came to that."""
+        """Wait for the directory that rank 0 announces; raise its error if it failed before."""
         self._await(lambda: self._has("folder") or self._has("outcome"), 2 * PATIENCE, "rank 0 did not begin")
         if not self._has("folder"):
             self.outcome()
         return self._get("folder")
 
     def outcome(self) -> None:
-        """Return when the checkpoint is published; raise what rank 0 says went wrong."""
+        """Wait until the checkpoint is published; raise the error that rank 0 announces."""
         self._await(lambda: self._has("outcome"), 2 * PATIENCE, "rank 0 did not finish")
         error = self._get("outcome")
         if error is not None:
             raise CheckpointError(error)
 
-    # -- everybody ----------------------------------------------------------------------------------------------------
+    # -- all ranks ----------------------------------------------------------------------------------------------------
 
     def report(self, content: dict[str, Any]) -> None:
-        """What this rank wrote, or `{"error": why not}`."""
-        self._set(str(self.team.rank), content)
-        self.team.store.add(f"{self._key}/done", 1)
+        """Report the files of this rank, or `{"error": reason}`."""
+        self._set(str(self.writers.rank), content)
+        self.writers.store.add(f"{self._key}/done", 1)
 
     def abandon(self, error: BaseException) -> None:
-        """This rank cannot take part: let all know why, and leave."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone
-            text = self.blame(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-            if self.team.is_main:
-                self.conclude(self.failed(text))
+        """Report that this rank cannot take part, and leave."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if self.writers.is_main:
+                self.conclude(self.failed(self.blame(error)))
             else:
-                self.report({"error": text})
+                self.report({"error": self.blame(error)})
         self.leave()
 
     def leave(self) -> None:
-        """The last to leave takes the keys away."""
-        store = self.team.store
-        with contextlib.suppress(RuntimeError):  # a store that is gone
-            if store.add(f"{self._key}/left", 1) == self.team.world:
+        """Leave the save; the last rank to leave deletes the keys."""
+        store = self.writers.store
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            if store.add(f"{self._key}/left", 1) == self.writers.world:
                 for part in ("folder", "done", "outcome", "left"):
                     store.delete_key(f"{self._key}/{part}")
 
-    def blame(self, what: str) -> str:
-        """What went wrong, and whose it was."""
-        return f"rank {self.team.rank} on {socket.gethostname()}: {what}"
+    def blame(self, error: BaseException | str) -> str:
+        """Describe an error of this rank."""
+        kind = "" if isinstance(error, (str, CheckpointError)) else f"{type(error).__name__}: "
+        return f"rank {self.writers.rank} on {socket.gethostname()}: {kind}{error}"
 
     def failed(self, why: str) -> str:
-        return (
-            f"The checkpoint {self.target} could not be written: {why.removesuffix('.')}. Nothing of it was left "
-            "behind; earlier checkpoints are untouched."
-        )
+        return failure(self.target, why)
 
     def _await(self, ready: Callable[[], bool], patience: float, otherwise: str) -> None:
-        """Look again and again: waiting inside the store would keep other threads from it."""
+        """Poll: waiting inside the store would block other threads."""
         pause, why = 0.002, f"{otherwise} within {patience:,.0f} s"
         deadline, failed = time.monotonic() + patience, False
         try:
             while not ready():
-                if not failed and self.team.store.check([self.team.failure_key]):
+                if not failed and self.writers.store.check([self.writers.failure_key]):
                     failed, why = True, f"{otherwise}, because the run has failed on some rank"
                     deadline = min(deadline, time.monotonic() + GRACE)
                 if time.monotonic() > deadline:
@@ -143,10 +144,10 @@ class Meeting:
             raise CheckpointError(self.failed(f"the ranks' store cannot be reached: {error}")) from error
 
     def _has(self, part: str) -> bool:
-        return self.team.store.check([f"{self._key}/{part}"])
+        return self.writers.store.check([f"{self._key}/{part}"])
 
     def _get(self, part: str) -> Any:
-        return json.loads(self.team.store.get(f"{self._key}/{part}"))
+        return json.loads(self.writers.store.get(f"{self._key}/{part}"))
 
     def _set(self, part: str, content: Any) -> None:
-        self.team.store.set(f"{self._key}/{part}", json.dumps(content))
+        self.writers.store.set(f"{self._key}/{part}", json.dumps(content))

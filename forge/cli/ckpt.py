@@ -22,7 +22,7 @@ from forge.util import show
 from forge.util.text import format_bytes
 
 if TYPE_CHECKING:
-    from forge.checkpoint import Checkpoint, Checkpoints
+    from forge.checkpoint import Checkpoints, StoredCheckpoint
     from forge.checkpoint.checkpoint import TensorInfo
 
 EXAMPLES = """\
@@ -121,11 +121,11 @@ def _show_run(path: Path, folder: Checkpoints, as_json: bool) -> int:
 
 def _row(path: Path, folder: Checkpoints) -> dict[str, Any]:
     """Describe one checkpoint of a run, as far as it can be read."""
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import StoredCheckpoint
 
     tree, error = {}, None
     try:
-        tree = Checkpoint(path).outline()
+        tree = StoredCheckpoint(path).outline()
     except CheckpointError as problem:
         error = str(problem)
     watching = [state for state in tree.get("plugins", {}).values() if isinstance(state, dict) and "monitor" in state]
@@ -150,7 +150,7 @@ def _state(row: Mapping[str, Any]) -> Text:
     return Text.assemble((problem, "red") if problem else ("valid", "green"), *(f", {mark}" for mark in row["marks"]))
 
 
-def _print_checkpoint(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> None:
+def _print_checkpoint(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> None:
     from forge.checkpoint.checkpoint import averages
     from forge.cli.ckpt_diff import flat
 
@@ -212,7 +212,7 @@ def _align_right(grid: Table, *columns: str) -> None:
             column.justify = "right"
 
 
-def _as_json(checkpoint: Checkpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(checkpoint: StoredCheckpoint, tree: Mapping[str, Any]) -> dict[str, Any]:
     from forge.checkpoint.checkpoint import averages
 
     known = ("progress", "metrics", "task", "fingerprint", "versions", "stack")
@@ -311,11 +311,11 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
 # -- reading and printing ---------------------------------------------------------------------------------------------
 
 
-def _find(path: Path) -> Checkpoint:
+def _find(path: Path) -> StoredCheckpoint:
     """Find the checkpoint of a path; its own path begins like the one that the user gave."""
-    from forge.checkpoint import Checkpoint
+    from forge.checkpoint import StoredCheckpoint
 
-    return Checkpoint(_as_given(Checkpoint.find(path).path, path))
+    return StoredCheckpoint(_as_given(StoredCheckpoint.find(path).path, path))
 
 
 def _as_given(found: Path, given: Path) -> Path:

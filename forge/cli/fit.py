@@ -82,14 +82,14 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
         return
     from forge.metrics.media import is_diagnostic
     from forge.runs.compare import bests
-    from forge.runs.folder import Run
+    from forge.runs.folder import RunFolder
     from forge.runs.summary import summary
 
     diagnostics = [name for name in result.metrics if is_diagnostic(name, trainer.stack.names)]
     if diagnostics:
         plugins = ", ".join(dict.fromkeys(name.partition("/")[0] for name in sorted(diagnostics)))
         lines = {"also": f"{len(diagnostics)} metrics of {plugins}, in the run's logs", **lines}
-    best = bests(Run(result.run_dir)) if result.run_dir is not None else {}
+    best = bests(RunFolder(result.run_dir)) if result.run_dir is not None else {}
     console.print()
     shown_metrics = {name: value for name, value in result.metrics.items() if name not in diagnostics}
     console.print(summary(shown_metrics, best, lines), soft_wrap=True)

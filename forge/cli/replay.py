@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    from forge.checkpoint import Checkpoint, manifest
+    from forge.checkpoint import StoredCheckpoint, manifest
     from forge.checkpoint.checkpoint import NAME
 
     if not path.is_dir():
@@ -66,7 +66,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ForgeError(
             f"{path} is no replay bundle. {_bundles_in(path if path.name == 'anomaly' else path / 'anomaly')}"
         )
-    tree = Checkpoint(path).load()
+    tree = StoredCheckpoint(path).load()
     if not tree.keys() >= PARTS:
         raise ForgeError(f"{path} is no replay bundle; those are in RUN/anomaly/, written by the plugin anomaly.")
     if tree["window"] is None:

@@ -20,7 +20,7 @@ from forge.errors import ForgeError, did_you_mean
 from forge.runs import compare, wording
 from forge.runs.directions import mode_of
 from forge.runs.find import RUNS, label, locate, runs_in
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge.util import show
 
 EXAMPLES = """\
@@ -90,26 +90,26 @@ def _list(folder: str, metric: str | None, as_json: bool) -> int:
     return 0
 
 
-def _sorted(runs: Sequence[Run], metric: str) -> list[Run]:
+def _sorted(runs: Sequence[RunFolder], metric: str) -> list[RunFolder]:
     known = {name for run in runs for name in run.final}
     if metric not in known:
         raise ForgeError(f"None of these {len(runs)} runs has a metric {metric!r}.{did_you_mean(metric, known)}")
     sign = 1 if mode_of(metric) == "min" else -1
 
-    def rank(run: Run) -> tuple[bool, float]:
+    def rank(run: RunFolder) -> tuple[bool, float]:
         value = run.final.get(metric, math.nan)
         return not math.isfinite(value), sign * value if math.isfinite(value) else 0.0
 
     return sorted(runs, key=rank)
 
 
-def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
+def _table(runs: Sequence[RunFolder], metric: str | None, console: Console) -> Table:
     """Build a table with as many columns as fit; the run, its status and its metrics always stay."""
     counts = Counter(name for run in runs for name in run.final if name.startswith(("val/", "test/")))
     metrics = [name for name, _ in counts.most_common(MOST_METRICS)]
     if metric and metric not in metrics:
         metrics.insert(0, metric)
-    columns: dict[str, Callable[[Run], str | Text]] = {
+    columns: dict[str, Callable[[RunFolder], str | Text]] = {
         "run": label,
         "recipe": lambda run: run.recipe,
         "task": lambda run: run.task,
@@ -140,7 +140,7 @@ def _table(runs: Sequence[Run], metric: str | None, console: Console) -> Table:
         columns.pop(first, None)
 
 
-def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]) -> Table:
+def _filled(runs: Sequence[RunFolder], columns: dict[str, Callable[[RunFolder], str | Text]]) -> Table:
     grid = show.table(*columns)
     for column in grid.columns:
         if "/" in str(column.header) or column.header in ("updates", "duration"):
@@ -151,16 +151,16 @@ def _filled(runs: Sequence[Run], columns: dict[str, Callable[[Run], str | Text]]
     return grid
 
 
-def _updates(run: Run) -> str:
+def _updates(run: RunFolder) -> str:
     return f"{run.updates}/{run.planned}" if run.planned and run.planned != run.updates else str(run.updates)
 
 
-def _best(run: Run) -> str:
+def _best(run: RunFolder) -> str:
     best = run.best
     return "" if best is None else f"{wording.number(best.value)} at {best.update}"
 
 
-def run_as_json(run: Run) -> dict[str, Any]:
+def run_as_json(run: RunFolder) -> dict[str, Any]:
     return {
         "path": str(run.path),
         "name": run.name,
@@ -181,7 +181,7 @@ def run_as_json(run: Run) -> dict[str, Any]:
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
-def _compare(runs: Sequence[Run], as_json: bool) -> int:
+def _compare(runs: Sequence[RunFolder], as_json: bool) -> int:
     parts = compare.compare(runs)
     if as_json:
         content = {"runs": [str(run.path) for run in runs], **{name: _finite(rows) for name, rows in parts.items()}}

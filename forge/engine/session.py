@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge.checkpoint import Checkpoint, check_savable, load_weights
+from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
 from forge.data.windows import Feed, check_loader
@@ -52,7 +52,7 @@ class Session:
         self.trainer, self.weights = trainer, weights
         self.plugins = list(trainer.stack)
         self.outer_trainer = task.trainer
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: StoredCheckpoint | None = None
         self.continues = False
         "Whether the checkpoint is this run's own, rather than another's that it branches off."
         self.card: dict[str, Any] | None = None

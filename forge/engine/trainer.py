@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from forge.checkpoint import check_savable, settle
+from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, resolve
 from forge.config.recipe import Recipe
 from forge.config.settings import GivenSettings, signature
@@ -159,7 +159,7 @@ class Trainer(Run):
     def _is_saved(self) -> bool:
         """Whether the state after the last update is on disk by now."""
         with self.env.no_timeout():
-            settle()
+            wait_until_written()
         where = choose.checkpoints_of(self.run_dir) if self.run_dir is not None else None
         failed = where is not None and where.folder.is_dir() and not where.path(self.progress.update).exists()
         return self.saved_at == self.progress.update and not failed

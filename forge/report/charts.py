@@ -1,4 +1,4 @@
-"""Which curves of a run, or of several, stand in which chart."""
+"""Group the curves of one or several runs into charts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forge.report.svg import COLORS, DASHES, Chart, Look, Point
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 
 STAGES = ("train", "val", "test")
 TITLES = {
@@ -34,9 +34,9 @@ class Panel:
     key: str
     series: dict[str, Sequence[Point]] = field(default_factory=dict)
     is_aside: bool = False
-    "Whether it belongs to a plugin's own notes, which are folded away."
+    "Whether it shows what a plugin logs about itself, which is folded away."
     looks: dict[str, Look] = field(default_factory=dict)
-    "Of several runs: the colour of the run, and the line of its stage."
+    "With several runs: the colour of the run, and the dashes of its stage."
 
     @property
     def title(self) -> str:
@@ -44,7 +44,7 @@ class Panel:
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Results first, then how training went, then the rest."""
+        """Sort results first, then other metrics, then the course of training, then plugins."""
         if self.key in FIRST:
             return 0, FIRST.index(self.key), ""
         if self.key in LAST:
@@ -56,15 +56,15 @@ class Panel:
         steep = bool(values) and min(values) > 0 and max(values) > 100 * min(values)
         log_y = steep and (self.key == "grad_norm" or "loss" in self.key)
         alone = list(self.series) == [self.key]
-        series = {self.title: self.series[self.key]} if alone else self.series  # the title says it all
+        series = {self.title: self.series[self.key]} if alone else self.series  # no legend needed
         looks = [self.looks[name] for name in self.series] if self.looks else []
-        if len(set(looks)) < len(looks):  # too many to be told apart so
+        if len(set(looks)) < len(looks):  # too many to distinguish this way
             looks = []
         return Chart(series, self.title, "update", "", WIDTH, HEIGHT, log_y, looks).draw(styled=False)
 
 
-def panels(runs: Mapping[str, Run]) -> list[Panel]:
-    """The charts of runs by label; with one run the label is left out."""
+def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
+    """Return the charts of runs by label; the label of a single run is omitted."""
     found: dict[str, Panel] = {}
     for number, (label, run) in enumerate(runs.items()):
         plugins = _plugins(run)
@@ -79,14 +79,15 @@ def panels(runs: Mapping[str, Run]) -> list[Panel]:
                 continue
             curve = f"{label} {line}".removesuffix(f" {key}")
             panel.series[curve] = points
-            panel.looks[curve] = _look(number, STAGES.index(line) if line in STAGES else drawn[key])
+            dashes = STAGES.index(line) if line in STAGES else drawn[key]
+            panel.looks[curve] = number % COLORS, dashes % len(DASHES)
             drawn[key] += 1
     every = [part for panel in found.values() for part in _parts(panel)]
     return sorted(every, key=lambda panel: panel.rank)
 
 
 def place(name: str, plugins: frozenset[str]) -> tuple[str, str, bool]:
-    """(chart, curve, whether it is a plugin's own note) of a metric."""
+    """Return (chart, curve, whether a plugin logs it about itself) of a metric."""
     head, _, rest = name.partition("/")
     last = name.rpartition("/")[2]
     if head in STAGES and rest:
@@ -105,7 +106,7 @@ def place(name: str, plugins: frozenset[str]) -> tuple[str, str, bool]:
 
 
 def _parts(panel: Panel) -> list[Panel]:
-    """More curves than one can tell apart become several charts."""
+    """Split a chart with too many curves to distinguish."""
     names = list(panel.series)
     if len(names) <= MOST_SERIES:
         return [panel]
@@ -115,10 +116,5 @@ def _parts(panel: Panel) -> list[Panel]:
     ]
 
 
-def _look(run: int, line: int) -> Look:
-    """One colour a run in every chart, training drawn through and validation dashed."""
-    return run % COLORS, line % len(DASHES)
-
-
-def _plugins(run: Run) -> frozenset[str]:
+def _plugins(run: RunFolder) -> frozenset[str]:
     return frozenset(str(plugin.get("name")).partition("@")[0] for plugin in run.stack)

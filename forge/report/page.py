@@ -18,15 +18,15 @@ from forge.report.charts import MOST_CHARTS, panels
 from forge.report.markdown import as_html
 from forge.report.svg import STYLE
 from forge.runs import compare, wording
-from forge.runs.attempts import left_out, lives_of, shown
-from forge.runs.folder import Run
-from forge.util.text import short_path
+from forge.runs.attempts import attempts_of, omitted, shown
+from forge.runs.folder import RunFolder, as_dict
+from forge.util.text import format_bytes, short_path
 from forge.version import __version__
 
 MOST_TEXTS = 10
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunFolder]) -> str:
     """Render the whole document."""
     several = len(runs) > 1
     labels = [(chr(ord("A") + i) if i < 26 else str(i + 1)) if several else "" for i in range(len(runs))]
@@ -48,13 +48,13 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def title_of(run: Run) -> str:
+def title_of(run: RunFolder) -> str:
     return f"{run.subject or 'run'} · {run.path.absolute().name}"
 
 
-def describe(run: Run, label: str) -> dict[str, Any]:
+def describe(run: RunFolder, label: str) -> dict[str, Any]:
     """Collect the values that the template shows of a run."""
-    every = lives_of(run)
+    every = attempts_of(run)
     found, note = pictures(run)
     return {
         "label": label,
@@ -67,19 +67,19 @@ def describe(run: Run, label: str) -> dict[str, Any]:
         "pictures_note": note,
         "texts": texts(run),
         "attempts": [
-            [number, life.started, life.update, life.command, ", ".join(changed)]
-            for number, life, changed in (shown(every) if len(every) > 1 else ())
+            [number, attempt.started, attempt.update, attempt.command, ", ".join(changed)]
+            for number, attempt, changed in (shown(every) if len(every) > 1 else ())
         ],
-        "attempts_note": left_out(every),
+        "attempts_note": omitted(every),
         "card": card_rows(run, is_only_attempt=len(every) < 2),
         "stack": [[plugin.get("name"), _options(plugin.get("options"))] for plugin in run.stack],
         "ledger": ledger_rows(run),
-        "checkpoints": [[c.name, ", ".join(c.marks), wording.size(c.bytes)] for c in run.checkpoints],
+        "checkpoints": [[c.name, ", ".join(c.marks), format_bytes(c.bytes)] for c in run.checkpoints],
         "recipe": run.recipe_text,
     }
 
 
-def outcome(run: Run) -> str:
+def outcome(run: RunFolder) -> str:
     """Say in one sentence how the run went."""
     updates = wording.counted(run.updates, "update")
     if run.planned and run.planned != run.updates:
@@ -97,7 +97,7 @@ def outcome(run: Run) -> str:
     return f"{done}; whether it still runs cannot be determined here."
 
 
-def tiles(run: Run) -> dict[str, str]:
+def tiles(run: RunFolder) -> dict[str, str]:
     """Return the figures at the top of the page, by label."""
     best = list(compare.bests(run).items())[:2]
     return {
@@ -105,19 +105,19 @@ def tiles(run: Run) -> dict[str, str]:
         "epochs": f"{run.epochs:,}",
         "time": wording.duration(run.seconds),
         "samples per second, overall": wording.number(round(run.rate)) if run.rate else "",
-        "parameters": wording.count(_mapping(run.card.get("task")).get("parameters")),
+        "parameters": wording.count(as_dict(run.card.get("task")).get("parameters")),
         "device": str(run.card.get("device") or ""),
         **{f"best {name}": wording.number(value) for name, (_, value) in best},
     }
 
 
-def metrics_rows(run: Run) -> list[list[Any]]:
+def metrics_rows(run: RunFolder) -> list[list[Any]]:
     """Return (name, last value, best value, its update) of every metric."""
     best = {name: [wording.number(value), update] for name, (update, value) in compare.bests(run).items()}
     return [[name, wording.number(run.final[name]), *best.get(name, ["", ""])] for name in compare.metrics_of(run)]
 
 
-def pictures(run: Run) -> tuple[list[images.Picture], str]:
+def pictures(run: RunFolder) -> tuple[list[images.Picture], str]:
     """Return the last picture of every name in the run's TensorBoard files, and a note about those not shown."""
     folder = run.path / "tensorboard"
     if not folder.is_dir():
@@ -131,7 +131,7 @@ def pictures(run: Run) -> tuple[list[images.Picture], str]:
     return drawn, f"{wording.counted(more, 'more picture')}: forge board {short_path(run.path)}" if more else ""
 
 
-def texts(run: Run) -> dict[str, list[tuple[str, Markup]]]:
+def texts(run: RunFolder) -> dict[str, list[tuple[str, Markup]]]:
     """Return the last texts of every name, newest first; a text logged again unchanged appears once."""
     by_name: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for line in run.texts:
@@ -151,10 +151,10 @@ def _when(line: Mapping[str, Any], since: Any) -> str:
     return f"at update {update}" + ("" if since == update else f", unchanged since {since}")
 
 
-def card_rows(run: Run, is_only_attempt: bool) -> list[list[Any]]:
+def card_rows(run: RunFolder, is_only_attempt: bool) -> list[list[Any]]:
     """Return the run card as rows; the table of attempts shows when and by which command a resumed run started."""
     card = run.card
-    task, resumed_from = _mapping(card.get("task")), card.get("resumed_from")
+    task, resumed_from = as_dict(card.get("task")), card.get("resumed_from")
     own = {
         "started": card.get("started"),
         "command": card.get("command"),
@@ -165,19 +165,19 @@ def card_rows(run: Run, is_only_attempt: bool) -> list[list[Any]]:
         "recipe": card.get("recipe"),
         "task": f"{task.get('class')}({_options(task.get('options'))})" if task else None,
         "parameters": f"{count:,}" if type(count := task.get("parameters")) is int else "",
-        "optimizer": ", ".join(map(str, _mapping(card.get("optimizers")).values())),
+        "optimizer": ", ".join(map(str, as_dict(card.get("optimizers")).values())),
         "seed": card.get("seed"),
         "device": card.get("device"),
         "ranks": card.get("world"),
         "kept as saved": wording.kept_options(card.get("kept_options")),
         "machine": card.get("machine"),
-        "versions": ", ".join(f"{name} {version}" for name, version in _mapping(card.get("versions")).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in as_dict(card.get("versions")).items()),
         "git": compare.surroundings(run).get("commit"),
     }
     return [[key, value] for key, value in rows.items() if value not in (None, "")]
 
 
-def ledger_rows(run: Run) -> list[list[Any]]:
+def ledger_rows(run: RunFolder) -> list[list[Any]]:
     """Return RUN/ledger.json as rows; a row of another shape is skipped."""
     rows = []
     for row in run.costs:
@@ -190,7 +190,7 @@ def ledger_rows(run: Run) -> list[list[Any]]:
     return rows
 
 
-def comparison(runs: Sequence[Run], labels: Sequence[str]) -> dict[str, list[list[Any]]]:
+def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, list[list[Any]]]:
     """Return the tables of a page about several runs."""
     parts = compare.compare(runs)
     differences = [compare.difference(values) for values in parts["result"].values()]
@@ -213,8 +213,4 @@ def _cells(rows: compare.Rows, text: Any) -> list[list[Any]]:
 
 
 def _options(values: Any) -> str:
-    return ", ".join(f"{key}={wording.value_text(value)}" for key, value in _mapping(values).items())
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return ", ".join(f"{key}={wording.value_text(value)}" for key, value in as_dict(values).items())

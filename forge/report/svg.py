@@ -1,4 +1,4 @@
-"""Curves as one SVG text: no library, no script, readable on light and on dark."""
+"""Draw curves as SVG: no library, no script, readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from forge.report.ticks import SMALLEST, log_ticks, nice_ticks, tick_text
 
 Point = tuple[float, float]
 Look = tuple[int, int]
-"""The number of a colour, and of a way to dash the line (0: not at all)."""
+"""The number of a colour, and of a dash pattern (0: solid)."""
 
 COLORS = 7
-"""Okabe and Ito's colours, which the colour-blind tell apart; further series take them again, dashed."""
+"""Okabe and Ito's colours, which colour-blind readers can distinguish; further series repeat them, dashed."""
 DASHES = ("", "6 4", "2 4", "9 3 2 3")
 STYLE = """
 .forge-chart{background:#fff;color:#1f2933;font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
@@ -29,11 +29,11 @@ max-width:100%;height:auto;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#cc79a7;-
 .forge-chart .lost{stroke:#d64545;stroke-width:1.6;fill:none}
 """.replace("\n", "")
 LETTER = 6.4
-"""About how wide a letter is; there is nobody to ask."""
+"""The approximate width of a letter."""
 MOST_POINTS = 2000
-"""A longer series is drawn by its lowest and highest point of every stretch."""
+"""A longer series is thinned to the extremes of every stretch."""
 MOST_DOTS = 40
-"""Up to so many points each has a dot, which says its value when it is pointed at."""
+"""Up to this many points have a dot, with a tooltip of the value."""
 MOST_LOST = 40
 
 
@@ -46,16 +46,16 @@ def line_chart(
     height: int = 320,
     log_y: bool = False,
 ) -> str:
-    """Curves by name as one `<svg>`, for a page or a file of its own.
+    """Draw curves by name as one `<svg>`, for a page or a file.
 
-    What is not finite leaves a gap and a small red cross on the axis; with `log_y`, so does what is not positive. Each
-    curve's `data-points` holds its points as they were given, `x,y x,y ...`.
+    A value that is not finite leaves a gap and a small red cross on the axis; with `log_y`, so does one that is not
+    positive. Each curve's `data-points` holds its points exactly, as `x,y x,y ...`.
     """
     return Chart(series, title, x_label, y_label, width, height, log_y).draw()
 
 
 class Chart:
-    """One picture. `x` and `y` turn values into its coordinates."""
+    """One chart; `x` and `y` convert values to coordinates."""
 
     def __init__(
         self,
@@ -79,27 +79,20 @@ class Chart:
         self.left_x, self.right_x = _spread([x for x, _ in shown], 0.0)
         if 0 < self.left_x < 0.2 * self.right_x:
             self.left_x = 0.0
-        self.bottom_y, self.top_y = self._y_range([y for _, y in shown])
+        self.bottom_y, self.top_y = _spread([math.log10(y) if self.log_y else y for _, y in shown], 0.05)
         self.x_ticks = [] if self.empty else nice_ticks(self.left_x, self.right_x, max(3, width // 70))
-        self.y_ticks = self._y_ticks(max(4, height // 45))
+        if self.log_y:
+            self.y_ticks = log_ticks(10 ** max(self.bottom_y, -300), 10 ** min(self.top_y, 300))
+        else:
+            self.y_ticks = nice_ticks(self.bottom_y, self.top_y, max(4, height // 45))
         self.legend = list(self._legend())
         self.top = 14.0 + 22 * bool(title) + (18 * (1 + self.legend[-1][1]) if self.legend else 0) + 14 * bool(y_label)
         self.floor = height - (40.0 if x_label else 26.0)
         longest = max((len(tick_text(tick)) for tick in self.y_ticks), default=1)
         self.left, self.right = 14 + LETTER * (longest + 1), width - 18.0
 
-    def _y_range(self, values: list[float]) -> tuple[float, float]:
-        if not self.log_y:
-            return _spread(values, 0.05)
-        return _spread([math.log10(value) for value in values], 0.05)
-
-    def _y_ticks(self, about: int) -> list[float]:
-        if self.log_y:
-            return log_ticks(10 ** max(self.bottom_y, -300), 10 ** min(self.top_y, 300))
-        return nice_ticks(self.bottom_y, self.top_y, about)
-
     def _legend(self) -> Iterator[tuple[str, int, float]]:
-        """(name, line, x) of every entry, as many on a line as there is room for."""
+        """Yield (name, line, x) of every entry, as many on a line as fit."""
         x, line = 14.0, 0
         if len(self.series) == 1 and next(iter(self.series)) in (self.title, self.y_label):
             return
@@ -120,7 +113,7 @@ class Chart:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def draw(self, styled: bool = True) -> str:
-        """The text; a page that has STYLE once does without it here."""
+        """Return the SVG, without STYLE if the page already has it."""
         name = _text(self.title or ", ".join(self.series) or "chart")
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="{name}" '
@@ -178,11 +171,11 @@ class Chart:
         for run in runs:
             for x, y in run if few or len(run) == 1 else ():
                 at = f'cx="{self.x(x):.2f}" cy="{self.y(y):.2f}" r="{3.2 if len(run) == 1 else 2.4}"'
-                told = f"{name}: {y:.6g} at {x:.10g}"
-                yield f'<circle fill="var(--c{self.looks[index][0] % COLORS})" {at}><title>{told}</title></circle>'
+                value = f"{name}: {y:.6g} at {x:.10g}"
+                yield f'<circle fill="var(--c{self.looks[index][0] % COLORS})" {at}><title>{value}</title></circle>'
 
     def _runs(self, points: Sequence[Point]) -> Iterator[list[Point]]:
-        """Stretches without a gap."""
+        """Yield stretches without a gap."""
         run: list[Point] = []
         for point in points:
             if self._is_shown(point):
@@ -194,7 +187,7 @@ class Chart:
             yield run
 
     def _lost(self) -> Iterator[str]:
-        """Crosses on the axis, where a value has no place in the picture."""
+        """Yield crosses on the axis for values that cannot be drawn."""
         crosses = 0
         for name, points in self.series.items():
             for x, y in points:
@@ -212,7 +205,7 @@ class Chart:
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """At most so many of the points: of every stretch the lowest and the highest, and both ends."""
+    """Return at most `most` points: both ends, and the lowest and highest of every stretch."""
     if len(points) <= most:
         return points
     inner = points[1:-1]
@@ -225,7 +218,7 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
 
 def _spread(values: Sequence[float], room: float) -> tuple[float, float]:
-    """(lowest, highest) with some room around them, and never the same number twice."""
+    """Return (lowest, highest) with a margin, never equal."""
     if not values:
         return 0.0, 1.0
     lowest, highest = min(values), max(values)
@@ -248,7 +241,7 @@ def _exact(value: float) -> str:
 
 
 def _text(text: str) -> str:
-    """As the content of an element or an attribute; what XML cannot hold is left out."""
+    """Escape text for an element or an attribute; drop characters that XML cannot hold."""
     return escape("".join(letter for letter in text if letter.isprintable()))
 
 
@@ -257,5 +250,5 @@ def _short(text: str, most: int = 48) -> str:
 
 
 def _is_finite(point: Point) -> bool:
-    """Whether there can be a place for it: arithmetic with it must not overflow either."""
+    """Whether a point can be drawn: arithmetic with it must not overflow either."""
     return math.isfinite(point[0]) and abs(point[0]) < 1e300 and math.isfinite(point[1]) and abs(point[1]) < 1e300

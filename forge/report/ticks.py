@@ -1,15 +1,15 @@
-"""Round numbers for axes."""
+"""Choose round numbers for axes."""
 
 from __future__ import annotations
 
 import math
 
 SMALLEST = 1e-300
-"""Below it floats lose their digits, and a power of ten is zero."""
+"""Smaller floats lose precision."""
 
 
 def nice_ticks(lowest: float, highest: float, about: int = 6) -> list[float]:
-    """Round numbers between two values; none where they are too close for arithmetic."""
+    """Return round numbers between two values; none if they are too close for arithmetic."""
     raw = (highest - lowest) / about
     if raw < SMALLEST:
         return []
@@ -21,7 +21,7 @@ def nice_ticks(lowest: float, highest: float, about: int = 6) -> list[float]:
 
 
 def log_ticks(lowest: float, highest: float) -> list[float]:
-    """Round numbers between two positive values on a logarithmic axis: powers of ten, with 2 and 5 if they are few."""
+    """Return round numbers between two positive values on a logarithmic axis: powers of ten, with 2 and 5 if few."""
     exponents = range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)
     stride = max(1, len(exponents) // 6)
     factors = (1, 2, 5) if len(exponents) <= 4 else (1,)
@@ -30,7 +30,7 @@ def log_ticks(lowest: float, highest: float) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """ "0.25", "40k", "1e-5": short, and the same number when it is read back."""
+    """Format a tick, short but exact: "0.25", "40k", "1e-5"."""
     size = abs(value)
     if value and (size >= 1e9 or size < 1e-3):
         return f"{value:.6g}".replace("e-0", "e-").replace("e+0", "e")

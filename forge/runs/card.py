@@ -1,4 +1,4 @@
-"""The run folder, the run card (what ran, with what, on what) and the word at its end (what it came to)."""
+"""Write the run card (what ran, with which options, on which machine) and the record of its end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from forge.contract.task import TaskModule
 
 END = "end.json"
-"""Written when a fit ends, in whatever way it can still write; removed when the run goes on."""
+"""Written when a fit ends, in any way that still permits it; removed when the run resumes."""
 
 
 def new_run_dir(group: str) -> Path:
-    """`runs/<group>/<time>-<id>`: a name that no other run has."""
+    """Return a unique name `runs/<group>/<time>-<id>`."""
     return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
@@ -46,13 +46,13 @@ def group_of(recipe: AnyRecipe | None, task: str) -> str:
 
 
 def name_of(task: TaskModule) -> str:
-    """What a task is called: its class, unless it has a `task_name`, as one that stands for another module does."""
+    """Return the task's class name, or its `task_name` if it wraps another module."""
     given = getattr(task, "task_name", None)
     return given if isinstance(given, str) and given else type(task).__name__
 
 
 def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
-    """Everything needed to understand a run later, as plain data."""
+    """Return everything needed to understand a run later, as plain data."""
     task = trainer.task
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -81,16 +81,16 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
 
 
 def command(words: list[str]) -> str:
-    """What the user has typed, without the folders that the program lies in."""
+    """Return the command line without the program's folder."""
     program = Path(words[0])
     shown = f"python -m {program.parent.name}" if program.name == "__main__.py" else shlex.quote(program.name)
     return " ".join([shown, *map(shlex.quote, words[1:])])
 
 
 def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
-    """`card.json` for programs, `card.md` for people, with `more` at its end."""
+    """Write `card.json` for programs and `card.md` for people, with `more` at its end."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / END).unlink(missing_ok=True)  # a new life has begun: what the last one came to holds no more
+    (folder / END).unlink(missing_ok=True)  # it describes the previous attempt
     for name, text in {
         "card.json": json.dumps(card, indent=2) + "\n",
         "card.md": card_as_markdown(card) + more,
@@ -100,20 +100,20 @@ def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
 
 
 def config_text(trainer: Run, card: dict[str, Any]) -> str:
-    """`config.yaml`: the recipe, under comments about what it does not say of this run."""
+    """Return `config.yaml`: the recipe, under comments on what it does not show of this run."""
     assert trainer.recipe is not None
     notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.has_plugins_in_code else []
     kept = wording.kept_options(card["kept_options"])
     if kept:
         notes.append(
-            f"Continued from update {card['resumed_from']} with the optimizer's options as saved: {kept}. What this "
-            "recipe says of them had no effect; in a new run it would have."
+            f"Resumed from update {card['resumed_from']} with the optimizer's options as saved: {kept}. Their values "
+            "in this recipe had no effect; in a new run they would."
         )
     return "".join(f"# {' '.join(note.split())}\n" for note in notes) + trainer.recipe.to_yaml()
 
 
 def write_end(trainer: Run, started: str, error: BaseException | None, seconds: float) -> None:
-    """`end.json`: how the fit ended whose card says `started`, after how long, and every metric that it still logs."""
+    """Write `end.json`: how and when the fit that began at `started` ended, and its current metrics."""
     assert trainer.run_dir is not None
     progress = trainer.progress
     status, reason = ending(trainer, error)
@@ -135,7 +135,7 @@ def write_end(trainer: Run, started: str, error: BaseException | None, seconds: 
 
 
 def ending(trainer: Run, error: BaseException | None) -> tuple[str, str]:
-    """(finished, interrupted or failed, why) of a fit that ends now."""
+    """Return (finished, interrupted or failed, reason) of a fit that ends now."""
     if error is None:
         return "finished", trainer.stop_reason or trainer.limit_reached or ""
     if isinstance(error, SystemExit) and type(error.code) is int and error.code > 128:
@@ -146,7 +146,7 @@ def ending(trainer: Run, error: BaseException | None) -> tuple[str, str]:
 
 
 def card_as_markdown(card: dict[str, Any]) -> str:
-    """The card as a short Markdown page."""
+    """Return the card as a short Markdown page."""
     task, git = card["task"], card["git"]
     repo = f"`{git['commit'][:12]}` on {git['branch']}{', with local changes' if git['dirty'] else ''}" if git else "–"
     rows = {
@@ -179,7 +179,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether there are local changes, of the repository the user stands in; None outside one."""
+    """Return commit, branch and whether the folder's repository has local changes; None outside a repository."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)

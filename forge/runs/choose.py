@@ -1,7 +1,7 @@
-"""Resumption: which run is continued, from which checkpoint, and in which folder.
+"""Choose the run to resume, its checkpoint, and the run folder.
 
-First `choose` a folder, then lock it, then `find` the checkpoint in it: what another process is doing there is neither
-tidied away nor overlooked.
+First `choose` a folder, then lock it, then `find` the checkpoint in it: the lock keeps the unfinished work of
+another process from being removed or missed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.checkpoint import Checkpoint, Checkpoints, settle
+from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
 
@@ -22,46 +22,46 @@ logger = logging.getLogger("forge")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a fit writes, and the run folder or checkpoint that it goes on from."""
+class RunChoice:
+    """The run folder of a fit, and the run folder or checkpoint that it resumes."""
 
     run_dir: Path | None
     source: Path | None = None
 
     @property
     def continues(self) -> bool:
-        """Whether the run goes on in its own folder, rather than branching off another."""
+        """Whether the run resumes in its own folder, rather than starting a new one from another."""
         return self.source is not None and self.source == self.run_dir
 
 
-def choose(trainer: Run, task: str) -> Choice:
-    """Decide where a fit of the task called `task` writes; nothing is written or removed."""
+def choose(trainer: Run, task: str) -> RunChoice:
+    """Choose the run folder for a fit of the task named `task`; nothing is written or removed."""
     wanted: Any = trainer.wanted_run_dir
     if trainer.resume is None:
-        return Choice(_new_folder(trainer, task))
+        return RunChoice(_new_folder(trainer, task))
     if wanted is False:
-        raise CheckpointError("resume= needs a run folder to go on in; run_dir=False forbids one.")
+        raise CheckpointError("resume= needs a run folder; run_dir=False forbids one.")
     if trainer.resume != "auto":
         return _from_path(trainer, task, Path(trainer.resume).absolute())
     if wanted is not None:
         folder = Path(wanted).absolute()
-        return Choice(folder, folder)
+        return RunChoice(folder, folder)
     group = Path("runs") / group_of(trainer.recipe, task)
     newest = newest_run(group.absolute())
     if newest is None:
         logger.info("Nothing to resume in %s: a new run.", group)
-        return Choice(_new_folder(trainer, task))
-    return Choice(newest, newest)
+        return RunChoice(_new_folder(trainer, task))
+    return RunChoice(newest, newest)
 
 
-def find(choice: Choice) -> Checkpoint | None:
-    """The checkpoint to go on from; None where the chosen run has none yet."""
+def find(choice: RunChoice) -> StoredCheckpoint | None:
+    """Return the checkpoint to resume from; None if the chosen run has none yet."""
     if choice.source is None:
         return None
     if not choice.continues:
-        return Checkpoint.find(choice.source)
+        return StoredCheckpoint.find(choice.source)
     folder = checkpoints_of(choice.source)
-    folder.sweep()  # what a kill left half replaced gets its name back
+    folder.sweep()  # finishes replacements that a kill interrupted
     found = folder.newest_valid()
     if found is None and folder.all():
         raise CheckpointError(
@@ -72,14 +72,14 @@ def find(choice: Choice) -> Checkpoint | None:
     return found
 
 
-def newest(trainer: Run) -> Checkpoint:
-    """The newest valid checkpoint of the running fit, the one that is still being written included."""
+def newest(trainer: Run) -> StoredCheckpoint:
+    """Return the newest valid checkpoint of the running fit, after waiting for one being written."""
     run_dir = trainer.run_dir
     with trainer.env.no_timeout():
-        settle()
+        wait_until_written()
         found = None if run_dir is None else trainer.env.from_first(checkpoints_of(run_dir).newest_valid)
     if found is None:
-        raise CheckpointError("There is no checkpoint to go back to yet. Save more often: checkpoint.every.")
+        raise CheckpointError("No checkpoint to return to yet. Save more often: checkpoint.every.")
     return found
 
 
@@ -88,7 +88,7 @@ def checkpoints_of(run_dir: Path) -> Checkpoints:
 
 
 def newest_run(group: Path) -> Path | None:
-    """The newest run folder of a group that holds checkpoints; names begin with their time."""
+    """Return the newest run folder of a group that holds checkpoints; names begin with the time."""
     if not group.is_dir():
         return None
     runs = [folder for folder in group.iterdir() if folder.is_dir() and checkpoints_of(folder).all()]
@@ -96,7 +96,7 @@ def newest_run(group: Path) -> Path | None:
 
 
 def _new_folder(trainer: Run, task: str) -> Path | None:
-    """A folder for a new run. One that holds a run's checkpoints is not trained over."""
+    """Return the folder of a new run; raise if it already holds checkpoints."""
     wanted: Any = trainer.wanted_run_dir
     if wanted is False:
         return None
@@ -105,16 +105,16 @@ def _new_folder(trainer: Run, task: str) -> Path | None:
     there = checkpoints_of(Path(wanted)).all()
     if there:
         raise CheckpointError(
-            f"{wanted} holds the checkpoints of a run already (up to {there[-1].name}). Say --resume or "
+            f"{wanted} already holds the checkpoints of a run (up to {there[-1].name}). Use --resume or "
             'resume="auto" to continue it, or choose another run folder.'
         )
-    return Path(wanted).absolute()  # whatever the process does about its working directory
+    return Path(wanted).absolute()  # the working directory may change later
 
 
-def _from_path(trainer: Run, task: str, path: Path) -> Choice:
-    """A run folder is continued where it is; a single checkpoint, or another run, is where a new run begins."""
+def _from_path(trainer: Run, task: str, path: Path) -> RunChoice:
+    """Resume a run folder in place; a single checkpoint, or another run, starts a new run."""
     wanted: Any = trainer.wanted_run_dir
     is_run = (path / "checkpoints").is_dir()
     if is_run and (wanted is None or Path(wanted).resolve() == path.resolve()):
-        return Choice(path, path)
-    return Choice(_new_folder(trainer, task), path)
+        return RunChoice(path, path)
+    return RunChoice(_new_folder(trainer, task), path)

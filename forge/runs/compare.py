@@ -1,25 +1,25 @@
-"""Several runs side by side: recipe, result and surroundings as flat values by dotted name."""
+"""Compare runs: recipe, result and surroundings as flat values by dotted name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from forge.runs.attempts import changed_setup, commands, lives_of
-from forge.runs.directions import best_of, mode_of
-from forge.runs.folder import Run, is_modest
+from forge.runs.attempts import attempts_of, changed_setup, commands
+from forge.runs.directions import best_of, metric_rank, mode_of
+from forge.runs.folder import RunFolder, as_dict, is_modest
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
-"""Of what plugins say of themselves, what is a result."""
+"""Metrics of plugins that count as results."""
 MOST_SETTINGS = 10_000
 
 
-def compare(runs: Sequence[Run]) -> dict[str, Rows]:
-    """What differs between runs, in three parts; None where a run does not have it. Results are shown in full."""
+def compare(runs: Sequence[RunFolder]) -> dict[str, Rows]:
+    """Return the differences between runs, in three parts; None for a missing value. Results are complete."""
     return {
         "recipe": only_names(differing(runs, settings)),
         "result": rows(runs, results),
@@ -27,32 +27,32 @@ def compare(runs: Sequence[Run]) -> dict[str, Rows]:
     }
 
 
-def rows(runs: Sequence[Run], tell: Callable[[Run], dict[str, Any]]) -> Rows:
-    told = [tell(run) for run in runs]
-    keys = dict.fromkeys(key for values in told for key in values)
-    return {key: [values.get(key) for values in told] for key in keys}
+def rows(runs: Sequence[RunFolder], read: Callable[[RunFolder], dict[str, Any]]) -> Rows:
+    by_run = [read(run) for run in runs]
+    keys = dict.fromkeys(key for values in by_run for key in values)
+    return {key: [values.get(key) for values in by_run] for key in keys}
 
 
-def differing(runs: Sequence[Run], tell: Callable[[Run], dict[str, Any]]) -> Rows:
-    return {key: values for key, values in rows(runs, tell).items() if any(value != values[0] for value in values)}
+def differing(runs: Sequence[RunFolder], read: Callable[[RunFolder], dict[str, Any]]) -> Rows:
+    return {key: values for key, values in rows(runs, read).items() if any(value != values[0] for value in values)}
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """The recipe as it ran, defaults included: the card has every option of task, trainer and plugins."""
+def settings(run: RunFolder) -> dict[str, Any]:
+    """Return the recipe with all defaults: the card has every option of task, trainer and plugins."""
     card = run.card
-    task = _mapping(card.get("task"))
-    found = {"recipe": card.get("recipe"), "task": task.get("class"), **_flat(_mapping(task.get("options")), "task")}
+    task = as_dict(card.get("task"))
+    found = {"recipe": card.get("recipe"), "task": task.get("class"), **_flat(as_dict(task.get("options")), "task")}
     found |= _flat(_data(run), "data")
-    found |= _flat(_mapping(card.get("trainer")), "trainer")
-    found |= _flat(_mapping(card.get("optimizers")), "")
+    found |= _flat(as_dict(card.get("trainer")), "trainer")
+    found |= _flat(as_dict(card.get("optimizers")), "")
     for plugin in run.stack:
         name = str(plugin.get("name"))
-        found |= {f"plugin {name}": "yes", **_flat(_mapping(plugin.get("options")), name)}
+        found |= {f"plugin {name}": "yes", **_flat(as_dict(plugin.get("options")), name)}
     return found | {"order of plugins": ", ".join(str(plugin.get("name")) for plugin in run.stack)}
 
 
-def results(run: Run) -> dict[str, Any]:
-    """What it came to: counters, time, and every metric's last and best value."""
+def results(run: RunFolder) -> dict[str, Any]:
+    """Return counters, time, and every metric's last and best value."""
     found: dict[str, Any] = {
         "status": run.status,
         "updates": run.updates,
@@ -68,51 +68,42 @@ def results(run: Run) -> dict[str, Any]:
     return found
 
 
-def metrics_of(run: Run) -> list[str]:
-    """Names of metrics that are results: training, validation, test, then others, without plugins' notes to self."""
+def metrics_of(run: RunFolder) -> list[str]:
+    """Return the names of metrics that are results, sorted; those that plugins log about themselves are not."""
     plugins = {str(plugin.get("name")).partition("@")[0] for plugin in run.stack}
-    heads = ("val", "test", "train")
-
-    def rank(name: str) -> tuple[int, str]:
-        head = name.partition("/")[0]
-        return (heads.index(head) if head in heads else len(heads), name)
-
     own = [name for name in run.final if name in KEPT or "/" not in name or name.partition("/")[0] not in plugins]
-    return sorted(own, key=rank)
+    return sorted(own, key=metric_rank)
 
 
-def bests(run: Run) -> dict[str, tuple[int, float]]:
-    """(update, value) of the best validation or test of every metric whose name, or checkpoint, says what is better."""
+def bests(run: RunFolder) -> dict[str, tuple[int, float]]:
+    """Return the best (update, value) in validation or test of every metric with a known direction."""
     found = {}
     for name, points in run.series.items():
-        watched = run.best is not None and run.best.monitor == name
-        mode = run.best.mode if run.best is not None and watched else mode_of(name)
+        mode = run.best.mode if run.best is not None and run.best.monitor == name else mode_of(name)
         if mode in ("min", "max") and name.startswith(("val/", "test/")):
-            best = best_of(points, mode)
-            if best is not None:
-                found[name] = best
-    return found
+            found[name] = best_of(points, mode)
+    return {name: best for name, best in found.items() if best is not None}
 
 
-def surroundings(run: Run) -> dict[str, Any]:
-    """Where it ran, and with what; of a run that was continued, what each of its lives had."""
-    card, git = run.card, _mapping(run.card.get("git"))
+def surroundings(run: RunFolder) -> dict[str, Any]:
+    """Return machine, versions and command; of a resumed run, those of all attempts."""
+    card, git = run.card, as_dict(run.card.get("git"))
     commit = f"{str(git.get('commit'))[:12]}{' with local changes' if git.get('dirty') else ''}" if git else None
-    lives = lives_of(run)
+    attempts = attempts_of(run)
     return {
-        "command": commands(lives) if len(lives) > 1 else card.get("command"),
-        **_flat(_mapping(card.get("versions")), ""),
+        "command": commands(attempts) if len(attempts) > 1 else card.get("command"),
+        **_flat(as_dict(card.get("versions")), ""),
         "device": card.get("device"),
         "machine": card.get("machine"),
         "ranks": card.get("world"),
         "commit": commit,
-        "parameters": _mapping(card.get("task")).get("parameters"),
-        **changed_setup(lives),
+        "parameters": as_dict(card.get("task")).get("parameters"),
+        **changed_setup(attempts),
     }
 
 
 def difference(values: Sequence[Any]) -> float | None:
-    """The second number less the first, if there are two."""
+    """Return the second number minus the first; None unless both are finite."""
     match values:
         case [int() | float() as one, int() | float() as other] if math.isfinite(one) and math.isfinite(other):
             return other - one
@@ -120,7 +111,7 @@ def difference(values: Sequence[Any]) -> float | None:
 
 
 def only_names(found: Rows) -> Rows:
-    """A plugin that one run does not have is one row, without a row for each of its options."""
+    """Drop the options of plugins that some run lacks: one row per plugin is enough."""
     absent = {key.removeprefix("plugin ") for key in found if key.startswith("plugin ")}
     kept = {key: values for key, values in found.items() if key.partition(".")[0] not in absent}
     if absent:
@@ -128,27 +119,18 @@ def only_names(found: Rows) -> Rows:
     return kept
 
 
-def _data(run: Run) -> dict[str, Any]:
-    """The recipe's data section: the card does not have it."""
+def _data(run: RunFolder) -> dict[str, Any]:
+    """Return the recipe's data section, which the card lacks."""
     try:
         config = yaml.safe_load(run.recipe_text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return _mapping(_mapping(config).get("data")) if is_modest(config, MOST_SETTINGS) else {}
+    return as_dict(as_dict(config).get("data")) if is_modest(config, MOST_SETTINGS) else {}
 
 
 def _flat(values: Mapping[str, Any], parent: str) -> dict[str, Any]:
-    return dict(_leaves(values, parent))
-
-
-def _leaves(values: Mapping[str, Any], parent: str) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{parent}.{key}" if parent else str(key)
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, name)
-        else:
-            yield name, value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+        found |= _flat(value, name) if isinstance(value, dict) and value else {name: value}
+    return found

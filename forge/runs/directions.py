@@ -1,4 +1,4 @@
-"""Whether more of a metric is better, as far as its name tells."""
+"""Whether larger values of a metric are better, judged by its name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 Mode = Literal["min", "max"]
+HEADS = ("val", "test", "train")
 
 LESS = {"loss", "error", "err", "nll", "perplexity", "ppl", "bpc", "mse", "mae", "rmse", "wer", "cer", "fid", "entropy"}
 MORE = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "r2", "bleu", "rouge", "score"}
@@ -21,8 +22,14 @@ def mode_of(name: str) -> Mode | None:
     return "max" if words & MORE else None
 
 
+def metric_rank(name: str) -> tuple[int, str]:
+    """Return a sort key: validation, test, training, then other metrics."""
+    head = name.partition("/")[0]
+    return (HEADS.index(head) if head in HEADS else len(HEADS)), name
+
+
 def best_of(points: Iterable[tuple[int, float]], mode: Mode) -> tuple[int, float] | None:
-    """(update, value) of the best finite point; of equals the earliest."""
+    """Return the best finite (update, value); the earliest of equals."""
     finite = [point for point in points if math.isfinite(point[1])]
     sign = 1 if mode == "min" else -1
     return min(finite, key=lambda point: sign * point[1], default=None)

@@ -1,7 +1,6 @@
-"""A run folder, read back: what ran, how it went, what it came to.
+"""Read a run folder: what ran, how it went and what it left.
 
-Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. What cannot be read is left
-out, and the rest is shown.
+Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. Unreadable parts are skipped.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from typing import Any
 from forge.runs.lock import is_held
 
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
-LIVES = "lives.json"
-"""There once a run has been continued: see forge/runs/attempts.py."""
+ATTEMPTS = "lives.json"
+"""Exists once a run has been resumed: see forge/runs/attempts.py."""
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
-"""A file that should be small and is larger is not read."""
+"""The largest file that is read as a whole."""
 DEEPEST = 50
-"""Nothing that forge writes has parts in parts in parts further down."""
+"""Levels of nesting; forge writes far fewer."""
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint by its name; nothing of it has been verified."""
+class ListedCheckpoint:
+    """A checkpoint found by its name, not verified."""
 
     name: str
     update: int
     bytes: int
     marks: tuple[str, ...]
-    "Links that point to it: latest, best."
+    "Links to it: latest, best."
 
 
 @dataclass(frozen=True)
-class Best:
-    """What the checkpoint `best` was kept for."""
+class BestMetric:
+    """The metric that the checkpoint `best` was kept for."""
 
     monitor: str
     mode: str
@@ -50,8 +49,8 @@ class Best:
     value: float
 
 
-class Run:
-    """One run. Everything is read when it is first asked for."""
+class RunFolder:
+    """One run, read lazily."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -69,16 +68,15 @@ class Run:
 
     @cached_property
     def end(self) -> dict[str, Any]:
-        """What was written at the end; empty while the run goes on, and after a kill. The end of an earlier life is
-        none: it says of which life it is."""
+        """The record of the last attempt's end; empty while it runs, and after a kill."""
         found = _read_object(self.path / "end.json")
-        of_another = self.card and found.get("started") not in (None, self.card.get("started"))
-        return {} if of_another else found
+        of_earlier_attempt = self.card and found.get("started") not in (None, self.card.get("started"))
+        return {} if of_earlier_attempt else found
 
     @cached_property
-    def lives(self) -> list[dict[str, Any]]:
-        """What was written of each of its lives; nothing where there was one."""
-        found = _list(_read_object(self.path / LIVES).get("lives"))
+    def attempts(self) -> list[dict[str, Any]]:
+        """The records of its attempts; empty if the run was never resumed."""
+        found = _list(_read_object(self.path / ATTEMPTS).get("lives"))
         return [record for record in found if isinstance(record, dict)]
 
     @cached_property
@@ -87,7 +85,7 @@ class Run:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that a kill has cut short is none."""
+        """The complete lines of metrics.jsonl."""
         return [line for line in _read_lines(self.path / "metrics.jsonl") if _whole(line, "update")]
 
     @cached_property
@@ -97,7 +95,6 @@ class Run:
 
     @cached_property
     def recipe_text(self) -> str:
-        """config.yaml as it is."""
         return _read_text(self.path / "config.yaml")
 
     # -- what ran -----------------------------------------------------------------------------------------------------
@@ -108,22 +105,22 @@ class Run:
 
     @property
     def task(self) -> str:
-        return _word(_object(self.card.get("task")).get("class"))
+        return _word(as_dict(self.card.get("task")).get("class"))
 
     @property
     def subject(self) -> str:
-        """What it is about: the recipe, or the task where the recipe is a stack, which names none."""
+        """The recipe, or the task if the recipe names no task."""
         names_task = self.card.get("group") in (None, self.recipe)
         return (self.recipe if names_task else "") or self.task or self.recipe
 
     @property
     def stack(self) -> list[dict[str, Any]]:
-        """Its plugins, outermost first."""
+        """The plugins, outermost first."""
         return [plugin for plugin in _list(self.card.get("stack")) if isinstance(plugin, dict)]
 
     @property
     def costs(self) -> list[dict[str, Any]]:
-        """What the plugin ledger has written of each hook."""
+        """The rows of the plugin ledger, one per hook."""
         return [row for row in _list(self.ledger.get("rows")) if isinstance(row, dict)]
 
     @property
@@ -132,7 +129,7 @@ class Run:
 
     @cached_property
     def started(self) -> float:
-        """When its last life began, in seconds since 1970."""
+        """Start of the last attempt, in seconds since 1970."""
         try:
             return datetime.strptime(str(self.card.get("started")), "%Y-%m-%d %H:%M:%S %z").timestamp()
         except (ValueError, OverflowError):
@@ -142,13 +139,13 @@ class Run:
 
     @cached_property
     def status(self) -> str:
-        """One of STATUSES. "killed" is a run that nobody holds and that left no word of its end."""
+        """One of STATUSES; "killed" if no process holds the run and its end was not recorded."""
         held = is_held(self.path)
         if held:
             return "running"
-        said = self.end.get("status")
-        if said in STATUSES:
-            return str(said)
+        recorded = self.end.get("status")
+        if recorded in STATUSES:
+            return str(recorded)
         if held is None:
             return "unknown"
         weights, card = _changed(self.path / "weights.safetensors"), _changed(self.path / "card.json")
@@ -177,10 +174,10 @@ class Run:
 
     @cached_property
     def seconds(self) -> float:
-        """How long it trained, over all its lives; each one's clock began at zero."""
+        """Training time over all attempts, each of which starts its clock at zero."""
         at_end = _seconds(self.end.get("seconds")) or 0.0
         if at_end and self.resumed_from is None:
-            return at_end  # one life: no line needs to be read
+            return at_end  # one attempt: no line needs to be read
         total = last = 0.0
         for line in self.records:
             now = _seconds(line.get("time"))
@@ -192,50 +189,47 @@ class Run:
 
     @property
     def resumed_from(self) -> int | None:
-        """The update after which its last life began; None where that was its first."""
+        """The update that the last attempt resumed from; None for a first attempt."""
         return self.card["resumed_from"] if _whole(self.card, "resumed_from") else None
 
     @property
     def _own_lines(self) -> list[dict[str, Any]]:
-        """The lines of its last life, as far as there are any yet."""
+        """The lines of the last attempt so far."""
         return [line for line in self.records if line["update"] > (self.resumed_from or 0)]
 
     @property
     def rate(self) -> float | None:
-        """Samples per second, over all; None where there is no time to tell of."""
+        """Samples per second overall; None if no time was recorded."""
         return self.samples / self.seconds if self.seconds else None
 
     @cached_property
     def series(self) -> dict[str, list[tuple[int, float]]]:
-        """(update, value) of every metric; NaN where the value was not finite."""
+        """(update, value) of every metric; NaN for values that were not finite."""
         return _series(self.records)
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """The latest value of every metric that its last life still logged. An end that has been written spares
+        """The latest value of every metric that the last attempt still logged, from end.json if possible: that spares
         reading every line."""
-        said = self.end.get("metrics")
-        if not isinstance(said, dict):
+        ended = self.end.get("metrics")
+        if not isinstance(ended, dict):
             latest = {name: points[-1][1] for name, points in self.series.items()}
             return current_metrics(latest, _series(self._own_lines)) if self.resumed_from else latest
-        found = {
-            name: _number(value) for name, value in said.items() if value is None or isinstance(value, (int, float))
-        }
-        if _changed(self.path / "metrics.jsonl") >= _changed(self.path / "end.json"):  # perhaps a test was added since
+        found = {name: _number(value) for name, value in ended.items() if _is_number(value)}
+        if _changed(self.path / "metrics.jsonl") >= _changed(self.path / "end.json"):  # a test may have followed
             found = {name: points[-1][1] for name, points in _series(self._later_lines).items()} | found
         return found
 
     @property
     def _later_lines(self) -> list[dict[str, Any]]:
-        """The lines that came after the fit: a test counts no updates."""
-        later = takewhile(lambda line: line["update"] == 0, reversed(self.records))
-        return list(later)[::-1]
+        """The lines after the fit: a test counts no updates."""
+        return list(takewhile(lambda line: line["update"] == 0, reversed(self.records)))[::-1]
 
     # -- what it left -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Oldest first."""
+    def checkpoints(self) -> list[ListedCheckpoint]:
+        """The checkpoints, oldest first."""
         folder, found, marks = self.path / "checkpoints", [], {}
         for entry in _entries(folder):
             if entry.is_symlink():
@@ -243,32 +237,32 @@ class Run:
             elif entry.name.startswith("update-") and entry.name[7:].isdigit() and entry.is_dir():
                 found.append(entry.name)
         return [
-            Checkpoint(name, int(name[7:]), _size(folder / name), tuple(sorted(marks.get(name, ()))))
+            ListedCheckpoint(name, int(name[7:]), _size(folder / name), tuple(sorted(marks.get(name, ()))))
             for name in sorted(found, key=lambda name: int(name[7:]))
         ]
 
     @cached_property
-    def best(self) -> Best | None:
-        """What the checkpoint `best` says of itself."""
-        plugins = _object(_read_object(self.path / "checkpoints" / "best" / "state.json").get("plugins"))
+    def best(self) -> BestMetric | None:
+        """The metric recorded in the checkpoint `best`."""
+        plugins = as_dict(_read_object(self.path / "checkpoints" / "best" / "state.json").get("plugins"))
         for state in plugins.values():
             match state:
                 case {
-                    "monitor": str(monitor),
+                    "monitor": str(metric),
                     "mode": str(mode),
-                    "best": [{"update": int(update), "value": float(value)}, *_],
+                    "best": [{"update": int(at), "value": float(best)}, *_],
                 }:
-                    return Best(monitor, mode, update, value)
+                    return BestMetric(metric, mode, at, best)
         return None
 
 
 def is_run(path: Path) -> bool:
-    """A run folder is one with a card, or with metrics."""
+    """Whether a folder holds a card or metrics."""
     return any((path / name).is_file() for name in ("card.json", "metrics.jsonl"))
 
 
 def find_runs(folder: Path, depth: int = 4) -> Iterator[Path]:
-    """Every run folder in a folder, itself included; there are no runs inside of runs."""
+    """Yield every run folder in a folder, itself included; runs are not nested."""
     if is_run(folder):
         yield folder
     elif depth:
@@ -279,24 +273,22 @@ def find_runs(folder: Path, depth: int = 4) -> Iterator[Path]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return ""
-        return path.read_text(encoding="utf-8", errors="replace")
+        is_small = path.stat().st_size <= MOST_BYTES
+        return path.read_text(encoding="utf-8", errors="replace") if is_small else ""
     except OSError:
         return ""
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = _object(json.loads(_read_text(path)))
+        found = as_dict(json.loads(_read_text(path)))
     except (ValueError, RecursionError):
         return {}
     return found if is_modest(found) else {}
 
 
 def is_modest(tree: Any, most: int = MOST_BYTES) -> bool:
-    """Whether what was read has at most so many parts, none of them deep inside; YAML can hold itself, or a part over
-    and over."""
+    """Whether a tree has at most `most` parts and DEEPEST levels: YAML can contain itself, or repeat a part."""
     level, count = [tree], 0
     for _ in range(DEEPEST):
         count += len(level)
@@ -315,7 +307,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    found.append(_object(json.loads(line)))
+                    found.append(as_dict(json.loads(line)))
                 except (ValueError, RecursionError):
                     continue
     except OSError:
@@ -327,9 +319,8 @@ def _series(lines: Iterable[dict[str, Any]]) -> dict[str, list[tuple[int, float]
     found: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name in COUNTERS or not (value is None or isinstance(value, (int, float))):
-                continue
-            found.setdefault(name, []).append((line["update"], _number(value)))
+            if name not in COUNTERS and _is_number(value):
+                found.setdefault(name, []).append((line["update"], _number(value)))
     return found
 
 
@@ -352,7 +343,7 @@ def _size(folder: Path) -> int:
     return sum(entry.stat(follow_symlinks=False).st_size for entry in _entries(folder))
 
 
-def _object(value: Any) -> dict[str, Any]:
+def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -365,7 +356,7 @@ def _parts(parent: dict[str, Any] | list[Any]) -> list[Any]:
 
 
 def _seconds(value: Any) -> float | None:
-    """A time that a clock can have shown: from a millisecond to a few thousand years."""
+    """A plausible time, from a millisecond to a few thousand years; None for others."""
     seconds = _number(value) if isinstance(value, (int, float)) else math.nan
     return (seconds if seconds >= 1e-3 else 0.0) if 0 <= seconds < 1e11 else None
 
@@ -378,8 +369,12 @@ def _whole(line: dict[str, Any], name: str) -> bool:
     return type(line.get(name)) is int and 0 <= line[name] < 2**53
 
 
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float))
+
+
 def _number(value: Any) -> float:
-    """As a float; null stands for what is not finite."""
+    """Return a float; null stands for a value that was not finite."""
     try:
         return math.nan if value is None else float(value)
     except OverflowError:
@@ -390,17 +385,17 @@ EVALUATIONS = ("val", "test")
 
 
 def current_metrics(latest: Mapping[str, Any], logged: Collection[str]) -> dict[str, Any]:
-    """The metrics without those that nobody logs any more.
+    """Return the metrics without those that are no longer logged.
 
-    A run must go on with all of them, to end as one that was never cut off; what is written down of it need not. A name
-    that this life has not logged is gone if others of its kind have been: a plugin that logged it was taken out, say.
-    Where no validation came yet, the last one of an earlier life is still the latest there is.
+    A resumed run keeps all of them, so that it ends like one that was never interrupted; its records need not. A name
+    that this attempt has not logged is dropped if others of its kind were logged: its plugin was removed, say. Before
+    the first validation of an attempt, the values of the last one still hold.
     """
     seen = {kind_of(name) for name in logged}
     return {name: value for name, value in latest.items() if name in logged or kind_of(name) not in seen}
 
 
 def kind_of(name: str) -> str:
-    """By which log a metric comes: val, test, or train for all that comes along with the updates."""
+    """Return the log a metric belongs to: val, test, or train for everything logged with updates."""
     head = name.partition("/")[0]
     return head if head in EVALUATIONS else "train"

@@ -1,7 +1,7 @@
-"""RunLock: one process per run folder.
+"""Lock a run folder for one process.
 
-A POSIX record lock: the kernel lets go of it when the process ends in whatever way, and forked data workers do not
-inherit it. The file stays when the lock is released: removing it would let two processes lock two files of one name.
+A POSIX record lock: the kernel releases it when the process ends in any way, and forked data workers do not inherit it.
+The file stays after a release: removing it would let two processes lock two files of the same name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("forge")
 NAME = ".lock"
 
 _held: dict[str, int] = {}
-"""Run folder → process that holds it. Within one process the kernel would grant the lock twice."""
+"""Run folder → process that holds it: within one process the kernel would grant the lock twice."""
 _warned: list[str] = []
 
 
@@ -39,8 +39,8 @@ class RunLock:
         self._pid: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock; a CheckpointError names the process that has it."""
-        # before the file is opened: closing it again would release the lock that this process holds
+        """Take the lock, or raise a CheckpointError that names its holder."""
+        # before the file is opened: closing it would release the lock of this process
         if _held.get(self._key) == os.getpid():
             raise CheckpointError(f"{self.run_dir} is in use by another run in this process. {_ADVICE}")
         if fcntl is None:
@@ -70,7 +70,7 @@ class RunLock:
             raise CheckpointError(f"{self.run_dir / NAME} cannot be opened: {error.strerror}.") from error
 
     def release(self) -> None:
-        """Let go; without a lock, and in a forked child, this does nothing."""
+        """Release the lock; does nothing without a lock and in a forked child."""
         if self._descriptor is None or self._pid != os.getpid():
             return
         descriptor, self._descriptor = self._descriptor, None
@@ -94,13 +94,13 @@ _ADVICE = "Wait until it ends, or give this run another run_dir."
 def _warn(why: str) -> None:
     if not _warned:
         _warned.append(why)
-        logger.warning("Nothing keeps a second process out of this run folder: %s.", why)
+        logger.warning("This run folder cannot be locked against a second process: %s.", why)
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Whether the lock of a run folder is held; None where nobody can say.
+    """Whether the lock of a run folder is held; None if unknown.
 
-    Who holds it writes its name into the file, and empties it when it lets go.
+    The holder writes its name into the file, and empties it on release.
     """
     path = run_dir / NAME
     try:
@@ -110,7 +110,7 @@ def is_held(run_dir: Path) -> bool | None:
         return False
     except OSError:
         return None
-    # asked before the file is opened: closing it again would release the lock that this process holds
+    # before the file is opened: closing it would release the lock of this process
     if _held.get(os.path.realpath(run_dir)) == os.getpid():
         return True
     if fcntl is None:
@@ -124,5 +124,5 @@ def is_held(run_dir: Path) -> bool | None:
     except OSError as error:
         return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
     finally:
-        os.close(descriptor)  # which lets go of it too
+        os.close(descriptor)  # releases the lock too
     return False

@@ -1,4 +1,4 @@
-"""What a fit came to, as a table for the end of a terminal."""
+"""The result of a fit, as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.runs import wording
-from forge.runs.folder import Run
+from forge.runs.directions import metric_rank
+from forge.runs.folder import RunFolder
 from forge.util.text import command, short_path
-
-ORDER = ("val", "test", "train")
 
 
 def summary(
@@ -23,13 +22,13 @@ def summary(
     lines: Mapping[str, str],
     best_since: int | None = None,
 ) -> Group:
-    """Last and best value of every metric, then lines by label. Bests before the update `best_since` are not known."""
+    """Show last and best value of every metric, then lines by label. Bests before update `best_since` are unknown."""
     heading = "best" if best_since is None else f"best since {best_since}"
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     grid.add_column("metric", overflow="fold")
     for column in ("last", *([heading, "update"] if best else [])):
         grid.add_column(column, justify="right", no_wrap=True)
-    for name in sorted(metrics, key=_rank):
+    for name in sorted(metrics, key=metric_rank):
         update, value = best.get(name, (None, None))
         style = "bold" if name.startswith(("val/", "test/")) else ""
         cells = [Text(wording.number(metrics[name]), style)]
@@ -43,9 +42,9 @@ def summary(
 
 
 def folder_lines(run_dir: Path) -> dict[str, str]:
-    """Where the run is, what it saved, and how to look at it."""
+    """Return the run folder, its checkpoints, and commands to inspect it, by label."""
     lines, folder, forge = {"run folder": short_path(run_dir)}, quote(short_path(run_dir)), quote(command("forge"))
-    saved = [f"{c.name} ({', '.join(c.marks)})" if c.marks else c.name for c in Run(run_dir).checkpoints]
+    saved = [f"{c.name} ({', '.join(c.marks)})" if c.marks else c.name for c in RunFolder(run_dir).checkpoints]
     if saved:
         more = [f"{len(saved) - 3} more", *saved[-3:]] if len(saved) > 3 else saved
         lines["checkpoints"] = ", ".join(more)
@@ -53,8 +52,3 @@ def folder_lines(run_dir: Path) -> dict[str, str]:
         lines["look"] = f"{forge} board {folder}"
     lines["send"] = f"{forge} report {folder}"
     return lines
-
-
-def _rank(name: str) -> tuple[int, str]:
-    head = name.partition("/")[0]
-    return (ORDER.index(head) if head in ORDER else len(ORDER)), name

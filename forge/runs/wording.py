@@ -1,4 +1,4 @@
-"""Numbers and times as people read them, in tables and on pages."""
+"""Format numbers and times for tables and pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def number(value: Any) -> str:
-    """Whole numbers whole, others with five significant digits."""
+    """Format a number: ints in full, floats with five significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
@@ -19,7 +19,7 @@ def number(value: Any) -> str:
 
 
 def count(value: Any) -> str:
-    """ "85,002", "10.8 million", "1.3 billion"; empty for what is no count."""
+    """ "85,002", "10.8 million", "1.3 billion"; empty for other values."""
     if type(value) is not int or value >= 2**63:
         return ""
     for name, unit in (("billion", 10**9), ("million", 10**6)):
@@ -34,14 +34,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def ended(done: str, reason: str) -> str:
-    """ "3 epochs, as planned (max_epochs)"; after a colon, who stopped it and why."""
+    """ "3 epochs, as planned (max_epochs)", or "3 epochs: " and the reason for the stop."""
     if reason in ("max_epochs", "max_updates"):
         return f"{done}, as planned ({reason})"
     return f"{done}: {reason}" if reason else done
 
 
 def rate(value: float, noun: str) -> str:
-    """ "93.5 updates/s"; empty where nothing was measured."""
+    """ "93.5 updates/s"; empty for zero."""
     if not value:
         return ""
     return f"{value:,.0f} {noun}/s" if value >= 100 else f"{value:.3g} {noun}/s"
@@ -64,36 +64,27 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """When, on this machine's clock."""
+    """Format a time in this machine's time zone."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
 def short_moment(seconds: float) -> str:
-    """The same without the year, where it is this one."""
+    """Format a time, without the year if it is the current one."""
     then, now = time.localtime(seconds), time.localtime()
     return time.strftime("%m-%d %H:%M" if then.tm_year == now.tm_year else "%Y-%m-%d", then) if seconds else ""
 
 
-def size(number: float) -> str:
-    """ "512 B", "1.5 KiB", "2.3 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} GiB"
-
-
 def kept_options(kept: Any) -> str:
-    """What a run card says of options that a continued optimizer has kept: "AdamW lr=0.01 (0.5 is not used)"."""
-    told = [option for option in kept if isinstance(option, dict)] if isinstance(kept, list) else []
+    """Format the options that a resumed optimizer kept: "AdamW lr=0.01 (0.5 is not used)"."""
+    options = [option for option in kept if isinstance(option, dict)] if isinstance(kept, list) else []
     return ", ".join(
         f"{option.get('optimizer')} {option.get('option')}={option.get('used')!r} ({option.get('given')!r} is not used)"
-        for option in told
+        for option in options
     )
 
 
 def value_text(value: Any) -> str:
-    """An option's value as one would write it in a recipe."""
+    """Format an option's value as in a recipe."""
     if value is None:
         return "–"
     if isinstance(value, bool):

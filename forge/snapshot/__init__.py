@@ -1,1 +1,1 @@
-"""Snapshots: a run's state captured, compared and restored."""
+"""Capture, compare and restore the state of a run."""

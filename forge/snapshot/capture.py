@@ -1,4 +1,4 @@
-"""Capture: the whole state of a run as plain data and tensors, taken once, at the boundary of an update."""
+"""Capture the whole state of a run as plain data and tensors, at the boundary of an update."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def capture(trainer: Run) -> dict[str, Any]:
-    """Model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
+    """Return model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
 
-    Tensors are the live ones: whoever keeps them copies them before the next update. Names are the task's own. On
-    several ranks all of them capture, at the same update; what is each rank's own is gathered.
+    Tensors are not copied: copy them before the next update. On several ranks all capture at the same update; state
+    that differs between ranks is gathered.
     """
     if not trainer.at_boundary:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
@@ -53,7 +53,7 @@ def capture(trainer: Run) -> dict[str, Any]:
 
 
 def flags(task: nn.Module) -> dict[str, list[str]]:
-    """What a run may have switched on its way: frozen parameters, modules in evaluation mode."""
+    """Return what a run may switch during training: frozen parameters, modules in evaluation mode."""
     return {
         "frozen": [name for name, parameter in task.named_parameters() if not parameter.requires_grad],
         "evaluating": [name for name, module in task.named_modules() if not module.training],
@@ -61,11 +61,11 @@ def flags(task: nn.Module) -> dict[str, list[str]]:
 
 
 def plugin_states(trainer: Run) -> dict[str, Any]:
-    """`forge_state_dict` of every plugin that has one, by plugin name."""
+    """Return the `forge_state_dict` of every plugin that has one, by name."""
     states = {name: ask(trainer) for name, ask in trainer.stack.implementations("forge_state_dict")}
     return {name: state for name, state in states.items() if state is not None}
 
 
 def describe_plugin(plugin: Plugin) -> dict[str, Any]:
-    """A plugin of the stack by name, with its options."""
+    """Return a plugin's name and options."""
     return {"name": plugin.name, "observer": plugin.observer, "options": plugin_options(plugin)}

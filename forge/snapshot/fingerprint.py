@@ -1,4 +1,4 @@
-"""Fingerprint: what must be the same for a run to be continued, and what is worth a warning if it is not."""
+"""Compare a run with a checkpoint: differences that forbid resuming, and those that deserve a warning."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from forge.checkpoint.weights import EXTRA_STATE
 from forge.errors import CheckpointError
 from forge.version import __version__
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
 
-EXTRA_STATE = "_extra_state"
-"""What torch calls the state of a module that is no parameter or buffer: its shape is its own business."""
 WORDS = {
     "seed": "the seed",
     "window": "the number of micro-batches in a window",
@@ -29,12 +28,12 @@ WORDS = {
 
 
 def fingerprint(trainer: Run) -> dict[str, Any]:
-    """What decides the course of a run beside its state. The model's shapes are compared tensor by tensor."""
+    """Return what determines a run besides its state. The model's shapes are compared tensor by tensor."""
     return {"seed": trainer.seed, "window": trainer.window, "data": trainer.feed.fingerprint()}
 
 
 def surroundings(trainer: Run) -> dict[str, Any]:
-    """What may change between two lives of a run, and with it the last bits."""
+    """Return what may change between two attempts of a run, and can change the last bits."""
     return {
         "forge": __version__,
         "torch": str(torch.__version__),
@@ -47,18 +46,17 @@ def surroundings(trainer: Run) -> dict[str, Any]:
 
 
 def refuse_another_run(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Raise, naming every field, when a checkpoint belongs to a run of another course."""
+    """Raise, naming every field, if a checkpoint belongs to a different run."""
     odd = [f"{WORDS.get(path, path)} was {then!r} and is {this!r}" for path, then, this in differences(saved, now)]
     if odd:
         raise CheckpointError(
-            f"{where} cannot be continued: {'; '.join(odd)}. Put it back as it was, or start a new run "
+            f"{where} cannot be continued: {'; '.join(odd)}. Restore the old value, or start a new run "
             "(from these weights: --weights, or fit(..., weights=...))."
         )
 
 
 def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Raise, naming tensors, when the checkpoint's model is not shaped like this one."""
-
+    """Raise, naming tensors, if names or shapes of the checkpoint's model differ."""
     odd = [f"{name} is not in the checkpoint" for name in now if name not in saved]
     odd += [f"{name} is only in the checkpoint" for name in saved if name not in now]
     odd += [
@@ -69,8 +67,8 @@ def refuse_another_model(saved: Mapping[str, Any], now: Mapping[str, Any], where
     if odd:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise CheckpointError(
-            f"{where} holds another model: {'; '.join(odd[:3])}{more}. Give the task the options that it had, or "
-            "start a new run."
+            f"{where} holds another model: {'; '.join(odd[:3])}{more}. Give the task its former options, or start a "
+            "new run."
         )
 
 
@@ -81,7 +79,7 @@ def _shape(value: Any) -> str:
 
 
 def differences(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, then, now) of every value that differs in two nested mappings."""
+    """Yield (path, then, now) of every value that differs in two nested mappings."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for key in [*then, *(key for key in now if key not in then)]:
             yield from differences(then.get(key), now.get(key), f"{path}.{key}" if path else str(key))

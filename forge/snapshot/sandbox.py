@@ -1,4 +1,4 @@
-"""Keeping: running something of a step beforehand, or once more, without a trace in the run."""
+"""Run part of a step in advance, or again, without side effects on the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
 
 Owned = tuple[dict[str, Tensor | None], str]
-"""A buffer by the dictionary that holds it and its name there: a forward may put another tensor in its place."""
+"""A buffer as (owning dictionary, name): a forward may replace the tensor."""
 
 
 @contextmanager
 def without_side_effects(trainer: Run) -> Iterator[None]:
-    """Whatever runs meanwhile leaves the random numbers, the task's buffers and its metrics as they were."""
+    """Restore the RNG, the task's buffers and its metrics afterwards."""
     device = trainer.env.device
     rng = RNGState.capture(device)
     try:
@@ -34,13 +34,13 @@ def without_side_effects(trainer: Run) -> Iterator[None]:
 
 
 def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:
-    """Every buffer is put back, also one that a forward replaced by another tensor."""
+    """Restore every buffer afterwards, including one that a forward replaced by another tensor."""
     return kept((), [(m._buffers, n) for m in module.modules() for n, b in m._buffers.items() if b is not None])
 
 
 @contextmanager
 def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[None]:
-    """Whatever happens meanwhile, these have the same bits afterwards; one kernel for all of a dtype."""
+    """Restore the bits of these tensors afterwards; one kernel per dtype."""
     own: list[Any] = [owner[name] for owner, name in buffers]
     groups = _alike([*map(_part, tensors), *own])
     copies = [_copied(group) for group in groups]
@@ -50,18 +50,18 @@ def kept(tensors: Sequence[Tensor], buffers: Sequence[Owned] = ()) -> Iterator[N
         for (owner, name), buffer in zip(buffers, own, strict=True):
             owner[name] = buffer
         for group, copy in zip(groups, copies, strict=True):
-            # only so can a buffer be written that a forward replaced in an evaluation
+            # a buffer that a forward replaced during an evaluation is an inference tensor
             with torch.inference_mode() if any(tensor.is_inference() for tensor in group) else torch.no_grad():
                 torch._foreach_copy_(group, copy)
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Without torch.compile, where it is in use: what runs once is not worth compiling, nor compiling again after."""
+    """Disable torch.compile, if it is in use: a single call is not worth compiling or recompiling."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that is divided among several, in the same memory."""
+    """Return this rank's shard of a tensor, sharing its memory."""
     with torch.no_grad():
         return sharding.on_one_rank(tensor)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import forge
-from forge.checkpoint import BackgroundWriter, Checkpoints, Team, write_checkpoint, write_together
-from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import BackgroundWriter, Checkpoints, Writers, write_checkpoint, write_sharded
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
@@ -88,7 +88,7 @@ class Checkpoint(forge.Plugin):
 
     def _forget(self) -> None:
         self._folder: Checkpoints | None = None
-        self._team: Team | None = None
+        self._writers: Writers | None = None
         self._writer: BackgroundWriter | None = None
         self._values: dict[int, float] = {}
         "What the monitor gave, by update, for the checkpoints that there are."
@@ -115,10 +115,10 @@ class Checkpoint(forge.Plugin):
         if self._watched is not None:
             warn_of_none_planned(trainer, "checkpoint.best")
         self._folder = Checkpoints(trainer.run_dir / "checkpoints")
-        self._team = team_of(trainer.env)
+        self._writers = writers_of(trainer.env)
         if trainer.env.is_main:
             self._folder.sweep()
-        self._writer = BackgroundWriter(self._team) if self.config.background else None
+        self._writer = BackgroundWriter(self._writers) if self.config.background else None
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Checkpoint(forge.Plugin):
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         if self._folder is None:
             return
-        if self._writer is not None and (self._team is None or self.config.on_failure == "stop"):
+        if self._writer is not None and (self._writers is None or self.config.on_failure == "stop"):
             # several ranks hear of a failure at different updates: what they do about it must wait for the next save
             self._look(self._writer.check)
         due = [interval for interval in self._every if interval.due(step)]  # all are asked: a clock starts when it is
@@ -167,7 +167,7 @@ class Checkpoint(forge.Plugin):
         assert self._folder is not None
         if self._inherited is None:
             there = updates(self._folder) if trainer.env.is_main else []
-            self._inherited = set(there if self._team is None else trainer.env.broadcast(there))
+            self._inherited = set(there if self._writers is None else trainer.env.broadcast(there))
         saved = {*self._written, *self._inherited, self._writing}
         return {update: value for update, value in self._values.items() if update in saved}
 
@@ -212,8 +212,8 @@ class Checkpoint(forge.Plugin):
     def _write(self, path: Path, capture: dict[str, Any], then: Callable[[], None] | None) -> None:
         if self._writer is not None:
             self._writer.submit(path, capture, then)
-        elif self._team is not None:
-            write_together(path, capture, self._team, then)
+        elif self._writers is not None:
+            write_sharded(path, capture, self._writers, then)
         else:
             write_checkpoint(path, capture)
             if then is not None:
@@ -250,7 +250,7 @@ class Checkpoint(forge.Plugin):
         text = f"There is no checkpoint of update {update} in {self._folder.folder}. {error}"
         if self.config.on_failure == "stop":
             raise CheckpointError(f"{text} The run stops here; with checkpoint.on_failure=warn it goes on.") from error
-        if self._team is None or self._team.is_main:
+        if self._writers is None or self._writers.is_main:
             logger.error("%s The run goes on, and saves when it is due again.", text)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class Checkpoint(forge.Plugin):
             self._compared |= bool(self._values)
 
 
-def team_of(env: Env) -> Team | None:
+def writers_of(env: Env) -> Writers | None:
     """The ranks that save together; None where there is one process."""
     if env.world == 1:
         return None
@@ -281,7 +281,7 @@ def team_of(env: Env) -> Team | None:
             f"{env.world} ranks save their state together through a torch.distributed Store, and the Env of this run's "
             "strategy has none. Let it set `store`."
         )
-    return Team(env.rank, env.world, env.store)
+    return Writers(env.rank, env.world, env.store)
 
 
 def watched(best: Best | str | None) -> Best | None:

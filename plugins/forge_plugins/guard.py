@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import forge
-from forge.checkpoint import settle
+from forge.checkpoint import wait_until_written
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
 from forge_plugins._finite import (
@@ -230,7 +230,7 @@ class Guard(forge.Plugin):
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
-        settle()
+        wait_until_written()
         if not trainer.env.broadcast(last_checkpoint(trainer) is not None):
             raise self._error(trainer, bad, "There is no checkpoint to go back to yet: save more often.")
         if self._rewinds == self.config.max_rewinds:

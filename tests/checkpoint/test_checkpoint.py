@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forge.checkpoint import Checkpoint, Checkpoints, manifest, temp_names, write_checkpoint
+from forge.checkpoint import Checkpoints, StoredCheckpoint, manifest, temp_names, write_checkpoint
 from forge.errors import CheckpointError
 from tests.checkpoint.test_tree import same
 from tests.conftest import PROFILE
@@ -63,25 +63,25 @@ def test_weights_are_the_models_tensors_by_name(tmp_path: Path) -> None:
     weight = torch.randn(4)
     model = {"w": weight, "tied": weight, "_extra_state": {"a": 1}}
     write_checkpoint(tmp_path / "it", {"model": model, "state": {"other": torch.zeros(3)}})
-    assert same(Checkpoint(tmp_path / "it").weights(), {"w": weight, "tied": weight})
+    assert same(StoredCheckpoint(tmp_path / "it").weights(), {"w": weight, "tied": weight})
 
 
 def test_weights_without_a_model_say_so(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "it", {"progress": 1})
     with pytest.raises(CheckpointError, match="holds no model"):
-        Checkpoint(tmp_path / "it").weights()
+        StoredCheckpoint(tmp_path / "it").weights()
 
 
 def test_the_update_is_the_number_in_the_name() -> None:
-    assert Checkpoint("run/update-00000042").update == 42
-    assert Checkpoint("run/update-123456789").update == 123_456_789
+    assert StoredCheckpoint("run/update-00000042").update == 42
+    assert StoredCheckpoint("run/update-123456789").update == 123_456_789
     with pytest.raises(CheckpointError, match="not named"):
-        _ = Checkpoint("run/mine").update
+        _ = StoredCheckpoint("run/mine").update
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no checkpoint at"):
-        Checkpoint(tmp_path / "update-00000001").verify()
+        StoredCheckpoint(tmp_path / "update-00000001").verify()
 
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_newer_format_is_refused_by_its_version(tmp_path: Path, monkeypatch: p
         patch.setattr(manifest, "VERSION", 7)
         write_checkpoint(tmp_path / "it", tree_of(1))
     with pytest.raises(CheckpointError, match="format version 7"):
-        Checkpoint(tmp_path / "it").load()
+        StoredCheckpoint(tmp_path / "it").load()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o277])
@@ -111,7 +111,7 @@ def test_the_folder_is_made_and_is_the_owners_alone(tmp_path: Path) -> None:
 def test_a_second_write_replaces_the_first(tmp_path: Path) -> None:
     for number in (1, 2):
         write_checkpoint(tmp_path / "update-00000001", tree_of(number))
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), tree_of(2))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(2))
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_earlier_ones_and_nothing_of_this_one(
     assert str(target) in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(1))
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -160,7 +160,7 @@ def test_a_rename_that_fails_leaves_the_old_one_in_its_place(
         with pytest.raises(CheckpointError, match="Input/output error"):
             write_checkpoint(tmp_path / "update-00000001", tree_of(2))
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(1))
 
 
 def test_an_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
         write_checkpoint(tmp_path / "it", tree_of(3))
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(3))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(3))
 
 
 # -- killed at every system call --------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def check_folder(folder: Path) -> None:
     for path in folder.iterdir():
         assert path.is_symlink() or path in Checkpoints(folder).all(), f"{path.name} was left behind"
     for path in Checkpoints(folder).all():
-        Checkpoint(path).verify()
+        StoredCheckpoint(path).verify()
 
 
 def every_kill(tmp_path: Path, prepare: Callable[[Path], Any], action: Callable[[Path], Any]) -> list[Path]:
@@ -318,4 +318,4 @@ def test_a_pointer_killed_at_any_system_call_points_to_a_checkpoint(tmp_path: Pa
 
     for folder in every_kill(tmp_path, prepare, action):
         check_folder(folder)
-        assert Checkpoint.find(folder / "latest").load()["progress"]["update"] in (1, 2)
+        assert StoredCheckpoint.find(folder / "latest").load()["progress"]["update"] in (1, 2)

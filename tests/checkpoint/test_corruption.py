@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge.checkpoint import Checkpoint, Checkpoints, manifest, tensors, tree, write_checkpoint
+from forge.checkpoint import Checkpoints, StoredCheckpoint, manifest, tensors, tree, write_checkpoint
 from forge.errors import CheckpointError
 from tests.checkpoint.test_tree import same
 from tests.conftest import PROFILE
@@ -97,9 +97,9 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal(use: Callable[[Checkpoint], object], path: Path) -> str | None:
+def refusal(use: Callable[[StoredCheckpoint], object], path: Path) -> str | None:
     try:
-        use(Checkpoint(path))
+        use(StoredCheckpoint(path))
     except CheckpointError as error:
         return str(error)
     return None
@@ -118,7 +118,7 @@ def check_damages(pristine: Path, tmp_path: Path, count: int, monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(tree, "join", too_early)
             patch.setattr(tensors, "read_header", too_early)
-            for use in (Checkpoint.verify, Checkpoint.load, Checkpoint.weights):
+            for use in (StoredCheckpoint.verify, StoredCheckpoint.load, StoredCheckpoint.weights):
                 message = refusal(use, damaged)
                 assert message is not None, f"{what}: not found by {use.__name__}"
                 assert "update-00000002" in message, what
@@ -159,4 +159,4 @@ def test_a_file_that_changes_between_its_check_and_its_use_cannot_do_harm(
 
     monkeypatch.setattr(tensors, "read_tensors", cut_first)
     with pytest.raises(CheckpointError, match="ends too early"):
-        Checkpoint(folder).load()
+        StoredCheckpoint(folder).load()

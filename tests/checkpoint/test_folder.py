@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.checkpoint import Checkpoint, Checkpoints, temp_names, write_checkpoint
+from forge.checkpoint import Checkpoints, StoredCheckpoint, temp_names, write_checkpoint
 from forge.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import tree_of
 from tests.checkpoint.test_tree import same
@@ -64,7 +64,7 @@ def test_only_real_directories_with_the_very_name_count(checkpoints: Checkpoints
         (folder / name).mkdir()
     (folder / "update-00000077").write_text("a file")
     (folder / "update-00000088").symlink_to("update-00000001")
-    assert [Checkpoint(path).update for path in checkpoints.all()] == [1, 2, 10]
+    assert [StoredCheckpoint(path).update for path in checkpoints.all()] == [1, 2, 10]
 
 
 def test_a_folder_that_is_not_there_has_none(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_no_valid_one_is_none(checkpoints: Checkpoints) -> None:
 def test_a_removed_checkpoint_is_gone_and_the_others_stay(checkpoints: Checkpoints) -> None:
     checkpoints.remove(checkpoints.path(2))
     checkpoints.remove(checkpoints.path(2))
-    assert [Checkpoint(path).update for path in checkpoints.all()] == [1, 10]
+    assert [StoredCheckpoint(path).update for path in checkpoints.all()] == [1, 10]
 
 
 @pytest.mark.parametrize("name", ["..", "../run", "best", "../other/update-00000001", "."])
@@ -163,7 +163,7 @@ def test_a_sweep_finishes_a_replacement_whose_new_one_is_whole(checkpoints: Chec
     checkpoints.path(10).rename(folder / f".update-00000010.old-{end}")
     write_checkpoint(folder / f".update-00000010.tmp-{end}", tree_of(11))
     checkpoints.sweep()
-    assert same(Checkpoint(checkpoints.path(10)).load(), tree_of(11))
+    assert same(StoredCheckpoint(checkpoints.path(10)).load(), tree_of(11))
     assert len(list(folder.iterdir())) == 3
 
 
@@ -175,7 +175,7 @@ def test_a_sweep_undoes_a_replacement_whose_new_one_is_not(torn: str, checkpoint
         write_checkpoint(folder / f".update-00000010.tmp-{end}", tree_of(11))
         damage(folder / f".update-00000010.tmp-{end}")
     checkpoints.sweep()
-    assert same(Checkpoint(checkpoints.path(10)).load(), tree_of(10))
+    assert same(StoredCheckpoint(checkpoints.path(10)).load(), tree_of(10))
     assert len(list(folder.iterdir())) == 3
 
 
@@ -183,7 +183,7 @@ def test_a_sweep_puts_the_old_one_back_where_the_new_one_is_damaged(checkpoints:
     write_checkpoint(checkpoints.folder / f".update-00000010.old-{dead_pid}-{'a' * 12}", tree_of(9))
     damage(checkpoints.path(10))
     checkpoints.sweep()
-    assert same(Checkpoint(checkpoints.path(10)).load(), tree_of(9))
+    assert same(StoredCheckpoint(checkpoints.path(10)).load(), tree_of(9))
 
 
 def test_a_sweep_throws_nothing_away_that_it_cannot_judge(checkpoints: Checkpoints, dead_pid: int) -> None:
@@ -201,7 +201,7 @@ def test_a_pointer_is_a_relative_link_that_moves(checkpoints: Checkpoints, tmp_p
         checkpoints.point("latest", checkpoints.path(number))
     assert os.readlink(checkpoints.folder / "latest") == "update-00000010"
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert same(Checkpoint.find(tmp_path / "moved" / "checkpoints" / "latest").load(), tree_of(10))
+    assert same(StoredCheckpoint.find(tmp_path / "moved" / "checkpoints" / "latest").load(), tree_of(10))
 
 
 def test_a_pointer_is_skipped_where_there_are_no_links(
@@ -224,7 +224,7 @@ def test_a_pointer_does_not_replace_a_directory(checkpoints: Checkpoints) -> Non
 
 @pytest.mark.parametrize("name", ["../latest", "", ".", "a/b", "update-00000001"])
 def test_a_pointer_has_a_simple_name(name: str, checkpoints: Checkpoints) -> None:
-    with pytest.raises(CheckpointError, match="no name for a link"):
+    with pytest.raises(CheckpointError, match="cannot name a link"):
         checkpoints.point(name, checkpoints.path(1))
 
 
@@ -236,39 +236,39 @@ def test_a_user_may_name_run_folder_link_or_checkpoint(given: str, update: int, 
     run = checkpoints.folder.parent
     checkpoints.point("best", checkpoints.path(1))
     (run / "link").symlink_to(run)
-    assert Checkpoint.find(run / given).update == update
-    assert Checkpoint.find(str(run / given)).update == update
+    assert StoredCheckpoint.find(run / given).update == update
+    assert StoredCheckpoint.find(str(run / given)).update == update
 
 
 def test_a_checkpoint_under_another_name_is_found(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "mine", tree_of(1))
-    assert same(Checkpoint.find(tmp_path / "mine").load(), tree_of(1))
+    assert same(StoredCheckpoint.find(tmp_path / "mine").load(), tree_of(1))
 
 
 def test_a_run_is_found_by_its_newest_valid_one(checkpoints: Checkpoints) -> None:
     damage(checkpoints.path(10))
-    assert Checkpoint.find(checkpoints.folder.parent).update == 2
+    assert StoredCheckpoint.find(checkpoints.folder.parent).update == 2
 
 
 def test_a_link_itself_is_not_opened(checkpoints: Checkpoints) -> None:
     checkpoints.point("latest", checkpoints.path(1))
-    with pytest.raises(CheckpointError, match=r"Checkpoint\.find"):
-        Checkpoint(checkpoints.folder / "latest").load()
+    with pytest.raises(CheckpointError, match=r"StoredCheckpoint\.find"):
+        StoredCheckpoint(checkpoints.folder / "latest").load()
 
 
 def test_what_leads_nowhere_is_explained(checkpoints: Checkpoints, tmp_path: Path) -> None:
     checkpoints.point("best", checkpoints.path(1))
     checkpoints.remove(checkpoints.path(1))
-    with pytest.raises(CheckpointError, match="is gone"):
-        Checkpoint.find(checkpoints.folder / "best")
+    with pytest.raises(CheckpointError, match="no longer exists"):
+        StoredCheckpoint.find(checkpoints.folder / "best")
     with pytest.raises(CheckpointError, match="does not exist"):
-        Checkpoint.find(tmp_path / "nowhere")
+        StoredCheckpoint.find(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint in it"):
-        Checkpoint.find(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="it holds no checkpoint"):
+        StoredCheckpoint.find(tmp_path / "empty")
     with pytest.raises(CheckpointError, match="is a file"):
-        Checkpoint.find(checkpoints.path(2) / "model.safetensors")
+        StoredCheckpoint.find(checkpoints.path(2) / "model.safetensors")
     for path in checkpoints.all():
         damage(path)
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints there is valid"):
-        Checkpoint.find(checkpoints.folder.parent)
+        StoredCheckpoint.find(checkpoints.folder.parent)

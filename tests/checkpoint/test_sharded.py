@@ -33,21 +33,21 @@ import forge.checkpoint.tensors
 from forge import load_weights
 from forge.checkpoint import (
     BackgroundWriter,
-    Checkpoint,
     Checkpoints,
-    Team,
+    StoredCheckpoint,
+    Writers,
     check_savable,
     directory,
     manifest,
     placed_like,
     publish,
+    publish_sharded,
     save_weights,
     tensors,
     write_checkpoint,
     write_sharded,
-    write_together,
 )
-from forge.checkpoint.slices import Box, cover, parse_piece_name, piece_name
+from forge.checkpoint.slices import TensorSlice, cover, parse_piece_name, piece_name
 from forge.checkpoint.tree import Split, split
 from forge.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import check_folder, every_kill
@@ -61,11 +61,11 @@ from tests.support.ranks import in_threads, launch, pretending
 # -- boxes ------------------------------------------------------------------------------------------------------------
 
 
-def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def counted(shape: tuple[int, ...], boxes: list[TensorSlice]) -> bool:
     """Whether each entry is in one box, by counting."""
     count = torch.zeros([2 * size for size in shape], dtype=torch.int)
     for box in boxes:
-        count[box.slices] += 1
+        count[box.as_index] += 1
     inside = count[tuple(slice(size) for size in shape)]
     return bool((inside == 1).all()) and int(count.sum()) == math.prod(shape)
 
@@ -75,7 +75,7 @@ def test_boxes_cover_a_tensor_exactly_or_not(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     cells = itertools.product(*(itertools.pairwise(edges) for edges in cuts))
-    boxes = [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
+    boxes = [TensorSlice(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
     assert cover(shape, boxes)
     how = data.draw(st.sampled_from(["drop", "double", "move", "grow", "leave"]))
     chosen = data.draw(st.integers(0, len(boxes) - 1))
@@ -87,14 +87,14 @@ def test_boxes_cover_a_tensor_exactly_or_not(data: st.DataObject) -> None:
     elif how == "double":
         boxes.append(boxes[chosen])
     elif how == "move":
-        boxes[chosen] = Box(tuple(a + b for a, b in zip(begin, one, strict=True)), size)
+        boxes[chosen] = TensorSlice(tuple(a + b for a, b in zip(begin, one, strict=True)), size)
     elif how == "grow":
-        boxes[chosen] = Box(begin, tuple(a + b for a, b in zip(size, one, strict=True)))
+        boxes[chosen] = TensorSlice(begin, tuple(a + b for a, b in zip(size, one, strict=True)))
     assert cover(shape, boxes) == counted(shape, boxes) == (how == "leave")
 
 
 def test_a_piece_is_named_by_its_tensor_and_where_it_begins() -> None:
-    assert piece_name("a@b.w", Box((0, 12), (3, 4))) == "a@b.w@0,12"
+    assert piece_name("a@b.w", TensorSlice((0, 12), (3, 4))) == "a@b.w@0,12"
     assert parse_piece_name("a@b.w@0,12") == ("a@b.w", (0, 12))
     assert [parse_piece_name(text) for text in ("w", "w@", "w@01", "w@-1", "w@1,", "@1", "w@1.5")] == [None] * 7
 
@@ -105,14 +105,17 @@ def test_a_piece_is_named_by_its_tensor_and_where_it_begins() -> None:
 def write_pretended(target: Path, world: int, make: Callable[[], dict[str, Any]]) -> list[Split]:
     """Split what `make` gives on each rank, then write it all together; what each rank wrote."""
     store = dist.HashStore()
-    teams = [Team(rank, world, store) for rank in range(world)]
+    all_writers = [Writers(rank, world, store) for rank in range(world)]
     shares = []
-    for team in teams:
-        with pretending(team.rank, world):
+    for writers in all_writers:
+        with pretending(writers.rank, world):
             check_savable(make())
-            shares.append(split(make(), team))
+            shares.append(split(make(), writers))
     in_threads(
-        world, lambda rank: write_sharded.publish_together(shares[rank], write_sharded.Meeting(teams[rank], target))
+        world,
+        lambda rank: publish_sharded.publish_sharded(
+            shares[rank], publish_sharded.SharedSave(all_writers[rank], target)
+        ),
     )
     return shares
 
@@ -153,7 +156,7 @@ def test_every_placement_comes_back_whole_and_into_every_other(
 
     shares = write_pretended(tmp_path / "it", world, make)
     expected = {"model": full, "more": [torch.arange(9), {"step": torch.tensor(3.0)}]}
-    assert same(Checkpoint(tmp_path / "it").load(), expected)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), expected)
     written = sum(t.nbytes for share in shares for t in (*share.model.values(), *share.state.values()))
     assert written == sum(t.nbytes for t in (*full.values(), torch.arange(9), torch.tensor(3.0)))
     for other, places in OTHERS:
@@ -161,7 +164,7 @@ def test_every_placement_comes_back_whole_and_into_every_other(
             with pretending(rank, math.prod(other)):
                 there = init_device_mesh("cpu", other)
                 live = {name: distribute_tensor(t, there, places, src_data_rank=None) for name, t in full.items()}
-                loaded = Checkpoint(tmp_path / "it").load(place=placed_like(live))
+                loaded = StoredCheckpoint(tmp_path / "it").load(place=placed_like(live))
                 for name, tensor in live.items():
                     got = loaded["model"][name]
                     assert isinstance(got, DTensor)
@@ -177,7 +180,7 @@ def test_whole_tensors_are_dealt_out_by_size(tmp_path: Path) -> None:
     loads = [sum(t.nbytes for t in share.model.values()) for share in shares]
     assert max(loads) - min(loads) <= 100
     assert sum(loads) == sum(sizes)
-    assert same(Checkpoint(tmp_path / "it").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
     names = {"manifest.json", "state.json"}
     names |= {f"{kind}-0000{n}-of-00004.safetensors" for kind in ("model", "state") for n in (1, 2, 3, 4)}
     assert {path.name for path in (tmp_path / "it").iterdir()} == names
@@ -196,7 +199,7 @@ def test_ranks_that_hold_the_same_shard_share_the_work() -> None:
                 there = init_device_mesh("cpu", mesh)
                 spread = [distribute_tensor(t, there, placements, src_data_rank=None) for t in weights]
                 found.append(
-                    sum(t.nbytes for t in split({"a": spread}, Team(rank, 4, dist.HashStore())).state.values())
+                    sum(t.nbytes for t in split({"a": spread}, Writers(rank, 4, dist.HashStore())).state.values())
                 )
         return found
 
@@ -215,7 +218,7 @@ def test_of_meshes_that_hold_the_same_only_the_first_writes(tmp_path: Path) -> N
 
     shares = write_pretended(tmp_path / "it", 4, make)
     assert [list(share.model) for share in shares] == [["w@0,0"], ["w@3,0"], [], []]
-    assert same(Checkpoint(tmp_path / "it").load(), {"model": {"w": full}})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": full}})
 
 
 def test_tied_shards_are_written_once_and_tied_again_even_where_they_are_empty(tmp_path: Path) -> None:
@@ -230,7 +233,7 @@ def test_tied_shards_are_written_once_and_tied_again_even_where_they_are_empty(t
 
     shares = write_pretended(tmp_path / "it", 2, make)
     assert [list(share.model) for share in shares] == [["a@0,0", "c@0,0"], []]
-    loaded = Checkpoint(tmp_path / "it").load()["model"]
+    loaded = StoredCheckpoint(tmp_path / "it").load()["model"]
     assert loaded["a"] is loaded["b"]
     assert loaded["a"] is not loaded["c"]
 
@@ -244,7 +247,7 @@ def test_names_that_read_like_pieces_are_kept_apart(tmp_path: Path) -> None:
 
     write_pretended(tmp_path / "it", 2, make)
     expected = {"model": {"w": full, "w@0,0": torch.ones(1), "w@2,0": torch.zeros(2)}}
-    assert same(Checkpoint(tmp_path / "it").load(), expected)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), expected)
     write_checkpoint(tmp_path / "one", expected)
     assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"w", "w@0,0", "w@2,0"}
 
@@ -267,11 +270,9 @@ def test_what_cannot_be_saved_of_a_dtensor_is_refused_by_its_path() -> None:
         with pytest.raises(CheckpointError, match=r"a\.b is a DTensor of partial sums"):
             check_savable({"a": {"b": DTensor.from_local(torch.ones(2), mesh, [Partial()])}})
         odd = DTensor.from_local(torch.ones(3), mesh, [S0], shape=torch.Size([9]), stride=(1,))
-        with pytest.raises(
-            CheckpointError, match=r"b is a DTensor whose part here is \(3,\); by its placements.*\(4,\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"b is a DTensor whose shard is \(3,\); its placements.*\(4,\)"):
             check_savable({"b": odd})
-        with pytest.raises(CheckpointError, match="w is spread over several ranks, and one alone cannot save it"):
+        with pytest.raises(CheckpointError, match="w is sharded over several ranks, which must save it together"):
             split({"w": distribute_tensor(torch.ones(4), mesh, [S0], src_data_rank=None)})
 
 
@@ -291,15 +292,15 @@ def test_a_slice_reads_only_the_rows_that_it_needs(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(forge.checkpoint.tensors, "read_tensors", watched)
 
-    def loaded(box: Box) -> Tensor:
+    def loaded(box: TensorSlice) -> Tensor:
         read.clear()
-        return Checkpoint(tmp_path / "it").load(place=lambda path, info, read: read(box))["model"]["w"]
+        return StoredCheckpoint(tmp_path / "it").load(place=lambda path, info, read: read(box))["model"]["w"]
 
-    assert torch.equal(loaded(Box((6, 0), (2, 4))), full[6:8])
+    assert torch.equal(loaded(TensorSlice((6, 0), (2, 4))), full[6:8])
     assert read == [("model-00002", (2, 4))]
-    assert torch.equal(loaded(Box((4, 1), (3, 2))), full[4:7, 1:3])
+    assert torch.equal(loaded(TensorSlice((4, 1), (3, 2))), full[4:7, 1:3])
     assert read == [("model-00001", (1, 4)), ("model-00002", (2, 4))]
-    assert Checkpoint(tmp_path / "it").load(place=lambda path, info, read: path)["model"]["w"] == ("model", "w")
+    assert StoredCheckpoint(tmp_path / "it").load(place=lambda path, info, read: path)["model"]["w"] == ("model", "w")
 
 
 def test_a_tensor_is_placed_by_its_name_and_shape_alone(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_a_tensor_is_placed_by_its_name_and_shape_alone(tmp_path: Path) -> None:
             "w": distribute_tensor(full["w"], init_device_mesh("cpu", (2,)), [S0], src_data_rank=None),
             "b": full["b"],
         }
-        loaded = Checkpoint(tmp_path / "it").load(place=placed_like(live))
+        loaded = StoredCheckpoint(tmp_path / "it").load(place=placed_like(live))
         ours = (
             loaded["model"]["w"],
             loaded["optimizers"][""]["state"]["w"]["exp_avg"],
@@ -333,7 +334,7 @@ def test_what_is_tied_is_placed_under_any_of_its_names(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "it", {"model": {"w": full, "tied": full}})
     with pretending(1, 2):
         live = {"w": distribute_tensor(full, init_device_mesh("cpu", (2,)), [S0], src_data_rank=None)}
-        loaded = Checkpoint(tmp_path / "it").load(place=placed_like(live))["model"]
+        loaded = StoredCheckpoint(tmp_path / "it").load(place=placed_like(live))["model"]
         assert isinstance(loaded["w"], DTensor)
         assert loaded["tied"] is loaded["w"]
 
@@ -416,13 +417,13 @@ def whole(value: Any) -> Any:
 
 
 def save_by_two(rank: int, store: dist.Store, folder: Path) -> None:
-    team = Team(rank, 2, store)
+    writers = Writers(rank, 2, store)
     net = spread("fsdp")
     tree = tree_of_net(net, step(net))
     expected = whole(tree)
     if rank == 0:
         write_checkpoint(folder / "expected", expected)
-    writer = BackgroundWriter(team)
+    writer = BackgroundWriter(writers)
     seen: list[list[str]] = []
     then = (lambda: seen.append([path.name for path in folder.glob("update*")])) if rank == 0 else None
     writer.submit(folder / "update-00000002", tree, then)
@@ -434,15 +435,15 @@ def save_by_two(rank: int, store: dist.Store, folder: Path) -> None:
     assert seen == ([["update-00000002"]] if rank == 0 else [])
     writer.submit(folder / "update-00000002", tree)  # after a rewind an update is saved a second time
     writer.close()
-    assert all(not tensor.any() for tensor in Checkpoint(folder / "update-00000002").weights().values())
-    loaded = Checkpoint(folder / "expected").load(place=placed_like(net.state_dict()))
+    assert all(not tensor.any() for tensor in StoredCheckpoint(folder / "update-00000002").weights().values())
+    loaded = StoredCheckpoint(folder / "expected").load(place=placed_like(net.state_dict()))
     net.load_state_dict(loaded["model"])
     tree = {**loaded, "model": net.state_dict()}
     writer.submit(folder / "update-00000002", tree)
     writer.close()
     plain = {"model": {"w": torch.arange(6.0), "v": torch.ones(100)}, "rank": rank, "tied": {}}
     plain["tied"]["w"] = plain["model"]["w"]
-    write_together(folder / "plain", plain, team)
+    write_sharded(folder / "plain", plain, writers)
     save_weights(net, folder / "weights.safetensors")
     store.set(f"over/{rank}", "")
     store.wait(["over/0", "over/1"])
@@ -459,12 +460,12 @@ def save_by_two(rank: int, store: dist.Store, folder: Path) -> None:
 
 
 def load_by_others(rank: int, store: dist.Store, folder: Path, world: int) -> None:
-    expected = Checkpoint(folder / "expected").load()
+    expected = StoredCheckpoint(folder / "expected").load()
     for how in ("fsdp", "hybrid", "tensor"):
         net = spread(how)
         optimizer = step(net)
         live = net.state_dict()
-        loaded = Checkpoint(folder / "update-00000002").load(place=placed_like(live))
+        loaded = StoredCheckpoint(folder / "update-00000002").load(place=placed_like(live))
         net.load_state_dict(loaded["model"])
         for parameter, name in [(p, n) for n, p in net.named_parameters()]:
             for key, value in loaded["optimizers"][""]["state"][name].items():
@@ -473,22 +474,22 @@ def load_by_others(rank: int, store: dist.Store, folder: Path, world: int) -> No
                 optimizer.state[parameter][key] = value
         tree = {**tree_of_net(net, optimizer), "plugins": loaded["plugins"], "rng": loaded["rng"]}
         assert same(whole(tree), expected), how
-        write_together(folder / how, tree, Team(rank, world, store))
+        write_sharded(folder / how, tree, Writers(rank, world, store))
     dist.barrier()
 
 
 def load_by_two(rank: int, store: dist.Store, folder: Path) -> None:
-    expected = Checkpoint(folder / "expected").load()
+    expected = StoredCheckpoint(folder / "expected").load()
     net = spread("fsdp")
     for how in ("fsdp", "hybrid", "tensor"):
-        loaded = Checkpoint(folder / how).load(place=placed_like(net.state_dict()))
+        loaded = StoredCheckpoint(folder / how).load(place=placed_like(net.state_dict()))
         assert same(whole(loaded), expected), how
     mesh = init_device_mesh("cpu", (2,))
     columns = {
         name: distribute_tensor(tensor, mesh, [S1 if tensor.ndim > 1 else R])
         for name, tensor in expected["model"].items()
     }
-    loaded = Checkpoint(folder / "tensor").load(place=placed_like(columns))
+    loaded = StoredCheckpoint(folder / "tensor").load(place=placed_like(columns))
     for name, tensor in columns.items():
         assert same(loaded["model"][name].to_local(), tensor.to_local().contiguous())
     dist.barrier()
@@ -503,26 +504,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_two_ranks_of_fsdp_save_one_process_loads_bit_for_bit(saved: Path) -> None:
-    checkpoint = Checkpoint(saved / "update-00000002")
+    checkpoint = StoredCheckpoint(saved / "update-00000002")
     loaded = checkpoint.load()
-    assert same(loaded, Checkpoint(saved / "expected").load())
+    assert same(loaded, StoredCheckpoint(saved / "expected").load())
     assert loaded["model"]["head.weight"] is loaded["model"]["embed.weight"]
     assert checkpoint.outline()["model"]["up.weight"].shape == (10, 4)
     content = json.loads((checkpoint.path / manifest.NAME).read_bytes())
     assert (content["version"], len(content["files"])) == (2, 5)
     sizes = {name: record["size"] for name, record in content["files"].items()}
     assert min(sizes["state-00001-of-00002.safetensors"], sizes["state-00002-of-00002.safetensors"]) > 1000
-    plain = Checkpoint(saved / "plain").load()
+    plain = StoredCheckpoint(saved / "plain").load()
     assert same(plain["model"], {"w": torch.arange(6.0), "v": torch.ones(100)})
     assert plain["tied"]["w"] is plain["model"]["w"]
     assert plain["rank"] == 0  # what is no tensor is rank 0's
 
 
 def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) -> None:
-    weights = Checkpoint(saved / "expected").weights()
+    weights = StoredCheckpoint(saved / "expected").weights()
     for source in ("update-00000002", "weights.safetensors"):
         if source.startswith("update"):  # a forge checkpoint of a task tells its class
-            assert same(Checkpoint(saved / source).weights(), weights)
+            assert same(StoredCheckpoint(saved / source).weights(), weights)
         else:
             net = Net()
             load_weights(net, saved / source)
@@ -534,7 +535,7 @@ def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) ->
 def test_two_ranks_to_others_to_two_keep_every_bit_under_every_sharding(world: int, saved: Path) -> None:
     assert launch(world, load_by_others, saved, world) == [0] * world
     for how in ("fsdp", "hybrid", "tensor"):
-        assert same(Checkpoint(saved / how).load(), Checkpoint(saved / "expected").load()), how
+        assert same(StoredCheckpoint(saved / how).load(), StoredCheckpoint(saved / "expected").load()), how
     assert launch(2, load_by_two, saved) == [0, 0]
 
 
@@ -542,8 +543,8 @@ def test_two_ranks_to_others_to_two_keep_every_bit_under_every_sharding(world: i
 
 
 def killed_while_saving(rank: int, store: dist.Store, folder: Path, victim: int) -> None:
-    team = Team(rank, 2, store)
-    writer = BackgroundWriter(team)
+    writers = Writers(rank, 2, store)
+    writer = BackgroundWriter(writers)
     writer.submit(folder / "update-00000001", plain_tree(1))
     writer.wait()
     if rank == victim:
@@ -569,12 +570,12 @@ def test_a_rank_killed_during_a_save_leaves_the_old_checkpoint_and_no_torn_one(v
     assert [path.name for path in Checkpoints(tmp_path).all()] == ["update-00000001"]
     Checkpoints(tmp_path).sweep()
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), plain_tree(1))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), plain_tree(1))
 
 
 def write_in_threads(target: Path, number: int, world: int = 2) -> None:
     store, tree = dist.HashStore(), plain_tree(number)
-    in_threads(world, lambda rank: write_together(target, tree, Team(rank, world, store)))
+    in_threads(world, lambda rank: write_sharded(target, tree, Writers(rank, world, store)))
 
 
 def test_a_save_of_two_ranks_killed_at_any_system_call_is_there_or_not(tmp_path: Path) -> None:
@@ -611,7 +612,7 @@ def test_a_disk_that_is_full_for_one_rank_is_one_error_on_all(
     victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
-    writers = [BackgroundWriter(Team(rank, 3, store)) for rank in range(3)]
+    writers = [BackgroundWriter(Writers(rank, 3, store)) for rank in range(3)]
     real, called = publish.write_file, []
 
     def full(path: Path, pieces: Any) -> Any:
@@ -634,7 +635,7 @@ def test_a_disk_that_is_full_for_one_rank_is_one_error_on_all(
     assert not called
     in_threads(3, save)  # the next one is none the worse
     assert called == [0]
-    assert same(Checkpoint(tmp_path / "update-00000002").load(), plain_tree(2))
+    assert same(StoredCheckpoint(tmp_path / "update-00000002").load(), plain_tree(2))
     assert {key for key in store.list_keys() if "begun" not in key} == set()
 
 
@@ -644,7 +645,7 @@ def test_a_state_that_cannot_be_split_on_one_rank_is_an_error_on_all(tmp_path: P
 
         def save(rank: int, store: Any = store, victim: int = victim) -> None:
             tree = {"a": object() if rank == victim else 1}
-            writer = BackgroundWriter(Team(rank, 2, store))
+            writer = BackgroundWriter(Writers(rank, 2, store))
             writer.submit(tmp_path / "it", tree)
             writer.close()
 
@@ -657,18 +658,18 @@ def test_a_state_that_cannot_be_split_on_one_rank_is_an_error_on_all(tmp_path: P
 def test_ranks_with_different_state_are_refused(tmp_path: Path) -> None:
     store = dist.HashStore()
     errors = all_errors(
-        2, lambda rank: write_together(tmp_path / "it", {"a": torch.ones(3 + rank)}, Team(rank, 2, store))
+        2, lambda rank: write_sharded(tmp_path / "it", {"a": torch.ones(3 + rank)}, Writers(rank, 2, store))
     )
     assert errors[0] == errors[1]
-    assert "the state of rank 1 has tensors of other names, shapes or placements than that of rank 0" in errors[0]
+    assert "rank 1 has tensors of other names, shapes or placements than rank 0" in errors[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_sharded, "IN_SIGHT", 0.0)
+    monkeypatch.setattr(publish_sharded, "IN_SIGHT", 0.0)
     store = dist.HashStore()
     folders = [tmp_path / "here", tmp_path / "there"]
-    errors = all_errors(2, lambda rank: write_together(folders[rank] / "it", plain_tree(1), Team(rank, 2, store)))
+    errors = all_errors(2, lambda rank: write_sharded(folders[rank] / "it", plain_tree(1), Writers(rank, 2, store)))
     assert errors[0] == errors[1]
     assert "rank 1 on " in errors[0]
     assert "The run folder must be on a file system that all hosts share" in errors[0]
@@ -682,12 +683,12 @@ def test_an_error_of_then_is_told_to_all(tmp_path: Path) -> None:
         def failing() -> None:
             raise KeyError("pruning")
 
-        writer = BackgroundWriter(Team(rank, 2, store))
+        writer = BackgroundWriter(Writers(rank, 2, store))
         writer.submit(tmp_path / "it", plain_tree(1), failing if rank == 0 else None)
         writer.close()
 
     assert all("pruning" in error for error in all_errors(2, save))
-    assert same(Checkpoint(tmp_path / "it").load(), plain_tree(1))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), plain_tree(1))
 
 
 # -- damage and malice ------------------------------------------------------------------------------------------------
@@ -716,7 +717,7 @@ MARKER = {"a": {"$state": ["w", None, [4, 3]]}}
 
 def test_what_is_well_made_by_hand_loads(tmp_path: Path) -> None:
     folder = forged(tmp_path / "update-00000001", MARKER, {"w@0,0": ONES}, {"w@2,0": ZEROS})
-    assert same(Checkpoint(folder).load(), {"a": torch.cat([ONES, ZEROS])})
+    assert same(StoredCheckpoint(folder).load(), {"a": torch.cat([ONES, ZEROS])})
 
 
 HOSTILE: dict[str, tuple[Any, list[dict[str, Tensor]]]] = {
@@ -842,7 +843,7 @@ def test_a_hostile_header_in_any_ranks_file_is_refused(data: bytes, tmp_path: Pa
 def test_more_files_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_in_threads(tmp_path / "update-00000001", 1, world=6)
     monkeypatch.setattr(directory, "MOST_OPEN", 2)
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), plain_tree(1))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), plain_tree(1))
     victim = tmp_path / "update-00000001" / "model-00001-of-00006.safetensors"
     real = tensors.read_header
 
@@ -853,8 +854,8 @@ def test_more_files_than_may_be_open_are_read_all_the_same(tmp_path: Path, monke
         return real(*arguments)
 
     monkeypatch.setattr(tensors, "read_header", exchanged)
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
-        Checkpoint(tmp_path / "update-00000001").load()
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        StoredCheckpoint(tmp_path / "update-00000001").load()
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -866,9 +867,9 @@ def test_forge_ckpt_reads_what_several_ranks_wrote(call: Any, tmp_path: Path) ->
 
     fit_tiny([Saves()], run_dir=tmp_path / "run")
     one = Checkpoints(tmp_path / "run" / "checkpoints").all()[-1]
-    tree, store = Checkpoint(one).load(), dist.HashStore()
+    tree, store = StoredCheckpoint(one).load(), dist.HashStore()
     several = tmp_path / "several" / "checkpoints" / one.name
-    in_threads(3, lambda rank: write_together(several, tree, Team(rank, 3, store)))
+    in_threads(3, lambda rank: write_sharded(several, tree, Writers(rank, 3, store)))
     assert call("verify", tmp_path / "several")[0] == 0
     assert "state-00003-of-00003.safetensors" in call("verify", tmp_path / "several")[1]
     assert "net.0.weight" in call("show", several)[1]
@@ -903,4 +904,4 @@ def test_every_dtype_can_be_in_pieces(tmp_path: Path) -> None:
             }
         },
     )
-    assert same(Checkpoint(tmp_path / "it").load(), {"state": full})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": full})

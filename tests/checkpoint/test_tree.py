@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from forge.checkpoint import Checkpoint, check_savable, write_checkpoint
+from forge.checkpoint import StoredCheckpoint, check_savable, write_checkpoint
 from forge.checkpoint.tensors import DTYPES, NOTED, as_bytes
 from forge.checkpoint.tree import MAX_DEPTH, join, split
 from forge.errors import CheckpointError
@@ -90,7 +90,7 @@ trees = st.dictionaries(keys | st.just("model"), st.recursive(leaves, containers
 @given(tree=trees)
 def test_what_is_saved_is_what_is_loaded(tree: dict[Any, Any], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "update-00000001", tree)
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
@@ -98,7 +98,7 @@ def test_what_is_saved_is_what_is_loaded(tree: dict[Any, Any], tmp_path: Path) -
 def test_every_dtype_and_shape_keeps_its_bits(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     tree = {"model": {"w": tensor_of(dtype, shape)}, "state": [tensor_of(dtype, shape, seed=1)]}
     write_checkpoint(tmp_path / "it", tree)
-    assert same(Checkpoint(tmp_path / "it").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_ordered_dict_comes_back_as_a_dict() -> None:
 def test_a_parameter_comes_back_as_a_tensor(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.randn(3))
     write_checkpoint(tmp_path / "it", {"model": {"w": weight}})
-    loaded = Checkpoint(tmp_path / "it").load()["model"]["w"]
+    loaded = StoredCheckpoint(tmp_path / "it").load()["model"]["w"]
     assert type(loaded) is Tensor
     assert not loaded.requires_grad
     assert torch.equal(loaded, weight)
@@ -148,13 +148,13 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     assert list(parts.model) == ["first", "own"]
     assert not parts.state
     write_checkpoint(tmp_path / "it", {"model": {"first": weight, "second": weight}, "state": {"copy": weight}})
-    loaded = Checkpoint(tmp_path / "it").load()
+    loaded = StoredCheckpoint(tmp_path / "it").load()
     assert loaded["model"]["first"] is loaded["model"]["second"] is loaded["state"]["copy"]
 
 
 def test_every_loaded_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "it", {"state": [torch.zeros(3), torch.zeros(3)]})
-    first, second = Checkpoint(tmp_path / "it").load()["state"]
+    first, second = StoredCheckpoint(tmp_path / "it").load()["state"]
     assert first.untyped_storage().nbytes() == first.nbytes
     assert first.data_ptr() != second.data_ptr()
 
@@ -164,13 +164,13 @@ def test_names_that_read_alike_stay_apart(tmp_path: Path) -> None:
         "model": {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.ones(2), "": torch.ones(3)}
     }
     write_checkpoint(tmp_path / "it", tree)
-    assert same(Checkpoint(tmp_path / "it").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
 
 
 def test_a_model_may_name_its_weights_as_the_header_names_its_fields(tmp_path: Path) -> None:
     tree = {"model": {"dtype": torch.zeros(1), "shape": torch.ones(1), "data_offsets": torch.ones(2)}}
     write_checkpoint(tmp_path / "it", tree)
-    assert same(Checkpoint(tmp_path / "it").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
 
 
 def test_splitting_copies_no_tensor() -> None:
@@ -222,7 +222,7 @@ def test_the_deepest_tree_that_can_be_saved_can_be_loaded(wrap: Any, tmp_path: P
     for _ in range(MAX_DEPTH):
         value = wrap(value)
     write_checkpoint(tmp_path / "it", {"a": value})
-    assert same(Checkpoint(tmp_path / "it").load(), {"a": value})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"a": value})
     with pytest.raises(CheckpointError, match="nested deeper"):
         check_savable({"a": wrap(value)})
 
@@ -243,4 +243,4 @@ def test_more_names_than_a_header_may_hold_are_refused_when_they_are_saved(tmp_p
 def test_a_tensor_of_no_or_one_entry_may_have_any_strides(tmp_path: Path, length: int) -> None:
     tree = {"odd": torch.ones(length, 2, dtype=torch.float64)[:, 0]}
     write_checkpoint(tmp_path / "it", tree)
-    assert same(Checkpoint(tmp_path / "it").load(), tree)
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree)

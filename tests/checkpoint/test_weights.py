@@ -192,9 +192,9 @@ def test_the_error_names_what_is_missing_unexpected_and_of_another_shape(tmp_pat
         load_weights(Wider(), tmp_path / "w.pt")
     for text in (
         "it lacks extra.weight, extra.bias",
-        "it has old.bias beside what the task has",
+        "it has old.bias, which the task lacks",
         "net.2.weight is (3, 8) in the file and (5, 8) in the task",
-        "strict=False) loads what fits",
+        "strict=False) loads what matches",
     ):
         assert text in str(error.value)
 
@@ -246,10 +246,10 @@ def test_names_are_mapped_by_prefix_or_regular_expression(tmp_path: Path, writte
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"modle.": ""}, r"no name in .*w.pt matches 'modle.'. There is net.0.weight"),
+        ({"modle.": ""}, r"no name in .*w.pt matches 'modle.'. It has net.0.weight"),
         ({r"^net\.\d\.": "net."}, r"net.0.weight and net.2.weight of .* would both become net.weight"),
-        ({"^net(": ""}, r"'\^net\(' to '' is no regular expression's rule"),
-        ({r"^net": r"\3"}, "no regular expression's rule"),
+        ({"^net(": ""}, r"'\^net\(' to '' is not a valid regular expression"),
+        ({r"^net": r"\3"}, "not a valid regular expression"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_is_refused(tmp_path: Path, rename: Any, message: str) -> None:
@@ -310,11 +310,11 @@ def test_the_environment_cannot_switch_the_safety_off(tmp_path: Path, monkeypatc
     ("name", "content", "message"),
     [
         ("w.pt", b"", "or it is damaged"),
-        ("w.pt", b"garbage", "no file that torch.save wrote"),
-        ("w.pt", b"PK\x03\x04 not a zip", "no file that torch.save wrote"),
-        ("w.safetensors", b"garbage", "no safetensors file, or it is damaged"),
-        ("w.safetensors", b"\xff" * 64, "no safetensors file, or it is damaged"),
-        ("w.unknown", b"garbage", "known by their ending: .pt, .pth, .ckpt, .bin"),
+        ("w.pt", b"garbage", "not a file of torch.save"),
+        ("w.pt", b"PK\x03\x04 not a zip", "not a complete file of torch.save"),
+        ("w.safetensors", b"garbage", "not a safetensors file, or it is damaged"),
+        ("w.safetensors", b"\xff" * 64, "not a safetensors file, or it is damaged"),
+        ("w.unknown", b"garbage", "recognised by their suffix: .pt, .pth, .ckpt, .bin"),
     ],
 )
 def test_what_is_no_weights_file_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -545,7 +545,7 @@ def test_state_that_is_no_tensor_comes_back_from_a_checkpoint(tmp_path: Path) ->
         def set_extra_state(self, state: Any) -> None:
             self.count = state["count"]
 
-    with pytest.warns(UserWarning, match="leaves out the extra state"):
+    with pytest.warns(UserWarning, match="omits the extra state"):
         task, _ = fit_tiny([Checkpoint()], task=Counting(5), run_dir=tmp_path)
     again = Counting.from_checkpoint(tmp_path / "checkpoints" / "latest", start=0)
     assert again.count == 5
@@ -654,14 +654,14 @@ def test_a_weights_file_says_whose_average_it_is(tmp_path: Path) -> None:
     assert read_weights(tmp_path / "plain.safetensors", "raw").average is None
     with pytest.raises(forge.TaskError, match=r"average\.safetensors holds the average of the plugin 'polyak'"):
         read_weights(tmp_path / "average.safetensors", "raw")
-    with pytest.raises(forge.TaskError, match=r"plain\.safetensors holds the weights that were trained.*average 'ema'"):
+    with pytest.raises(forge.TaskError, match=r"plain\.safetensors holds the trained weights.*average 'ema'"):
         read_weights(tmp_path / "plain.safetensors", "ema")
 
 
 def test_a_foreign_file_is_what_was_trained(tmp_path: Path) -> None:
     torch.save(TinyTask().state_dict(), tmp_path / "w.pt")
     load_weights(TinyTask(seed=7), tmp_path / "w.pt", weights="raw")
-    with pytest.raises(forge.TaskError, match=r"w\.pt holds the weights that were trained"):
+    with pytest.raises(forge.TaskError, match=r"w\.pt holds the trained weights"):
         load_weights(TinyTask(), tmp_path / "w.pt", weights="ema")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from forge.checkpoint import BackgroundWriter, Checkpoint, Checkpoints, copying, writer
+from forge.checkpoint import BackgroundWriter, Checkpoints, StoredCheckpoint, copying, writer
 from forge.errors import CheckpointError
 from tests.checkpoint.test_checkpoint import tree_of
 from tests.checkpoint.test_tree import ALL_DTYPES, same, tensor_of
@@ -57,7 +57,7 @@ def fail_to_publish(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> No
 def test_what_is_submitted_is_published(background: BackgroundWriter, tmp_path: Path) -> None:
     background.submit(tmp_path / "update-00000001", tree_of(1))
     background.wait()
-    assert same(Checkpoint(tmp_path / "update-00000001").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), tree_of(1))
 
 
 def test_every_dtype_and_layout_goes_through_the_buffers(background: BackgroundWriter, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_every_dtype_and_layout_goes_through_the_buffers(background: BackgroundW
     for _ in range(2):  # fresh buffers, then kept ones
         background.submit(tmp_path / "it", {"state": state})
     background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), {"state": state})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": state})
 
 
 def test_the_state_may_change_as_soon_as_submit_returns(
@@ -80,7 +80,7 @@ def test_the_state_may_change_as_soon_as_submit_returns(
     tree["progress"]["update"] = 99
     gate.set()
     background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
 
 
 def test_submit_returns_before_the_write(background: BackgroundWriter, gate: threading.Event, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_submit_waits_for_the_write_before(
     background.wait()
     assert published_first == [True]
     for number in (1, 2):
-        assert same(Checkpoint(tmp_path / f"update-0000000{number}").load(), tree_of(number))
+        assert same(StoredCheckpoint(tmp_path / f"update-0000000{number}").load(), tree_of(number))
 
 
 def test_buffers_are_kept_between_saves(background: BackgroundWriter, tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_buffers_are_kept_between_saves(background: BackgroundWriter, tmp_path: 
         background.wait()
         places.append({key: buffer.data_ptr() for key, buffer in background._buffers.items()})
     assert places[0] == places[1]
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(2))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(2))
 
 
 def test_buffers_follow_shapes_dtypes_and_names(background: BackgroundWriter, tmp_path: Path) -> None:
     for tensor in (torch.ones(3), torch.ones(4), torch.ones(4).double(), torch.ones(2, 2)):
         background.submit(tmp_path / "it", {"state": {"a": tensor}})
         background.wait()
-        assert same(Checkpoint(tmp_path / "it").load(), {"state": {"a": tensor}})
+        assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": {"a": tensor}})
     background.submit(tmp_path / "it", {"state": {"b": torch.ones(1)}})
     background.wait()
     assert list(background._buffers) == [("state", "state.b")]
@@ -136,7 +136,7 @@ def test_a_save_inside_inference_mode_spoils_no_buffer(background: BackgroundWri
         background.submit(tmp_path / "it", tree_of(1))
     background.submit(tmp_path / "it", tree_of(2))
     background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(2))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(2))
 
 
 def test_writing_touches_no_random_numbers(background: BackgroundWriter, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_after_an_error_was_raised_the_next_save_works(
             background.wait()
     background.submit(tmp_path / "it", tree_of(2))
     background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(2))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(2))
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(
@@ -241,7 +241,7 @@ def test_an_error_of_then_is_told_too(background: BackgroundWriter, tmp_path: Pa
     background.submit(tmp_path / "it", tree_of(1), failing)
     with pytest.raises(CheckpointError, match="pruning"):
         background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
 
 
 def test_an_error_is_logged_even_if_nobody_asks(
@@ -266,7 +266,7 @@ def test_without_a_thread_to_be_had_it_writes_at_once(
 ) -> None:
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     background.submit(tmp_path / "it", tree_of(1))
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
 
 
 # -- forks and ends ---------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_data_workers_may_be_forked_during_a_write(
     gate.set()
     background.wait()
     assert torch.cat(batches).tolist() == [*range(8)]
-    assert same(Checkpoint(tmp_path / "it").load(), tree_of(1))
+    assert same(StoredCheckpoint(tmp_path / "it").load(), tree_of(1))
 
 
 @pytest.mark.parametrize("end", ["", "raise KeyError('the run failed')", "sys.exit(3)"], ids=["end", "error", "exit"])
@@ -296,7 +296,7 @@ BackgroundWriter().submit(Path({str(tmp_path / "it")!r}), {{"model": {{"w": torc
 """
     done = forked.run([sys.executable, "-c", code], timeout=120)
     assert done.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), done.stderr
-    assert same(Checkpoint(tmp_path / "it").load(), {"model": {"w": torch.ones(3)}})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": torch.ones(3)}})
 
 
 # -- on the GPU -------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_state_on_the_gpu_is_copied_in_the_order_of_its_stream(background: Backg
         weight.fill_(-1)
     background.wait()
     for number in range(1, 4):
-        loaded = Checkpoint(tmp_path / f"update-0000000{number}").load()
+        loaded = StoredCheckpoint(tmp_path / f"update-0000000{number}").load()
         assert torch.equal(loaded["model"]["w"], torch.full((2**24,), float(number)))
         assert torch.equal(loaded["half"], torch.full((2**23,), float(number)))
         assert torch.equal(loaded["conjugate"], torch.full((2**23,), complex(number, -number)))
@@ -329,4 +329,4 @@ def test_every_dtype_comes_over_from_the_gpu(dtype: torch.dtype, background: Bac
     tree = {"state": [tensor.cuda() for tensor in here]}
     background.submit(tmp_path / "it", tree)
     background.wait()
-    assert same(Checkpoint(tmp_path / "it").load(), {"state": here})
+    assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": here})

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.checkpoint import TensorInfo
 from forge.cli import ckpt, ckpt_diff
 from forge.testing import TinyTask, assert_same_weights, fit_tiny
@@ -362,7 +362,7 @@ def test_an_unknown_average_is_answered_with_those_there_are(
         call("export", averaged, out, "--weights", "polyak")
     with pytest.raises(forge.CheckpointError, match=r"No plugin of its run keeps one"):
         call("export", made / "a", out, "--weights", "ema")
-    with pytest.raises(forge.CheckpointError, match=r"update-00000005: the plugin 'swa' had averaged nothing by then"):
+    with pytest.raises(forge.CheckpointError, match=r"update-00000005: the plugin 'swa' had averaged nothing yet"):
         call("export", checkpoint_of(averaged, 5), out, "--weights", "swa")
     assert not out.exists()
 

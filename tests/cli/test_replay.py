@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint import write_checkpoint
 from forge.cli import main
 from forge.config import load_recipe

@@ -19,7 +19,7 @@ import forge
 from forge.cli import main
 from forge.report.images import pictures
 from forge.report.page import page
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip, Ledger, Tensorboard
 from tests.support.tasks import Classifier, fit, make_batches
 
@@ -115,7 +115,7 @@ class TestOneRun:
         assert capsys.readouterr().out.splitlines()[-1] == "Wrote deep/page.html."
 
     def test_curves_have_the_points_of_metrics_jsonl(self, trained: Path) -> None:
-        shown = Page(page([Run(trained)]))
+        shown = Page(page([RunFolder(trained)]))
         assert shown.points("train") == written(trained, "train/loss", "train/accuracy")
         assert shown.points("val") == written(trained, "val/loss", "val/accuracy")
         assert shown.points("learning rate") == written(trained, "lr")
@@ -124,7 +124,7 @@ class TestOneRun:
         assert len(shown.points("train")[0]) == 9
 
     def test_it_says_how_the_run_ended_and_what_it_came_to(self, trained: Path) -> None:
-        text = Page(page([Run(trained)])).text
+        text = Page(page([RunFolder(trained)])).text
         end = json.loads((trained / "end.json").read_text())
         assert "Finished after 3 epochs, 18 updates in " in text
         assert " s, as planned (max_epochs)." in text
@@ -133,7 +133,7 @@ class TestOneRun:
         assert f"{best:.5g} 18" in text
 
     def test_it_has_card_stack_ledger_checkpoints_samples_and_recipe(self, trained: Path) -> None:
-        text = Page(page([Run(trained)])).text
+        text = Page(page([RunFolder(trained)])).text
         assert "task Writes(" in text
         assert f"forge {forge.__version__}" in text
         assert "clip max_norm=1" in text
@@ -144,7 +144,7 @@ class TestOneRun:
         assert "task: {name: it}" in text
 
     def test_it_loads_nothing_and_runs_nothing(self, trained: Path) -> None:
-        text = page([Run(trained)])
+        text = page([RunFolder(trained)])
         shown = Page(text)
         assert not {"script", "img", "link", "iframe", "object", "a"} & set(shown.tags)
         assert not [name for name, _ in shown.attributes if name.startswith("on") or name in ("src", "href")]
@@ -159,34 +159,36 @@ class TestRunsAsTheyAre:
         )
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"update": 4, "train/lo')
-        shown = Page(page([Run(folder)]))
+        shown = Page(page([RunFolder(folder)]))
         assert shown.points("train") == [[(1, 1.0), (2, 0.5), (3, 1 / 3)]]
         assert "Ended without a record after 0 epochs, 3 updates in 1.5 s" in shown.text
 
     def test_what_is_not_finite_is_left_out_of_the_curve_and_named_in_the_table(self, make_run: Any) -> None:
-        shown = Page(page([Run(make_run([{"update": i, "val/loss": None if i == 3 else 1.0 * i} for i in (1, 2, 3)]))]))
+        shown = Page(
+            page([RunFolder(make_run([{"update": i, "val/loss": None if i == 3 else 1.0 * i} for i in (1, 2, 3)]))])
+        )
         assert shown.points("val") == [[(1, 1.0), (2, 2.0)]]
         assert "val/loss not finite 1 1" in shown.text
 
     def test_a_run_without_validation_or_card_has_a_page(self, make_run: Any) -> None:
-        assert "train/loss 2" in Page(page([Run(make_run([{"update": 1, "train/loss": 2.0}]))])).text
+        assert "train/loss 2" in Page(page([RunFolder(make_run([{"update": 1, "train/loss": 2.0}]))])).text
 
     def test_a_run_that_has_logged_nothing_has_a_page(self, make_run: Any) -> None:
-        assert "0 updates" in Page(page([Run(make_run([], card={"recipe": "mine"}))])).text
+        assert "0 updates" in Page(page([RunFolder(make_run([], card={"recipe": "mine"}))])).text
 
     def test_a_run_that_goes_on_is_reported_as_such(self, tmp_path: Path) -> None:
         texts: list[str] = []
 
         @forge.on("boundary")
         def look(trainer: forge.Trainer) -> None:
-            texts.append(Page(page([Run(tmp_path)])).text)
+            texts.append(Page(page([RunFolder(tmp_path)])).text)
 
         fit(train=make_batches(2), plugins=[JSONL(), look], run_dir=tmp_path, log_every=1)
         assert "running Still running when this page was made, after 0 epochs, 1 of 2 updates in" in texts[0]
 
     def test_a_failed_run_says_why(self, make_run: Any) -> None:
         end = {"status": "failed", "reason": "RuntimeError: out of memory", "updates": 7, "epochs": 0, "seconds": 3.0}
-        text = Page(page([Run(make_run([{"update": 5, "train/loss": 1.0}], end=end))])).text
+        text = Page(page([RunFolder(make_run([{"update": 5, "train/loss": 1.0}], end=end))])).text
         assert "Failed after 0 epochs, 7 updates in 3.0 s: RuntimeError: out of memory" in text
 
     @pytest.mark.parametrize("content", ["[]", "nul", '{"task": 3, "stack": {"a": 1}, "trainer": []}', "[" * 100_000])
@@ -196,7 +198,7 @@ class TestRunsAsTheyAre:
         )
         for name in ("card.json", "end.json", "lives.json", "ledger.json", "config.yaml", "texts.jsonl"):
             (folder / name).write_text(content)
-        assert Page(page([Run(folder)])).points("train") == [[(1, 2.0)]]
+        assert Page(page([RunFolder(folder)])).points("train") == [[(1, 2.0)]]
 
 
 class TestTexts:
@@ -204,7 +206,7 @@ class TestTexts:
         folder = make_run([{"update": 1, "train/loss": 1.0}])
         lines = [{"update": i, "name": "note", "text": text} for i, text in enumerate(texts, 1)]
         (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        text = page([Run(folder)])
+        text = page([RunFolder(folder)])
         Page(text)  # whatever was logged, tags are closed in their order
         return text
 
@@ -271,7 +273,7 @@ class TestPictures:
         assert [(picture.name, picture.update) for picture in found] == [("val/<once>", 2), ("val/now", 6)]
         with Image.open(io.BytesIO(found[1].png)) as image:
             assert image.convert("L").getpixel((0, 0)) == 15  # 0.06 of 255
-        text = page([Run(drawn)])
+        text = page([RunFolder(drawn)])
         sources = [value for name, value in Page(text).attributes if name == "src"]
         assert sources == [f"data:image/png;base64,{b64encode(picture.png).decode()}" for picture in found]
         assert "val/&lt;once&gt; <span class='soft'>at update 2</span>" in text
@@ -288,7 +290,7 @@ class TestPictures:
         for broken in (b"\xff" * 100, b"\x05" + b"\0" * 11 + b"\xff" * 9, b"\xff" * 8 + whole):
             file.write_bytes(broken)
             assert pictures(file.parent) == []
-        Page(page([Run(drawn)]))
+        Page(page([RunFolder(drawn)]))
 
     def test_a_picture_of_an_update_that_is_made_again_is_not_shown(self, drawn: Path, tmp_path: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -300,15 +302,15 @@ class TestPictures:
 
     def test_a_page_holds_a_few_and_says_how_many_more_there_are(self, drawn: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr("forge.report.images.MOST_IMAGES", 1)
-        text = page([Run(drawn)])
+        text = page([RunFolder(drawn)])
         assert text.count("<img ") == 1
         assert "1 more picture: forge board" in text
         monkeypatch.setattr("forge.report.images.MOST_BYTES", 10)
-        assert page([Run(drawn)]).count("<img ") == 0
+        assert page([RunFolder(drawn)]).count("<img ") == 0
 
     def test_without_tensorboard_the_page_says_what_to_install(self, drawn: Path, monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-        assert "pip install tensorboard" in page([Run(drawn)])
+        assert "pip install tensorboard" in page([RunFolder(drawn)])
 
     def test_reading_them_does_not_import_torch(self, drawn: Path, run_python: Any) -> None:
         code = "import sys; from forge.cli import main; main(['report', sys.argv[1]]); sys.exit('torch' in sys.modules)"
@@ -318,8 +320,8 @@ class TestPictures:
 
 def test_a_task_of_ones_own_is_named_rather_than_the_stack(make_run: Any) -> None:
     about = {"recipe": "default", "group": "net", "task": {"class": "Net"}}
-    own = page([Run(make_run([], name="own", card=about))])
-    named = page([Run(make_run([], name="named", card={**about, "recipe": "mine", "group": "mine"}))])
+    own = page([RunFolder(make_run([], name="own", card=about))])
+    named = page([RunFolder(make_run([], name="named", card={**about, "recipe": "mine", "group": "mine"}))])
     assert "<title>Net · own</title>" in own
     assert "<title>mine · named</title>" in named
 
@@ -359,7 +361,7 @@ LINE = {"update": 1, "train/loss": 1.0}
 def test_a_broken_or_hostile_file_costs_itself_and_no_more(make_run: Any, lines: Any, files: Any, recipe: str) -> None:
     folder, other = make_run(lines, **files), make_run([{"update": 1, "train/loss": 2.0}], name="other")
     (folder / "config.yaml").write_text(recipe)
-    for runs in ([Run(folder)], [Run(folder), Run(other)]):
+    for runs in ([RunFolder(folder)], [RunFolder(folder), RunFolder(other)]):
         assert "train/loss" in Page(page(runs)).text
     assert main(["runs", str(folder.parent)]) == 0
     assert main(["runs", "compare", str(folder), str(other)]) == 0
@@ -383,7 +385,10 @@ def test_whatever_a_run_says_is_text(make_run: Any, tmp_path: Path) -> None:
     (folder / "texts.jsonl").write_text(json.dumps({"update": HOSTILE, "name": HOSTILE, "text": HOSTILE}) + "\n")
     (folder / "checkpoints" / "update-00000001").mkdir(parents=True)
     (folder / "checkpoints" / "<script>").symlink_to("update-00000001")
-    for runs in ([Run(folder)], [Run(folder), Run(make_run([{"update": 1, "val/loss": 1.0}], name="other"))]):
+    for runs in (
+        [RunFolder(folder)],
+        [RunFolder(folder), RunFolder(make_run([{"update": 1, "val/loss": 1.0}], name="other"))],
+    ):
         shown = Page(page(runs))
         assert not {"script", "img"} & set(shown.tags)
         assert not [name for name, _ in shown.attributes if name.startswith("on")]
@@ -395,14 +400,14 @@ class TestSeveralRuns:
         folders = [
             make_run([{"update": i, "val/loss": i * k, "lr": k} for i in (1, 2)], name=f"run{k}") for k in (1.0, 3.0)
         ]
-        shown = Page(page([Run(folder) for folder in folders]))
+        shown = Page(page([RunFolder(folder) for folder in folders]))
         assert shown.points("A val") == written(folders[0], "val/loss")
         assert shown.points("B val") == written(folders[1], "val/loss")
         assert shown.points("A", "B") == [*written(folders[0], "lr"), *written(folders[1], "lr")]
 
     def test_a_run_has_one_colour_in_every_chart_and_validation_is_dashed(self, make_run: Any) -> None:
         lines = [[{"update": i, "train/loss": i * k, "val/loss": i * k, "lr": k} for i in (1, 2)] for k in (1.0, 3.0)]
-        runs = [Run(make_run(points, name=f"run{k}")) for k, points in enumerate(lines)]
+        runs = [RunFolder(make_run(points, name=f"run{k}")) for k, points in enumerate(lines)]
         looks = {
             str(curve["data-name"]): (curve["stroke"], curve.get("stroke-dasharray"))
             for curve in Page(page(runs)).curves
@@ -413,7 +418,7 @@ class TestSeveralRuns:
 
     def test_more_curves_than_lines_are_told_apart_by_colour_again(self, make_run: Any) -> None:
         points = [{"update": i, **{f"lr/{part}": float(part) for part in range(6)}} for i in (1, 2)]
-        shown = Page(page([Run(make_run(points, name=name)) for name in ("one", "two")]))
+        shown = Page(page([RunFolder(make_run(points, name=name)) for name in ("one", "two")]))
         assert len({(curve["stroke"], curve.get("stroke-dasharray")) for curve in shown.curves}) == 12
 
     def test_tables_say_what_differs(self, make_run: Any, capsys: Any) -> None:

@@ -18,7 +18,7 @@ import forge
 from forge.cli import main
 from forge.runs.directions import mode_of
 from forge.runs.find import locate
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint
 from forge_plugins.checkpoint import Best
 from tests.support.tasks import Classifier, fit, make_batches
@@ -68,36 +68,36 @@ class TestStatus:
 
     def test_it_is_what_the_end_says(self) -> None:
         for status in ("finished", "interrupted", "failed"):
-            assert Run(write_run(status, end={"status": status, "reason": "why"})).status == status
+            assert RunFolder(write_run(status, end={"status": status, "reason": "why"})).status == status
 
     def test_it_runs_while_a_process_holds_its_folder(self) -> None:
         folder = write_run("a/b", end={"status": "finished"})
         with held(folder):
-            assert Run(folder).status == "running"
-        assert Run(folder).status == "finished"
+            assert RunFolder(folder).status == "running"
+        assert RunFolder(folder).status == "finished"
 
     def test_a_killed_process_leaves_a_lock_that_nobody_holds_and_no_end(self) -> None:
         folder = write_run("a/b", {"update": 3}, card=card(1))
         (folder / ".lock").write_text("process 1 on elsewhere\n")
-        assert Run(folder).status == "killed"
+        assert RunFolder(folder).status == "killed"
 
     def test_without_an_end_weights_that_are_newer_than_the_card_say_that_it_finished(self) -> None:
         folder = write_run("a/b", card=card(1))
         (folder / "weights.safetensors").write_text("")
-        assert Run(folder).status == "finished"
+        assert RunFolder(folder).status == "finished"
 
     def test_to_ask_from_within_the_run_does_not_let_go_of_its_lock(self, tmp_path: Path) -> None:
         seen: list[Any] = []
 
         @forge.on("boundary")
         def look(trainer: forge.Trainer) -> None:
-            seen.append(Run(tmp_path).status)
+            seen.append(RunFolder(tmp_path).status)
             tried = subprocess.run([sys.executable, "-c", TRIES, str(tmp_path / ".lock")], capture_output=True)
             seen.append(tried.returncode)
 
         fit(max_updates=1, plugins=[JSONL(), look], run_dir=tmp_path)
         assert seen == ["running", 1]
-        assert Run(tmp_path).status == "finished"
+        assert RunFolder(tmp_path).status == "finished"
 
     def test_a_stop_by_a_plugin_is_a_finish_with_its_reason(self, tmp_path: Path) -> None:
         @forge.on("step_end")
@@ -105,20 +105,20 @@ class TestStatus:
             step.trainer.request_stop("enough")
 
         fit(plugins=[JSONL(), stop], run_dir=tmp_path)
-        assert (Run(tmp_path).status, "enough" in Run(tmp_path).reason) == ("finished", True)
+        assert (RunFolder(tmp_path).status, "enough" in RunFolder(tmp_path).reason) == ("finished", True)
 
 
 class TestReadingBack:
     def test_time_is_the_sum_over_the_lives_of_a_run(self) -> None:
         lines = [{"update": i, "time": t} for i, t in ((1, 2.0), (2, 5.0), (3, 1.0), (4, 4.0))]
-        assert Run(write_run("a/b", *lines, end={"seconds": 4.5}, card=card(1, resumed_from=2))).seconds == 9.5
+        assert RunFolder(write_run("a/b", *lines, end={"seconds": 4.5}, card=card(1, resumed_from=2))).seconds == 9.5
 
     def test_a_test_that_came_after_the_end_is_among_the_metrics(self, tmp_path: Path) -> None:
         fit(val=make_batches(1), plugins=[JSONL()], run_dir=tmp_path)
         result = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu").test(Classifier(), make_batches(1))
         end = (tmp_path / "end.json").stat()
         os.utime(tmp_path / "metrics.jsonl", ns=(end.st_atime_ns, end.st_mtime_ns))  # clocks of files are coarse
-        final = Run(tmp_path).final
+        final = RunFolder(tmp_path).final
         assert final["test/loss"] == result["test/loss"]
         assert "val/loss" in final
 
@@ -131,10 +131,10 @@ class TestReadingBack:
 
         plugins = [JSONL(), Checkpoint(best=Best(monitor="val/points", mode="max"))]
         fit(Scripted(), val=make_batches(1), max_epochs=3, plugins=plugins, run_dir=tmp_path)
-        best = Run(tmp_path).best
+        best = RunFolder(tmp_path).best
         assert best is not None
         assert (best.monitor, best.mode, best.update, best.value) == ("val/points", "max", 8, 3.0)
-        marks = {checkpoint.update: checkpoint.marks for checkpoint in Run(tmp_path).checkpoints}
+        marks = {checkpoint.update: checkpoint.marks for checkpoint in RunFolder(tmp_path).checkpoints}
         assert marks == {8: ("best",), 12: ("latest",)}
 
     @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ class TestNames:
     def test_a_name_for_two_is_refused(self) -> None:
         for name in ("2026-aa", "2026-ab"):
             write_run(f"mine/{name}", card=card(1))
-        with pytest.raises(forge.ForgeError, match=r"stands for 2 runs: .*mine/2026-a.* Write more"):
+        with pytest.raises(forge.ForgeError, match=r"matches 2 runs: .*mine/2026-a.* Write more"):
             locate("2026")
 
 

@@ -254,7 +254,7 @@ def test_samples_are_found_where_the_first_dimension_of_a_batch_is_time(
         trainer.fit(TimeFirst(), loader)
     finding = anomaly.findings[0]
     assert finding["data"][0]["samples"] == [sample]
-    tree = forge.checkpoint.Checkpoint(next(tmp_path.glob("anomaly/*"))).load()
+    tree = forge.checkpoint.StoredCheckpoint(next(tmp_path.glob("anomaly/*"))).load()
     assert [len(batch[1]) for batch in tree["window"]] == [len(indices) for indices in tree["indices"]]
     assert tree["indices"][finding["micro"]][finding["rows"][0]] == sample
 

@@ -153,7 +153,7 @@ def test_hosts_train_together_and_one_goes_on_alone_when_the_other_is_cut_off(
     saved = Checkpoints(run / "checkpoints")
     try:
         wait_for(lambda: len(saved.all()) >= 2, jobs[0], 120)
-        together = forge.checkpoint.Checkpoint(saved.all()[0]).load()
+        together = forge.checkpoint.StoredCheckpoint(saved.all()[0]).load()
         assert len(together["rng"]) == 2
         second.cut_off()
         os.killpg(jobs[1].pid, signal.SIGKILL)  # nobody is left to answer, and no word of it comes through
@@ -162,7 +162,7 @@ def test_hosts_train_together_and_one_goes_on_alone_when_the_other_is_cut_off(
         for host in hosts:
             print(f"-- {host.address}\n{(tmp_path / f'{host.address}.log').read_text()[-6000:]}")
         raise
-    last = forge.checkpoint.Checkpoint(saved.path(updates)).load()
+    last = forge.checkpoint.StoredCheckpoint(saved.path(updates)).load()
     assert len(last["rng"]) == 1
 
     straight = alone(tmp_path, updates)
@@ -175,4 +175,5 @@ def alone(folder: Path, updates: int) -> dict[str, torch.Tensor]:
     options = [f"trainer.max_updates={updates}", "trainer.seed=3", "trainer.max_epochs=null", "trainer.device=cpu"]
     words = [sys.executable, "-m", "forge", "fit", "mine.py", "--run-dir", str(folder / "alone"), *options]
     subprocess.run([*words, "--data", "mine.py:data"], cwd=folder, check=True, capture_output=True)
-    return forge.checkpoint.Checkpoint(Checkpoints(folder / "alone" / "checkpoints").path(updates)).load()["model"]
+    saved = Checkpoints(folder / "alone" / "checkpoints").path(updates)
+    return forge.checkpoint.StoredCheckpoint(saved).load()["model"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forge.checkpoint import Checkpoint, Checkpoints, load_weights
+from forge.checkpoint import Checkpoints, StoredCheckpoint, load_weights
 from forge.cli import main, ranks
 from forge.distributed import exit_codes
 from forge.distributed.launch import nodes
@@ -115,7 +115,7 @@ def test_a_signal_to_one_rank_saves_all_of_them_at_one_update_and_nothing_is_sta
     assert code == 85, text
     assert text.count("SIGTERM: the state after update") == 1
     (saved,) = Checkpoints(empty_folder / "run" / "checkpoints").all()
-    assert 8 <= Checkpoint(saved).update < 24
+    assert 8 <= StoredCheckpoint(saved).update < 24
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_after_a_signal_to_one_rank_the_resumed_run_ends_in_the_same_bits(launch
     assert finished(launch("trainer.max_epochs=3", "--run-dir", "cut", how="SIGTERM"))[0] == 85
     code, text = finished(launch("trainer.max_epochs=3", "--run-dir", "cut", "--resume"))
     assert code == 0, text
-    assert text.count("Continuing from") == 1
+    assert text.count("Resuming from") == 1
     assert_same_weights(trained(empty_folder / "cut"), trained(empty_folder / "straight"))
 
 
@@ -140,7 +140,7 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint_and_the_run_end
     code, text = finished(launch(*words, "--run-dir", "cut", "--max-restarts", "1", how="SIGKILL"))
     assert code == 0, text
     assert text.count("failed first: gone (killed?)") == 1
-    assert text.count("Continuing from") == 1
+    assert text.count("Resuming from") == 1
     assert_same_weights(trained(empty_folder / "cut"), trained(empty_folder / "straight"))
 
 
@@ -205,7 +205,7 @@ def test_a_worker_whose_stack_joins_nobody_is_refused(
 def test_a_folder_that_holds_another_run_is_refused_by_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "small.py", "--run-dir", "run", "trainer.max_epochs=1", "-p", "no:progress"]) == 0
     assert main(["fit", "small.py", *PLAIN, "--nproc", "2", "--run-dir", "run"]) == 2
-    assert "holds the checkpoints of a run already" in capsys.readouterr().err
+    assert "already holds the checkpoints of a run" in capsys.readouterr().err
 
 
 def test_several_hosts_must_say_where_they_meet_and_write(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import forge
 from forge import registry
-from forge.checkpoint import Checkpoint
+from forge.checkpoint import StoredCheckpoint
 from forge.errors import StackError
 from tests.conftest import PROFILE
 from tests.engine.test_composition import Net, batches, loss_of, same_state, warmup_cosine
@@ -158,7 +158,7 @@ def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_
 
     at = 1 + cut % result.updates
     saved = folder / "straight" / "checkpoints" / f"update-{at:08d}"
-    last = Checkpoint(folder / "straight" / "checkpoints" / f"update-{result.updates:08d}").weights()
+    last = StoredCheckpoint(folder / "straight" / "checkpoints" / f"update-{result.updates:08d}").weights()
     assert all(torch.equal(last[name], value) for name, value in ours.state_dict().items())
     again = new(optimizer)
     trained(stack, data, folder / "resumed", again, resume=saved)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.cli import main
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.checkpoint import Checkpoint
+from forge.checkpoint import StoredCheckpoint
 from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
@@ -240,7 +240,7 @@ def test_a_run_cut_in_the_middle_of_an_interval_logs_the_same_and_saves_no_metri
     whole = run_of(Measured(), "whole")
     with pytest.raises(RuntimeError, match="power"):
         run_of(Measured(), "cut", power_cut)
-    saved = Checkpoint(sorted(Path("cut/checkpoints").iterdir())[-1]).load()
+    saved = StoredCheckpoint(sorted(Path("cut/checkpoints").iterdir())[-1]).load()
     assert set(saved["means"]["held"]) == {"f1", "auroc", "seen", "both"}
     assert set(saved["model"]) == set(Classifier().state_dict())
     assert run_of(Measured(), "cut", resume="auto") == whole

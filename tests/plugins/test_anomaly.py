@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.errors import NonFiniteError, RecipeError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Clip, Guard

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.data import TensorLoader
 from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Guard, Prefetch
 from forge_plugins._average import Average

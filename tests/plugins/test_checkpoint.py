@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints, publish
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.config import load_recipe
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins.checkpoint import Best, Checkpoint, ranking

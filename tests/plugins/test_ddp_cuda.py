@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import forge
-from forge.checkpoint import Checkpoint as Saved
+from forge.checkpoint import StoredCheckpoint as Saved
 from forge_plugins import AMP, DDP, EMA, Accumulate, Checkpoint, Clip, Compile, Schedule
 from tests.support.tasks import Classifier, make_batches
 

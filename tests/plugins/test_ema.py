@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
 from forge.checkpoint import Checkpoints, load_weights
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.checkpoint.weights import read_weights
 from forge.contract.dispatch import Plugged
 from forge.errors import RecipeError, StackError
@@ -484,7 +484,7 @@ def test_a_run_that_averaged_nothing_exports_the_trained_weights_and_says_so(
         "ema averaged nothing in this run: weights.safetensors holds the trained weights. ema.start is 100 updates: "
         "set it earlier, or train longer." in caplog.text
     )
-    with pytest.raises(forge.CheckpointError, match="the plugin 'ema' had averaged nothing by then"):
+    with pytest.raises(forge.CheckpointError, match="the plugin 'ema' had averaged nothing yet"):
         TinyTask.from_checkpoint(tmp_path, weights="ema")
     assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
 

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_swa_multi_avg_fn, up
 from torch.utils.data import Dataset, IterableDataset
 
 import forge
-from forge.checkpoint import Checkpoint as SavedState
+from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.data import Loader
 from forge.errors import RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, first_difference, fit_tiny, tiny_batches

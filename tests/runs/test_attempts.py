@@ -15,9 +15,9 @@ import forge
 from forge.cli import main
 from forge.env import Env
 from forge.report.page import page
-from forge.runs.attempts import lives_of
+from forge.runs.attempts import attempts_of
 from forge.runs.card import command
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Tensorboard
 from tests.cli.test_report import Page
 from tests.support.tasks import fit, second_rank
@@ -40,7 +40,7 @@ def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Live:
 
 def told(folder: Path) -> list[tuple[str, int]]:
     """(command, update) of every life."""
-    return [(life.command, life.update) for life in lives_of(Run(folder))]
+    return [(life.command, life.update) for life in attempts_of(RunFolder(folder))]
 
 
 class TestARunThatWasContinued:
@@ -54,20 +54,20 @@ class TestARunThatWasContinued:
         return [JSONL(), Checkpoint(every="2 updates"), Tensorboard()]
 
     def test_its_page_has_the_command_of_each_life_with_its_date_and_update(self, tmp_path: Path) -> None:
-        first, second = lives_of(Run(tmp_path))
-        text = Page(page([Run(tmp_path)])).text
+        first, second = attempts_of(RunFolder(tmp_path))
+        text = Page(page([RunFolder(tmp_path)])).text
         assert f"1 {first.started} 0 forge fit mine task.lr=0.1 2 {second.started} 3 forge fit mine --resume" in text
         assert second.started == json.loads((tmp_path / "card.json").read_text())["started"]
 
     def test_its_page_says_which_versions_changed(self, tmp_path: Path) -> None:
-        text = Page(page([Run(tmp_path)])).text
+        text = Page(page([RunFolder(tmp_path)])).text
         assert "--resume forge 1.0 → 1.1" in text
         assert "torch 2" not in text.partition("Run card")[0]
 
     def test_the_card_has_them_in_text_and_in_tensorboard(self, tmp_path: Path) -> None:
         from tests.plugins.test_tensorboard import read, text_of
 
-        first, second = lives_of(Run(tmp_path))
+        first, second = attempts_of(RunFolder(tmp_path))
         lines = [
             f"1. {first.started}, from update 0: `forge fit mine task.lr=0.1`",
             f"2. {second.started}, from update 3: `forge fit mine --resume` (forge 1.0 → 1.1)",
@@ -96,7 +96,7 @@ class TestARunThatWasContinued:
             patch.setattr("forge.engine.session.write_card", killed)
             with pytest.raises(KeyboardInterrupt):
                 live("forge fit mine --resume --again", 7, resume="auto", plugins=self.plugins())
-        assert "forge fit mine --resume --again" in page([Run(tmp_path)])  # without a card that can be read
+        assert "forge fit mine --resume --again" in page([RunFolder(tmp_path)])  # without a card that can be read
         live("forge fit mine --resume --at-last", 7, resume="auto", plugins=self.plugins())
         ends = [(command.split()[-1], update) for command, update in told(tmp_path)]
         assert ends == [("task.lr=0.1", 0), ("--resume", 3), ("--again", 5), ("--at-last", 5)]
@@ -126,11 +126,11 @@ class TestARunThatWasContinued:
 def test_a_run_of_one_life_looks_as_before(live: Live, tmp_path: Path) -> None:
     live("forge fit mine", 3)
     assert not (tmp_path / "lives.json").exists()
-    assert "Lives" not in (tmp_path / "card.md").read_text()
-    text = Page(page([Run(tmp_path)])).text
-    assert "Lives" not in text
+    assert "Attempts" not in (tmp_path / "card.md").read_text()
+    text = Page(page([RunFolder(tmp_path)])).text
+    assert "Attempts" not in text
     assert "command forge fit mine " in text
-    assert Run(tmp_path).lives == []
+    assert RunFolder(tmp_path).attempts == []
 
 
 def test_a_fit_into_the_folder_of_an_earlier_run_starts_afresh(live: Live, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_fit_into_the_folder_of_an_earlier_run_starts_afresh(live: Live, tmp_p
     live("forge fit other", 2)
     assert told(tmp_path) == [("forge fit other", 0)]
     assert not (tmp_path / "lives.json").exists()
-    assert "forge fit mine" not in page([Run(tmp_path)])
+    assert "forge fit mine" not in page([RunFolder(tmp_path)])
 
 
 def test_a_resume_that_finds_no_checkpoint_is_a_first_life(live: Live, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_run_that_branches_off_another_begins_with_a_life_of_its_own(live: Liv
     live("earlier.py", 1, run_dir=tmp_path / "branch", plugins=[JSONL()])
     live("branch.py", 4, run_dir=tmp_path / "branch", resume=tmp_path / "checkpoints" / "latest")
     assert told(tmp_path / "branch") == [("branch.py", 2)]
-    assert "resumed from update 2" in Page(page([Run(tmp_path / "branch")])).text
+    assert "resumed from update 2" in Page(page([RunFolder(tmp_path / "branch")])).text
 
 
 def test_a_run_from_before_there_were_histories_is_continued_with_what_its_card_says(
@@ -164,7 +164,7 @@ def test_a_run_from_before_there_were_histories_is_continued_with_what_its_card_
     live("forge fit mine", 2)
     live("forge fit mine --resume", 4, resume="auto")
     (tmp_path / "lives.json").unlink()
-    assert "resumed from update 2" in Page(page([Run(tmp_path)])).text
+    assert "resumed from update 2" in Page(page([RunFolder(tmp_path)])).text
     live("forge fit mine --resume --more", 6, resume="auto")
     assert told(tmp_path) == [("forge fit mine --resume", 2), ("forge fit mine --resume --more", 4)]
 
@@ -175,13 +175,13 @@ def test_a_run_that_was_resumed_often_shows_its_first_and_last_lives(live: Live,
     file = tmp_path / "lives.json"
     first, second = json.loads(file.read_text())["lives"]
     file.write_text(json.dumps({"lives": [first, *[{**second, "update": i} for i in range(1, 40)]]}))
-    text = page([Run(tmp_path)])
+    text = page([RunFolder(tmp_path)])
     assert text.count("forge fit mine") == 10
     assert "30 more in lives.json." in text
     assert "<td class='n'>39</td>" in text
     fit(plugins=[JSONL()], run_dir="runs/other")
     command = "forge fit mine; from update 1: forge fit mine --resume (39 times)"
-    assert command in page([Run(tmp_path), Run("runs/other")])
+    assert command in page([RunFolder(tmp_path), RunFolder("runs/other")])
 
 
 def test_other_ranks_than_the_first_write_nothing(live: Live, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import forge
 from forge.env import Env
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
@@ -52,7 +52,7 @@ def test_a_fit_without_plugins_that_is_done_says_so_with_its_last_metrics(tmp_pa
     assert (end["status"], end["reason"]) == ("finished", "max_epochs")
     assert (end["updates"], end["epochs"], end["metrics"]) == (8, 2, result.metrics)
     assert end["seconds"] > 0
-    assert Run(tmp_path).final == result.metrics
+    assert RunFolder(tmp_path).final == result.metrics
 
 
 def test_an_error_is_named(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def twice(folder: Path, first: list[Any], second: list[Any], **options: Any) -> 
 
 def test_a_last_life_without_jsonl_is_told_as_it_was(tmp_path: Path) -> None:
     result = twice(tmp_path, [JSONL()], [])
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     assert (run.status, run.updates, run.epochs) == ("finished", 8, 2)
     assert run.final == result.metrics
 
@@ -170,7 +170,7 @@ def test_a_last_life_without_jsonl_is_told_as_it_was(tmp_path: Path) -> None:
 def test_the_time_of_a_last_life_without_jsonl_is_added(tmp_path: Path) -> None:
     twice(tmp_path, [JSONL()], [])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert Run(tmp_path).seconds == pytest.approx(json.loads(lines[-1])["time"] + end_of(tmp_path)["seconds"])
+    assert RunFolder(tmp_path).seconds == pytest.approx(json.loads(lines[-1])["time"] + end_of(tmp_path)["seconds"])
 
 
 def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
@@ -178,14 +178,14 @@ def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
     stale = {**end_of(tmp_path), "started": "2020-01-01 12:00:00 +0000"}
     (tmp_path / "end.json").write_text(json.dumps(stale))
     (tmp_path / "weights.safetensors").unlink()
-    assert (Run(tmp_path).status, Run(tmp_path).final) == ("killed", {})
+    assert (RunFolder(tmp_path).status, RunFolder(tmp_path).final) == ("killed", {})
 
 
 @pytest.mark.parametrize("plugins", [[JSONL()], []])
 def test_metrics_that_nobody_logs_any_more_are_none_of_the_results(tmp_path: Path, plugins: list[Any]) -> None:
     result = twice(tmp_path, [JSONL(), Clip(0.5)], plugins)
     assert "grad_norm/before" in result.metrics  # a resume is exact: what was restored is not forgotten
-    assert set(Run(tmp_path).final) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
+    assert set(RunFolder(tmp_path).final) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
 
 
 def test_so_it_is_with_a_life_that_was_killed_and_with_a_test_after_the_end(tmp_path: Path) -> None:
@@ -193,12 +193,12 @@ def test_so_it_is_with_a_life_that_was_killed_and_with_a_test_after_the_end(tmp_
     trainer = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu")
     tested = trainer.test(Classifier(), make_batches(1))
     os.utime(tmp_path / "end.json", (0, 0))  # some file systems tell times by the second
-    final = Run(tmp_path).final
+    final = RunFolder(tmp_path).final
     assert final["test/loss"] == tested["test/loss"]
     assert "grad_norm/before" not in final
-    assert "grad_norm/before" in Run(tmp_path).series
+    assert "grad_norm/before" in RunFolder(tmp_path).series
     (tmp_path / "end.json").unlink()
-    assert Run(tmp_path).final.keys() == final.keys()
+    assert RunFolder(tmp_path).final.keys() == final.keys()
 
 
 def test_a_rewind_keeps_what_this_life_has_logged(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def alone(*arguments: Any) -> list[dict[str, Any]]:
 
 
 def saved(folder: Path, update: int) -> dict[str, Any]:
-    return forge.checkpoint.Checkpoint(Checkpoints(folder / "checkpoints").path(update)).load()
+    return forge.checkpoint.StoredCheckpoint(Checkpoints(folder / "checkpoints").path(update)).load()
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Tensor]:

@@ -156,7 +156,7 @@ def test_a_run_may_grow(tmp_path: Path, kind: str) -> None:
 
 def test_a_run_cannot_end_before_the_point_it_is_continued_from(tmp_path: Path) -> None:
     live(tmp_path, [Checkpoint()], max_epochs=3)
-    with pytest.raises(forge.CheckpointError, match="has 3 epochs behind it, and max_epochs is 2"):
+    with pytest.raises(forge.CheckpointError, match="was saved after 3 epochs, and max_epochs is 2"):
         live(tmp_path, [Checkpoint()], max_epochs=2)
 
 
@@ -218,10 +218,10 @@ class Counting(forge.Plugin):
 
 def test_a_plugin_with_state_that_is_missing_on_either_side_is_refused(tmp_path: Path) -> None:
     die(tmp_path / "with", [Counting(), Checkpoint(every="1 update")], 3)
-    with pytest.raises(forge.CheckpointError, match="'counting' has state in it, but is not in this stack"):
+    with pytest.raises(forge.CheckpointError, match="has state of 'counting', which is not in this stack"):
         live(tmp_path / "with", [Checkpoint()])
     die(tmp_path / "without", [Checkpoint(every="1 update")], 3)
-    with pytest.raises(forge.CheckpointError, match="'counting' is in this stack, but has no state in it"):
+    with pytest.raises(forge.CheckpointError, match="has no state of 'counting', which is in this stack"):
         live(tmp_path / "without", [Counting(), Checkpoint()])
 
 
@@ -242,14 +242,14 @@ def test_a_plugin_with_nothing_to_lose_may_come_and_go_with_a_warning(
 ) -> None:
     die(tmp_path, [Careful(99), Checkpoint(every="1 update")], 3)
     die(tmp_path, [Checkpoint(every="1 update")], 5)
-    assert "plugin 'careful' was in the stack before, and is not now" in caplog.text
+    assert "plugin 'careful' was removed from the stack" in caplog.text
     live(tmp_path, [Careful(99), Checkpoint()])
-    assert "plugin 'careful' was not in the stack before" in caplog.text
+    assert "plugin 'careful' was added to the stack" in caplog.text
 
 
 def test_once_it_has_something_it_may_not_go(tmp_path: Path) -> None:
     die(tmp_path, [Careful(1), Checkpoint(every="1 update")], 3)
-    with pytest.raises(forge.CheckpointError, match=r"'careful' has state in it.*trainer.allow_inexact=true"):
+    with pytest.raises(forge.CheckpointError, match=r"has state of 'careful'.*trainer.allow_inexact=true"):
         live(tmp_path, [Checkpoint()])
 
 
@@ -262,7 +262,7 @@ def test_a_guard_that_has_skipped_nothing_may_come_and_go(tmp_path: Path) -> Non
 def test_allow_inexact_goes_on_without_the_state_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     die(tmp_path, [Counting(), Checkpoint(every="1 update")], 3)
     live(tmp_path, [Checkpoint()], allow_inexact=True)
-    assert "'counting' has state in it" in caplog.text
+    assert "has state of 'counting'" in caplog.text
 
 
 class Doubling(forge.Plugin):
@@ -281,7 +281,7 @@ def test_a_plugin_or_an_option_that_was_not_there_before_is_worth_a_warning(
     die(tmp_path, [Clip(0.5), Checkpoint(every="1 update")], 3)
     live(tmp_path, [Clip(0.25), Doubling(), Checkpoint()])
     assert "clip.max_norm was 0.5 and is 0.25 from here on" in caplog.text
-    assert "plugin 'doubling' was not in the stack before" in caplog.text
+    assert "plugin 'doubling' was added to the stack" in caplog.text
 
 
 def test_a_loader_that_cannot_be_continued_is_refused_at_the_start_where_the_run_is_saved(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start_by_its_path(tmp_path
 
 def test_a_folder_with_a_run_in_it_is_not_trained_over(tmp_path: Path) -> None:
     live(tmp_path, [Checkpoint()])
-    with pytest.raises(forge.CheckpointError, match="holds the checkpoints of a run already"):
+    with pytest.raises(forge.CheckpointError, match="already holds the checkpoints of a run"):
         live(tmp_path, [Checkpoint()], resume=None)
 
 
@@ -337,7 +337,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
     (newest / "state.safetensors").write_bytes(bytes(data))
     resumed, _ = live(tmp_path / "cut", everything())
     assert_same_weights(resumed, straight)
-    assert f"Passing over the checkpoint {newest.name}" in caplog.text
+    assert f"Skipping the checkpoint {newest.name}" in caplog.text
 
 
 def test_a_run_whose_checkpoints_are_all_broken_is_not_started_afresh_in_silence(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     def watch(step: forge.Step) -> None:
         step.trainer.request_rewind("a test")
 
-    with pytest.raises(forge.CheckpointError, match="no checkpoint to go back to"):
+    with pytest.raises(forge.CheckpointError, match="No checkpoint to return to"):
         live(tmp_path, [watch, Checkpoint()])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import forge
 from forge.config import load_recipe
 from forge.report.page import page
-from forge.runs.folder import Run
+from forge.runs.folder import RunFolder
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Checkpoint
 from tests.snapshot.test_resume import die, live, log_of
@@ -212,12 +212,12 @@ def test_what_is_not_used_is_in_the_files_of_the_run(tmp_path: Path) -> None:
     def told(**options: Any) -> tuple[str, str, str]:
         live(tmp_path, [], recipe="default", **options)
         config, card = ((tmp_path / name).read_text() for name in ("config.yaml", "card.md"))
-        return config.partition("description")[0], card, page([Run(tmp_path)])
+        return config.partition("description")[0], card, page([RunFolder(tmp_path)])
 
     for text in told(task=built(0.1, 0.5), max_epochs=1):
         assert "is not used" not in text
     config, card, report = told(task=built(0.2, 0.6), max_epochs=2)
-    assert f"# Continued from update 5 with the optimizer's options as saved: {KEPT}. " in config
+    assert f"# Resumed from update 5 with the optimizer's options as saved: {KEPT}. " in config
     assert f"| kept as saved | {KEPT} |" in card
     assert f"<td class='k'>kept as saved</td><td>{KEPT}</td>" in report
     assert load_recipe(tmp_path / "config.yaml").trainer["max_epochs"] == 2
