@@ -52,4 +52,4 @@ class Tracker(MemTracker):
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore  # pyright: ignore[reportAssignmentType]
