@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import Checkpoint, manifest
+from forge.checkpoint import StoredCheckpoint, manifest
 from forge.errors import CheckpointError
 
 
@@ -17,7 +17,7 @@ def file_states(path: Path) -> list[tuple[str, int | None, str]]:
     """Return (name, size, problem or "") of every file of a checkpoint."""
     problem = ""
     try:
-        Checkpoint(path).verify()
+        StoredCheckpoint(path).verify()
     except CheckpointError as error:
         problem = str(error).replace(f"{path}/", "").replace(f"{path} ", "")
     records = _records(path / manifest.NAME)

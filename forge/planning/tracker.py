@@ -52,7 +52,4 @@ class Tracker(MemTracker):
     def _ignore(self, *args: Any) -> None:
         pass
 
-    _pre_fw_hook: Any = _ignore
-    _post_fw_hook: Any = _ignore
-    _pre_bw_hook: Any = _ignore
-    _post_bw_hook: Any = _ignore
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore  # pyright: ignore[reportAssignmentType]

@@ -126,7 +126,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ("Random", "at update 1, the output of net.0 (Linear) is the first value that differs, by about"),
         ("Clock", "at update 1, the loss (micro-batch 0) is the first value that differs: "),
         ("Draws", "at update 1, the output of net.1 (BatchNorm1d) is the first value that differs, by about"),
-        ("Starts", "before the first update, the buffer salt as the task was made is the first value that differs"),
+        ("Starts", "before the first update, the initial buffer salt is the first value that differs"),
         ("Gradient", "at update 1, the gradient of net.0.bias is the first value that differs, by about"),
         ("Steps", "at update 1, the parameter net.4.bias after the update is the first value that differs"),
         (

@@ -137,7 +137,7 @@ def test_the_largest_of_all_is_found_when_it_is_asked_for(capsys: Any, file: str
 
 def test_the_end_of_the_data_and_of_what_was_asked_for_are_told_apart(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "batch", file + ":Task", "data.samples=20", "--exact")
-    assert "20 is the largest batch that works; 21 does not: the data gave a batch of only 20." in out
+    assert "20 is the largest batch that works; 21 does not: the data yielded a batch of only 20." in out
     out, _ = ask(capsys, "batch", file + ":Task", "--max", "16")
     assert "16 is the largest batch that works; a larger one was not tried (--max)." in out
 
@@ -164,7 +164,7 @@ def test_data_that_cannot_be_asked_for_another_size_are_refused_with_what_to_wri
         (["batch", "--out", "a.png"], "--out goes with `forge tune lr`."),
         (["lr", "--updates", "3"], "too few for a range test"),
         (["lr", "--min", "1", "--max", "0.1"], "is empty"),
-        (["lr", "--optimizer", "other"], "There is no optimizer 'other'."),
+        (["lr", "--optimizer", "other"], "No optimizer 'other'."),
         (["batch", "--max", "0"], "it must be at least 1"),
     ],
 )

@@ -353,7 +353,7 @@ LADDER = [
         (21, "fsdp", "amp + remat", "fsdp + remat fits only barely"),
         (15, "fsdp + offload", "remat", "does not fit"),
         (12, "fsdp + tensor_parallel 2", "remat", "fsdp + offload + remat fits only barely"),
-        (9, "fsdp + tensor_parallel 2", "remat", "takes least"),
+        (9, "fsdp + tensor_parallel 2", "remat", "needs least"),
     ],
 )
 def test_the_first_rung_that_fits_is_advised(memory: int, strategy: str, levers: str, because: str) -> None:

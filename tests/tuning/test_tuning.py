@@ -221,7 +221,9 @@ def test_a_loss_that_is_not_finite_ends_it_and_is_no_part_of_the_curve() -> None
     curve = lr_range(Breaks, noise())
     assert curve.diverged == pytest.approx(1e-3, rel=0.3)
     assert all(map(math.isfinite, curve.losses))
-    with pytest.raises(forge.ForgeError, match=r"not finite at the lowest rate, 0\.01, already"):
+    with pytest.raises(
+        forge.ForgeError, match=r"not finite at the lowest rate, 0\.01, so the learning rate"
+    ):
         lr_range(Breaks, noise(), lowest=0.01)
 
 
@@ -445,7 +447,7 @@ def test_data_that_have_no_batch_of_a_size_end_the_search() -> None:
     report = batch_range(TinyTask, loader(100), exact=True, updates=3)
     assert report.largest == 100
     assert report.too_large is not None
-    assert report.too_large.why_not == "the data gave a batch of only 100"
+    assert report.too_large.why_not == "the data yielded a batch of only 100"
 
 
 def test_a_loader_that_drops_short_batches_ends_it_too() -> None:
