@@ -474,7 +474,7 @@ def test_a_schedule_that_grows_with_its_run_is_worth_a_warning(
 ) -> None:
     live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=2)
     live(tmp_path, [Schedule("cosine"), Checkpoint()], max_epochs=3)
-    assert "planned for 10 updates and is for 15 now" in caplog.text
+    assert "planned for 10 updates and is now for 15" in caplog.text
 
 
 class Late(forge.Plugin):
