@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint.weights import noted_as_average
 from forge.errors import ForgeError, TaskError
-from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._run_lengths import check_length, updates_of
 from forge_plugins._sharded import is_distributed, local, whole
 
 logger = logging.getLogger("forge")

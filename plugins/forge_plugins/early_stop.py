@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins._moment import moment, reached
+from forge_plugins._run_lengths import moment, reached
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")

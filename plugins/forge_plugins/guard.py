@@ -78,13 +78,13 @@ class Guard(forge.Plugin):
         if self.config.policy != "skip":
             # nothing has to be put back, so core can run its step written out
             self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._flag: Flag | None = None
+        self._flag: DeviceFlag | None = None
         self._begin()
 
     def _begin(self) -> None:
         """What belongs to one run."""
         self._flag = None
-        self._sent: Sent | None = None
+        self._sent: Pending | None = None
         self._told: set[str | None] = set()
         self._last: tuple[int, str | None] | None = None
         self._skipped, self._rewinds, self._bad_turn = 0, 0, False
@@ -115,7 +115,7 @@ class Guard(forge.Plugin):
         if self.config.policy != "skip" and device.type == "cuda" and not owners:
             self._told = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
         if self._told:
-            self._flag = Flag(device)
+            self._flag = DeviceFlag(device)
             self.capturable = self._told == set(trainer.optimizers) and not self._together
         if self.config.policy == "skip":
             logger.info("guard reads the device once per update: %s.", READS["skip"])
@@ -141,7 +141,7 @@ class Guard(forge.Plugin):
         if not bad_loss and not bad_gradient:
             self._in_a_row.pop(step.name or "", None)
             return
-        self._act(step, Bad(step.index, step.epoch, bad_loss, self._names(step)), again)
+        self._act(step, NonFinite(step.index, step.epoch, bad_loss, self._names(step)), again)
 
     def _look(self, step: forge.Step, loss: str) -> tuple[bool, bool]:
         """Exactly: whether the loss, and whether a gradient, is not finite, as far as this rank has them."""
@@ -198,7 +198,7 @@ class Guard(forge.Plugin):
 
     # -- what to do about it ------------------------------------------------------------------------------------------
 
-    def _act(self, step: forge.Step, bad: Bad, again: bool = False) -> None:
+    def _act(self, step: forge.Step, bad: NonFinite, again: bool = False) -> None:
         """`again`: inside a closure, where the optimizer has begun its step and it cannot be skipped any more."""
         if self.config.policy == "stop":
             raise self._error(step.trainer, bad, "" if again else "The weights are as they were before it.")
@@ -209,7 +209,7 @@ class Guard(forge.Plugin):
         else:
             self._skip(step, bad)
 
-    def _skip(self, step: forge.Step, bad: Bad) -> None:
+    def _skip(self, step: forge.Step, bad: NonFinite) -> None:
         in_a_row = self._in_a_row[step.name or ""] = self._in_a_row.get(step.name or "", 0) + 1
         if self.config.max_skips and in_a_row > self.config.max_skips:
             reason = f"It is number {in_a_row} in a row, more than guard.max_skips={self.config.max_skips}."
@@ -218,7 +218,7 @@ class Guard(forge.Plugin):
         logger.warning("guard skips update %d: %s.", bad.index, bad)
         step.skip_update(str(bad), quiet=True, by=self.name)
 
-    def _rewind(self, step: forge.Step, bad: Bad) -> None:
+    def _rewind(self, step: forge.Step, bad: NonFinite) -> None:
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
@@ -234,7 +234,7 @@ class Guard(forge.Plugin):
         skipped = range(first, bad.index + 1)
         trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
-    def _error(self, trainer: forge.Run, bad: Bad, why: str) -> NonFiniteError:
+    def _error(self, trainer: forge.Run, bad: NonFinite, why: str) -> NonFiniteError:
         self._sent = None  # it has been told
         saved = last_checkpoint(trainer)
         told = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
@@ -249,7 +249,7 @@ class Guard(forge.Plugin):
 
     # -- on a CUDA device, one update late ----------------------------------------------------------------------------
 
-    def _look_later(self, step: forge.Step, flag: Flag) -> None:
+    def _look_later(self, step: forge.Step, flag: DeviceFlag) -> None:
         """Have the device look, and leave the update out if it must. This may run inside a CUDA graph: what the host
         has to do comes in forge_step_end then."""
         if flag.is_heard_now() and self._sent is not None and self._sent.index != step.index:
@@ -269,19 +269,19 @@ class Guard(forge.Plugin):
         if self._flag is None or step.skip_reason is not None:
             return
         self._receive(step, self._flag)
-        self._sent, self._plain = Sent(step.index, step.epoch, self._plain_loss_is_bad()), []
+        self._sent, self._plain = Pending(step.index, step.epoch, self._plain_loss_is_bad()), []
         self._flag.send()
 
     def _plain_loss_is_bad(self) -> bool:
         """A loss that is a plain number never passes through the device."""
         return any(not math.isfinite(loss) for loss in self._plain)
 
-    def _receive(self, step: forge.Step, flag: Flag) -> None:
+    def _receive(self, step: forge.Step, flag: DeviceFlag) -> None:
         """Hear of the last update that was looked at, and act."""
         sent, self._sent = self._sent, None
         if sent is None or not (flag.arrived() or sent.plain_loss_is_bad):
             return
-        bad = Bad(sent.index, sent.epoch, sent.plain_loss_is_bad or flag.loss_was_bad(), None)
+        bad = NonFinite(sent.index, sent.epoch, sent.plain_loss_is_bad or flag.loss_was_bad(), None)
         flag.clear()  # what comes now is stopped or rewound anyhow, and a restored run starts clean
         self._act(step, bad)
 
@@ -324,11 +324,11 @@ class Guard(forge.Plugin):
         sent, flag = self._sent, self._flag
         if sent is not None and flag is not None and (flag.arrived() or sent.plain_loss_is_bad):
             bad_loss = sent.plain_loss_is_bad or flag.loss_was_bad()
-            raise self._error(trainer, Bad(sent.index, sent.epoch, bad_loss, None), why)
+            raise self._error(trainer, NonFinite(sent.index, sent.epoch, bad_loss, None), why)
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class NonFinite:
     """What is wrong with an update. `parameters` is None where their gradients are gone by the time it is known."""
 
     index: int
@@ -349,7 +349,7 @@ class Bad:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Pending:
     """The last update whose flag is on its way to the host."""
 
     index: int
@@ -357,7 +357,7 @@ class Sent:
     plain_loss_is_bad: bool
 
 
-class Flag:
+class DeviceFlag:
     """A number on the device that becomes 1 when something is not finite, stays so, and is read without waiting; beside
     it one for the loss alone."""
 

@@ -15,7 +15,7 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge.optim import optimizers
 from forge.optim.optimizers import Optimizers
-from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._run_lengths import check_length, updates_of
 
 Factor = Callable[[int], float]
 """Updates done by an optimizer -> what its learning rate is multiplied with for the next one."""

@@ -20,11 +20,11 @@ import forge
 from forge.errors import RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Compile, Remat
-from forge_plugins.compile import watch
+from forge_plugins.compile import compile_watch
+from forge_plugins.compile.compile_watch import Recompile
 from forge_plugins.compile.difference import furthest
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.quiet import SOURCE
-from forge_plugins.compile.watch import Recompile
 from tests.support import reference
 
 EVEN = (8, 8)
@@ -526,7 +526,7 @@ def test_without_torchs_own_accounts_there_is_less_to_say_and_no_error(
 
     monkeypatch.delattr(torch._dynamo.utils, "graph_break_reasons")
     monkeypatch.delattr(torch._dynamo.utils, "get_compilation_metrics")
-    monkeypatch.setattr(watch, "_counters", lambda: None)
+    monkeypatch.setattr(compile_watch, "_counters", lambda: None)
     fit(Compile(backend="eager", blocks="net"), TinyTask(), max_updates=1)
     assert "nothing was compiled" not in caplog.text
 

@@ -18,7 +18,7 @@ from forge_plugins import AMP, DDP, SAM, Compile, CudaGraph
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
-from forge_plugins.cuda_graph.window import Unsuitable, Window
+from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 from tests.support.tasks import Classifier, fit
 
 
@@ -86,9 +86,9 @@ def test_torchs_optimizers_are_made_fused_and_capturable() -> None:
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
-def window(*batches: Any, items: Any = None) -> Window:
+def window(*batches: Any, items: Any = None) -> GraphWindow:
     trainer = forge.Trainer(max_updates=1, plugins=[])
-    return Window(Step(trainer, window=batches, items=items or [1] * len(batches)), torch.device("cpu"))
+    return GraphWindow(Step(trainer, window=batches, items=items or [1] * len(batches)), torch.device("cpu"))
 
 
 def test_windows_of_one_shape_share_a_key_whatever_their_numbers() -> None:

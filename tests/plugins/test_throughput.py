@@ -21,9 +21,9 @@ import forge
 from forge.errors import RecipeError
 from forge.testing import TinyGAN, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Throughput
-from forge_plugins.throughput import told
+from forge_plugins.throughput import summary
 from forge_plugins.throughput.flops import Counting, probe
-from forge_plugins.throughput.memory import Saved
+from forge_plugins.throughput.memory_use import Saved
 from forge_plugins.throughput.peaks import PEAKS, as_computed, peak_of
 from forge_plugins.throughput.steps import DeviceSteps, Done, percentile
 from tests.support.tasks import Classifier, fit, make_batches
@@ -652,9 +652,9 @@ def test_memory_can_be_left_out() -> None:
 
 
 def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
-    assert [told.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
-    assert [told.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
-    assert [told.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
+    assert [summary.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
+    assert [summary.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
+    assert [summary.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import forge
 from forge.data.windows import Feed, batch_size
 from forge.rng import RNGState
 from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
-from forge_plugins.anomaly.trace import find
-from forge_plugins.anomaly.watch import Watch, bad_rows, describe, tensors_in
+from forge_plugins.anomaly.origin import find
+from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe, tensors_in
 
 Buffers = list[tuple[dict[str, Tensor | None], str]]
 
@@ -61,7 +61,7 @@ class Analysis:
         sources = [(f"parameter {name}", p) for name, p in task.named_parameters()]
         sources += [(f"buffer {name}", b) for name, b in task.named_buffers()]
         sources += [(f"batch {name}", t) for micro in step.window for name, t in named_tensors(micro, "batch")]
-        self.watch = Watch(step, sources)
+        self.watch = ValueWatch(step, sources)
         self.losses: list[Tensor] = []
         self.edges = sample_edges(step)
 

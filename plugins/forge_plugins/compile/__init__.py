@@ -15,13 +15,13 @@ import forge
 from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge_plugins._patterns import MANY, as_list, chosen, listed
-from forge_plugins.compile import report
+from forge_plugins.compile import messages
 from forge_plugins.compile.comparison import compare
+from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.quiet import without_torchs_account
 from forge_plugins.compile.regions import Regions, looking_at_parameters
 from forge_plugins.compile.toolchain import check_backend
-from forge_plugins.compile.watch import Watch
 
 logger = logging.getLogger("forge")
 
@@ -101,7 +101,7 @@ class Compile(forge.Plugin):
         """What belongs to one run."""
         self._regions: Regions | None = None
         self._shell: nn.Module | None = None
-        self._watch = Watch(graphs=None)
+        self._watch = CompileWatch(graphs=None)
         self._looked = False
         self._told = self._recorded = (0, 0, 0)
         self._growing = 0
@@ -132,7 +132,7 @@ class Compile(forge.Plugin):
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
         self._flags.enter_context(looking_at_parameters())
         self._flags.enter_context(without_torchs_account())
-        self._watch = Watch()
+        self._watch = CompileWatch()
         self._regions.install(self._options, after=self._watch.look)  # torch keeps its accounts for a while only
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
@@ -193,21 +193,21 @@ class Compile(forge.Plugin):
         watch.look()
         self._told = watch.counts
         if watch.graphs != 0 and watch.counts != told:
-            logger.log(*report.summary(watch, told))
+            logger.log(*messages.summary(watch, told))
         self._growing = self._growing + 1 if len(watch.recompiles) > told[2] else 0
         if watch.limits:
-            self._warn("limit", report.limit(watch.limits, self.config.dynamic))
+            self._warn("limit", messages.limit(watch.limits, self.config.dynamic))
         elif self._growing >= STORM:
-            self._warn("storm", report.storm(watch.recompiles, STORM, self.config.dynamic))
+            self._warn("storm", messages.storm(watch.recompiles, STORM, self.config.dynamic))
 
     def _warn_of_nothing(self) -> None:
         regions = self._regions
         assert regions is not None
         if self._watch.graphs == 0:
-            self._warn("nothing", report.nothing(self._watch))
+            self._warn("nothing", messages.nothing(self._watch))
         elif not regions.whole:
-            self._warn("empty", report.empty(regions.empty()))
-            self._warn("uncalled", report.uncalled(regions.uncalled()))
+            self._warn("empty", messages.empty(regions.empty()))
+            self._warn("uncalled", messages.uncalled(regions.uncalled()))
 
     def _warn(self, kind: str, text: str) -> None:
         """Once a run."""
@@ -220,7 +220,7 @@ class Compile(forge.Plugin):
     def _compare(self, step: forge.Step) -> None:
         assert self._regions is not None
         self._watch.look()
-        trial = Watch()
+        trial = CompileWatch()
         try:
             found = compare(step, self._regions, self._options)
         finally:

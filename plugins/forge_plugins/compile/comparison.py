@@ -13,16 +13,16 @@ from torch import Tensor
 import forge
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins.compile.difference import Difference, furthest, tolerance_for
+from forge_plugins.compile.difference import TensorDifference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
-from forge_plugins.compile.search import Search, Seen
+from forge_plugins.compile.search import ForwardRecorder, Search
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What one batch showed."""
 
-    worst: Difference
+    worst: TensorDifference
     tolerance: float
     dtype: torch.dtype
     culprit: str | None = None
@@ -51,7 +51,7 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
     It is compiled for this alone, without CUDA graphs, and with torch's own random numbers where the backend draws its
     own, so that dropout drops the same.
     """
-    options, seen = comparable(options), Seen(step.trainer.task)
+    options, seen = comparable(options), ForwardRecorder(step.trainer.task)
     with without_side_effects(step.trainer), torch_random():
         batch = step.trainer.hooks.forge_prepare_batch(step, step.window[0])
         with regions.away(), seen.dtypes():

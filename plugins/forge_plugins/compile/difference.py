@@ -16,7 +16,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """The tensor that is furthest apart, relative to its size."""
 
     name: str
@@ -27,7 +27,7 @@ class Difference:
         return f"{self.absolute:.3g} in {self.name}, {self.relative:.3g} of its size"
 
 
-def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> Difference:
+def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> TensorDifference:
     """Where two sets of tensors are furthest apart; one that only one of them has is 0 in the other.
 
     A gradient is held against its own largest entry, or `tolerance` of the largest gradient there is: one that should
@@ -42,16 +42,16 @@ def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> Difference:
     return max(found, key=lambda difference: difference.relative)
 
 
-def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> Difference:
+def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> TensorDifference:
     if ours.shape != theirs.shape:
-        return Difference(name, math.inf, math.inf)
+        return TensorDifference(name, math.inf, math.inf)
     if ours.numel() == 0:
-        return Difference(name, 0.0, 0.0)
+        return TensorDifference(name, 0.0, 0.0)
     a, b = _exact(ours), _exact(theirs)
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     absolute = math.inf if bool(gap.isnan().any()) else float(gap.max())
     scale = max(_largest(theirs), floor if name.startswith("the gradient") else 0.0)
-    return Difference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
+    return TensorDifference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from forge.contract.task import STAGE_METHODS, TaskCall
-from forge_plugins.compile.watch import graphs_so_far
+from forge_plugins.compile.compile_watch import graphs_so_far
 
 BY_TYPE = {
     "Unsupported": "compile.fullgraph=true takes no graph breaks: change that line, or leave fullgraph out.",

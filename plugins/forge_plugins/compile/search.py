@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import forge
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._patterns import parents
-from forge_plugins.compile.difference import TOLERANCES, Difference, furthest
+from forge_plugins.compile.difference import TOLERANCES, TensorDifference, furthest
 from forge_plugins.compile.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """The first call of a module: what it was given, and under which switches."""
 
     module: nn.Module
@@ -30,12 +30,12 @@ class Call:
     autocast: tuple[str, torch.dtype, bool]
 
 
-class Seen:
+class ForwardRecorder:
     """What passes through the modules of a task in one forward."""
 
     def __init__(self, task: nn.Module):
         self.task = task
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, ModuleCall] = {}
         "The first call of each, in order."
         self._dtypes: set[torch.dtype] = {p.dtype for p in task.parameters() if p.is_floating_point()}
 
@@ -58,7 +58,7 @@ class Seen:
         def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self.calls:
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                self.calls[name] = Call(module, args, kwargs, torch.is_grad_enabled(), _autocast(module))
+                self.calls[name] = ModuleCall(module, args, kwargs, torch.is_grad_enabled(), _autocast(module))
 
         with ExitStack() as stack:
             for name, module in self._inner():
@@ -85,14 +85,14 @@ class Search:
     """Compiles modules one at a time, in the order they were called, and goes into the first that differs."""
 
     trainer: forge.Run
-    seen: Seen
+    seen: ForwardRecorder
     options: Mapping[str, Any]
     tolerance: float
 
     def first(self, inside: Iterable[str] | None = None) -> str | None:
         """The innermost module that differs by itself, in words; `inside`: only these and what is in them."""
         names = self._outermost(self.seen.calls) if inside is None else [n for n in self.seen.calls if n in set(inside)]
-        found: tuple[str, Difference] | None = None
+        found: tuple[str, TensorDifference] | None = None
         while True:
             deeper = next(((name, d) for name in names if (d := self._difference(name)) is not None), None)
             if deeper is None:
@@ -109,7 +109,7 @@ class Search:
         names = list(names)
         return [name for name in names if not any(around in names for around in parents(name))]
 
-    def _difference(self, name: str) -> Difference | None:
+    def _difference(self, name: str) -> TensorDifference | None:
         call = self.seen.calls[name]
         eager = self._replayed(call)
         with Regions({name: call.module}, whole=False).away(self.options):
@@ -117,7 +117,7 @@ class Search:
         worst = furthest(compiled, eager, self.tolerance)
         return worst if worst.relative > self.tolerance else None
 
-    def _replayed(self, call: Call) -> dict[str, Tensor]:
+    def _replayed(self, call: ModuleCall) -> dict[str, Tensor]:
         """Outputs, and the gradients of a weighted sum of them."""
         kind, dtype, enabled = call.autocast
         wanted = {f"the gradient of {n}": p for n, p in call.module.named_parameters() if p.requires_grad}

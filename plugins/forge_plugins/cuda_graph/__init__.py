@@ -13,10 +13,10 @@ import forge
 from forge.errors import RecipeError, StackError
 from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
-from forge_plugins.cuda_graph.audit import reads_of_the_device
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
+from forge_plugins.cuda_graph.device_reads import reads_of_the_device
 from forge_plugins.cuda_graph.rates import Rates
-from forge_plugins.cuda_graph.window import Unsuitable, Window
+from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 
 logger = logging.getLogger("forge")
 
@@ -155,7 +155,7 @@ class CudaGraph(forge.Plugin):
         if self._fitness.somebody_is_due(step):
             return None
         try:
-            window = Window(step, trainer.env.device)
+            window = GraphWindow(step, trainer.env.device)
         except Unsuitable as reason:
             return self._give_up(str(reason))
         graph = self._graphs.get(window.key)
@@ -193,7 +193,7 @@ class CudaGraph(forge.Plugin):
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _capture_or_not(self, step: forge.Step, window: Window) -> bool | None:
+    def _capture_or_not(self, step: forge.Step, window: GraphWindow) -> bool | None:
         """A window is captured when one like it has run uncaptured before: by then everything is compiled, measured and
         allocated. The last warm-up is watched for reads of the device, which a capture would not bear."""
         seen = self._seen.get(window.key, 0)
@@ -222,7 +222,7 @@ class CudaGraph(forge.Plugin):
         self._replay(graph, window, step)
         return True
 
-    def _capture(self, step: forge.Step, window: Window) -> Captured:
+    def _capture(self, step: forge.Step, window: GraphWindow) -> Captured:
         assert self._rates is not None
         self._rates.write()
         graph = Captured(step, window, self._pool)
@@ -235,7 +235,7 @@ class CudaGraph(forge.Plugin):
         self._graphs[window.key] = graph
         return graph
 
-    def _replay(self, graph: Captured, window: Window, step: forge.Step) -> None:
+    def _replay(self, graph: Captured, window: GraphWindow, step: forge.Step) -> None:
         assert self._rates is not None
         self._rates.write()
         others = [other for other in self._graphs.values() if other is not graph and other.rows]
@@ -278,7 +278,7 @@ class CudaGraph(forge.Plugin):
             raise StackError(f"{told} Mend that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
         logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, told)
 
-    def _look_at_many(self, window: Window) -> None:
+    def _look_at_many(self, window: GraphWindow) -> None:
         """Say so once where windows differ too much for graphs; give up where no two are alike."""
         if len(self._seen) <= 2 * self.config.graphs:
             return

@@ -16,7 +16,7 @@ from forge.rng import RNGState
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
-from forge_plugins.cuda_graph.window import Window
+from forge_plugins.cuda_graph.window import GraphWindow
 
 ROWS, PLACES = 1024, 2**16
 """Updates whose metrics are kept on the device before they must be handed over, and values in all."""
@@ -29,7 +29,7 @@ class CaptureFailed(Exception):
 class Captured:
     """An update as a CUDA graph. Making it runs nothing on the device; `replay` runs it."""
 
-    def __init__(self, step: forge.Step, window: Window, pool: Any = None):
+    def __init__(self, step: forge.Step, window: GraphWindow, pool: Any = None):
         device = step.trainer.env.device
         self.rows = 0
         self._means = step.trainer.means
@@ -48,7 +48,7 @@ class Captured:
         """Its memory, for other graphs to share."""
         return self._graph.pool
 
-    def replay(self, window: Window, step: forge.Step) -> None:
+    def replay(self, window: GraphWindow, step: forge.Step) -> None:
         """Run the update on this window."""
         if self.rows == len(self._table):
             self.settle()
@@ -71,20 +71,20 @@ class Captured:
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
-    def _record(self, step: forge.Step, window: Window) -> None:
+    def _record(self, step: forge.Step, window: GraphWindow) -> None:
         trainer = step.trainer
         trainer.means.settle()
         inputs = self._inputs.tensors
         batches = window.with_tensors(inputs)
 
         def update() -> None:
-            noted = Noted(trainer.env.device)
+            noted = CapturedMeans(trainer.env.device)
             factors = None if step.factors is None else list(inputs[-1].unbind())
             with step.substitute(batches, factors, noted):
                 trainer.core.forge_train_step(step)
                 self._write_down(noted)
 
-        traces = Traces(trainer.task)
+        traces = HostEffects(trainer.task)
         try:
             self._graph.capture(update)
         except RuntimeError as error:
@@ -98,7 +98,7 @@ class Captured:
             traces.undo()
             raise CaptureFailed(frozen or f"the update was skipped while it was captured: {skipped}")
 
-    def _write_down(self, noted: Noted) -> None:
+    def _write_down(self, noted: CapturedMeans) -> None:
         """The last act of the graph: this update's metrics become the next row of a table."""
         frozen = sorted({name for name, value, _ in noted.values if not isinstance(value, Tensor)})
         if frozen:
@@ -115,7 +115,7 @@ class Captured:
         self._cursor.add_(1)
 
 
-class Traces:
+class HostEffects:
     """What an update leaves on the host that a graph would not do again: buffers that are replaced rather than written,
     and random numbers that are drawn there."""
 
@@ -148,7 +148,7 @@ class Traces:
         self._random.restore(torch.device("cpu"))
 
 
-class Noted(Means):
+class CapturedMeans(Means):
     """Stands in for a run's means while a step is captured: what is counted, and for which micro-batch."""
 
     def __init__(self, device: torch.device):

@@ -17,7 +17,7 @@ class Unsuitable(Exception):
     """Why a window cannot be given to a graph."""
 
 
-class Window:
+class GraphWindow:
     """The tensors of a step's micro-batches, and the weights they count with where these differ from step to step.
 
     Plain numbers and strings in a batch are part of the key: a graph cannot be told new ones.

@@ -22,8 +22,8 @@ from forge_kernels.patch import StandIns, SwappedModules
 from forge_kernels.selection import Candidate, Choice, choose
 from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
-from forge_plugins.kernels.looking import Seen, look
-from forge_plugins.kernels.report import table
+from forge_plugins.kernels.choice_table import table
+from forge_plugins.kernels.discovery import ObservedCalls, observe_calls
 
 logger = logging.getLogger("forge")
 
@@ -212,7 +212,7 @@ class Kernels(forge.Plugin):
         """Look at the first batch, measure what it calls, and use what is faster."""
         trainer = step.trainer
         self._looked.append(step.name)
-        seen = look(step, self._candidates, _compiles(trainer))
+        seen = observe_calls(step, self._candidates, _compiles(trainer))
         # shares of a batch may differ by a sample, so the first rank measures what any of them calls
         everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
         others = (Call.from_data(data) for there in everywhere for data in there)
@@ -226,7 +226,7 @@ class Kernels(forge.Plugin):
         if trainer.env.is_main:
             self._tell(trainer, choices, seen, made["measured"])
 
-    def _measure(self, trainer: forge.Run, calls: Sequence[Call], seen: Seen) -> dict[str, Any]:
+    def _measure(self, trainer: forge.Run, calls: Sequence[Call], seen: ObservedCalls) -> dict[str, Any]:
         """On the first rank: what is known already from disk, the rest by measuring."""
         device, compiled = trainer.env.device, _compiles(trainer)
         cache = Cache(self._folder())
@@ -276,7 +276,7 @@ class Kernels(forge.Plugin):
         patch.settle_names()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
-    def _tell(self, trainer: forge.Run, choices: Sequence[Choice], seen: Seen, measured: int) -> None:
+    def _tell(self, trainer: forge.Run, choices: Sequence[Choice], seen: ObservedCalls, measured: int) -> None:
         if not choices:
             logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
             return

@@ -12,8 +12,8 @@ from pluggy import HookImpl
 
 import forge
 from forge.errors import StackError
-from forge_plugins.ledger import report as reports
-from forge_plugins.ledger.account import Account, Mark
+from forge_plugins.ledger import cost_report
+from forge_plugins.ledger.account import Account, LedgerMark
 from forge_plugins.ledger.audit import Audit
 from forge_plugins.ledger.timers import Function, Timers
 
@@ -72,10 +72,10 @@ class Ledger(forge.Plugin):
         """What belongs to one run."""
         self._account: Account | None = None
         self._audit: Audit | None = None
-        self._interval: Mark | None = None
+        self._interval: LedgerMark | None = None
         self._syncs_before = 0
         self._told_syncs = False
-        self._last: Mark | None = None
+        self._last: LedgerMark | None = None
         "The end of an update that may be the run's last."
         self._ended = 0
         "When the latest update ended, whether it may be the last or not."
@@ -142,7 +142,7 @@ class Ledger(forge.Plugin):
         self._syncs_before = found
         if found and not self._told_syncs:
             self._told_syncs = True
-            places = [reports.told_sync(row) for row in audit.rows(account.updates) if not row["expected"]]
+            places = [cost_report.sync_text(row) for row in audit.rows(account.updates) if not row["expected"]]
             logger.warning("ledger: the host waits for the device: %s", "; ".join(places))
 
     @forge.hookimpl(wrapper=True)
@@ -182,7 +182,7 @@ class Ledger(forge.Plugin):
         self._account = None
         self.report = self._close(account, audit)
         if trainer.env.is_main:
-            logger.info("%s", reports.told(self.report))
+            logger.info("%s", cost_report.as_text(self.report))
             self._write(trainer, self.report)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Ledger(forge.Plugin):
             stop = end or account.mark()
             stop.at = self._ended if end is None else end.at
             period = account.between(account.first, stop)
-        return reports.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
+        return cost_report.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
 
     def _write(self, trainer: forge.Run, report: dict[str, Any]) -> None:
         if trainer.run_dir is None:

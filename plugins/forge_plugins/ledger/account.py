@@ -30,7 +30,7 @@ NOTHING: Counts = (0, 0)
 
 
 @dataclass(slots=True)
-class Mark:
+class LedgerMark:
     """How far everything was at one moment, in nanoseconds."""
 
     at: int
@@ -42,7 +42,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """One implementation between two marks."""
 
     cell: Cell
@@ -68,7 +68,7 @@ class Period:
     waited: float
     evaluated: float
     timing: float
-    entries: list[Entry]
+    entries: list[LedgerEntry]
 
     @property
     def costs(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class Account:
     waited: int = 0
     evaluated: int = 0
     in_evaluation: dict[Cell, Counts] = field(default_factory=dict)
-    first: Mark | None = None
+    first: LedgerMark | None = None
     "The end of the first update."
 
     def begin(self) -> None:
@@ -99,16 +99,16 @@ class Account:
                 cell.worst = 0
         self.first = self.mark()
 
-    def mark(self) -> Mark:
+    def mark(self) -> LedgerMark:
         cells = {cell: (cell.calls, cell.spent) for cell in self.timers.cells}
         now = self.timers.clock()
-        return Mark(now, self.updates, self.waited, self.evaluated, cells, dict(self.in_evaluation))
+        return LedgerMark(now, self.updates, self.waited, self.evaluated, cells, dict(self.in_evaluation))
 
     def update(self, data_wait: float) -> None:
         self.updates += 1
         self.waited += round(data_wait * 1e9)
 
-    def evaluation(self, before: Mark) -> None:
+    def evaluation(self, before: LedgerMark) -> None:
         """An evaluation that began at `before` has ended."""
         self.evaluated += self.timers.clock() - before.at
         for cell in self.timers.cells:
@@ -116,9 +116,9 @@ class Account:
             old = self.in_evaluation.get(cell, NOTHING)
             self.in_evaluation[cell] = (old[0] + cell.calls - calls, old[1] + cell.spent - spent)
 
-    def between(self, start: Mark, stop: Mark) -> Period:
+    def between(self, start: LedgerMark, stop: LedgerMark) -> Period:
         """Take apart what happened between two marks."""
-        entries: list[Entry] = []
+        entries: list[LedgerEntry] = []
         timing, within = 0.0, 0.0
         for cell in self.timers.cells:
             everything = _difference(start.cells, stop.cells, cell)
@@ -131,13 +131,15 @@ class Account:
             in_updates = (everything[0] - in_evaluation[0], everything[1] - in_evaluation[1])
             for (calls, spent), evaluating in ((in_updates, False), (in_evaluation, True)):
                 if calls:
-                    entries.append(Entry(cell, calls, price.net(calls, spent), price.net(1, cell.worst), evaluating))
+                    entries.append(
+                        LedgerEntry(cell, calls, price.net(calls, spent), price.net(1, cell.worst), evaluating)
+                    )
         waited, evaluated = stop.waited - start.waited, stop.evaluated - start.evaluated
         work = max(0.0, evaluated - within)
         own = max(0.0, stop.at - start.at - waited - work - timing)
         return Period(stop.updates - start.updates, own, waited, work, timing, entries)
 
-    def once(self, end: Mark | None) -> list[dict[str, Any]]:
+    def once(self, end: LedgerMark | None) -> list[dict[str, Any]]:
         """What was spent before the first update and after the last one, which ended at `end`."""
         rows: list[dict[str, Any]] = []
         for cell in self.timers.cells:

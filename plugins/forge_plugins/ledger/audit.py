@@ -40,7 +40,7 @@ INSIDE = (TORCH, warnings.__file__, __file__, _syncs.__file__, "<")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SyncPlace:
     """Where a sync came from."""
 
     who: str
@@ -54,7 +54,7 @@ class Audit:
     """Every wait for the device is put down to whoever's code was running."""
 
     def __init__(self) -> None:
-        self.found: Counter[Place] = Counter()
+        self.found: Counter[SyncPlace] = Counter()
         self._owners: dict[CodeType, list[tuple[Any, str, str]]] = {}
         self._listener = Listener(self._hear)
 
@@ -89,7 +89,7 @@ class Audit:
 
     # -- whose it is --------------------------------------------------------------------------------------------------
 
-    def place(self, innermost: FrameType) -> Place:
+    def place(self, innermost: FrameType) -> SyncPlace:
         """The line outside of torch that waits, and whose hook or method it runs in."""
         at: tuple[str, int] | None = None
         who = expected = ""
@@ -104,7 +104,7 @@ class Audit:
         if not who:
             # autograd runs backward passes of a device in a thread of its own, where no hook is on the stack
             who = "forge itself" if threading.current_thread() is threading.main_thread() else "the backward pass"
-        return Place(who, *(at or ("torch", 0)), expected)
+        return SyncPlace(who, *(at or ("torch", 0)), expected)
 
     def _read(self, frame: FrameType) -> tuple[str, str]:
         """(who, what is expected) as far as one frame tells."""

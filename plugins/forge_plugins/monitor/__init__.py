@@ -14,9 +14,9 @@ from forge.errors import ForgeError, RecipeError
 from forge_plugins._patterns import MANY, listed
 from forge_plugins.monitor import shapes
 from forge_plugins.monitor.alarms import Judge
-from forge_plugins.monitor.look import Look
 from forge_plugins.monitor.modules import watchable
 from forge_plugins.monitor.parcel import Parcel
+from forge_plugins.monitor.turn import TurnStatistics
 
 logger = logging.getLogger("forge")
 
@@ -103,9 +103,9 @@ class Monitor(forge.Plugin):
         self._judge: Judge | None = None
         self._shown = not self.config.shapes
         self._table: shapes.Shapes | None = None
-        self._look: Look | None = None
-        self._looks: list[Look] = []
-        self._sent: tuple[list[Look], Parcel] | None = None
+        self._look: TurnStatistics | None = None
+        self._looks: list[TurnStatistics] = []
+        self._sent: tuple[list[TurnStatistics], Parcel] | None = None
         self._told_of_compiled = False
 
     def due(self, step: forge.Step) -> bool:
@@ -143,7 +143,7 @@ class Monitor(forge.Plugin):
             self._table.watch(self._modules(step.trainer))
         if count or draw:
             modules = self._modules(step.trainer) if self.config.activations else []
-            self._look = Look(step, self.config, modules, count, draw)
+            self._look = TurnStatistics(step, self.config, modules, count, draw)
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:

@@ -24,7 +24,7 @@ LONGEST = 8
 
 
 @dataclass(slots=True)
-class Row:
+class ModuleRow:
     """A module, and how often the like of it stands there in a row."""
 
     name: str
@@ -36,7 +36,7 @@ class Row:
     "Bytes of parameters and buffers."
     activations: int = 0
     "Bytes of the output."
-    parts: list[Row] = field(default_factory=list)
+    parts: list[ModuleRow] = field(default_factory=list)
     times: int = 1
 
     def like(self) -> tuple[Any, ...]:
@@ -72,15 +72,15 @@ class Shapes:
             handle.remove()
         self._handles.clear()
 
-    def tree(self, depth: int) -> Row:
+    def tree(self, depth: int) -> ModuleRow:
         """The task with its parts, down to `depth`; equal neighbours are folded into one row."""
         return self._row("", self._task, depth)
 
-    def _row(self, path: str, module: nn.Module, depth: int) -> Row:
+    def _row(self, path: str, module: nn.Module, depth: int) -> ModuleRow:
         parameters = [p for p in module.parameters() if not is_lazy(p)]
         buffers = [b for b in module.buffers() if not is_lazy(b)]
         output, activations = self._outputs.get(path, ("", 0))
-        row = Row(
+        row = ModuleRow(
             name=path.rpartition(".")[2] or type(module).__name__,
             kind=type(module).__name__,
             output=output,
@@ -100,9 +100,9 @@ class Shapes:
         return sum(self._outputs[name][1] for name in leaves if name in self._outputs)
 
 
-def folded(rows: list[Row]) -> list[Row]:
+def folded(rows: list[ModuleRow]) -> list[ModuleRow]:
     """What stands there several times in a row as one: "0 to 11", or a few rows and how often they come again."""
-    found: list[Row] = []
+    found: list[ModuleRow] = []
     at = 0
     while at < len(rows):
         period, times = _repetition([row.like() for row in rows[at:]])
@@ -112,7 +112,7 @@ def folded(rows: list[Row]) -> list[Row]:
         found += first
         if period > 1:
             again = rows[at + period].name
-            found.append(Row(f"{again} to {last.name}", f"the same ×{times - 1}"))
+            found.append(ModuleRow(f"{again} to {last.name}", f"the same ×{times - 1}"))
         at += period * times
     return found
 
@@ -128,7 +128,7 @@ def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
     return 1, 1
 
 
-def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
+def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
     """The cells of a row and of its parts."""
     times = f" ×{row.times}" if row.times > 1 else ""
     frozen = "" if not row.frozen else " frozen" if row.frozen == row.parameters else f" ({row.frozen:,} frozen)"
@@ -144,7 +144,7 @@ def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
         yield from lines(part, indent + 1)
 
 
-def as_text(row: Row, ending: str) -> str:
+def as_text(row: ModuleRow, ending: str) -> str:
     """For a terminal or a file."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in COLUMNS:
@@ -157,7 +157,7 @@ def as_text(row: Row, ending: str) -> str:
     return f"{text}\n{ending}"
 
 
-def as_markdown(row: Row, ending: str) -> str:
+def as_markdown(row: ModuleRow, ending: str) -> str:
     """For TensorBoard."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|---:|---:|---:|"]
     for name, *rest in lines(row):
@@ -166,7 +166,7 @@ def as_markdown(row: Row, ending: str) -> str:
     return "\n".join([*rows, "", ending])
 
 
-def ending(row: Row, activations: int) -> str:
+def ending(row: ModuleRow, activations: int) -> str:
     """The sum of it all."""
     trained = row.parameters - row.frozen
     return (

@@ -17,7 +17,7 @@ from forge.errors import RecipeError
 from forge.util.oom import is_out_of_memory
 from forge_plugins.profiler import memory, results
 from forge_plugins.profiler.recording import Recording, another_one
-from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, range_name
 
 logger = logging.getLogger("forge")

@@ -18,7 +18,7 @@ import forge
 from forge.util.text import short_path
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
-from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import Trace, analyse
 from forge_plugins.profiler.verdict import Setup, judge, measured, provided
 
@@ -27,14 +27,14 @@ logger = logging.getLogger("forge")
 KINDS = {".json": "trace", ".pickle": "memory snapshot, for https://pytorch.org/memory_viz", ".svg": "memory timeline"}
 
 
-class Wanted(Protocol):
+class ResultOptions(Protocol):
     """Of the plugin's options, what is asked for here."""
 
     memory: bool
     top: int
 
 
-def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: Wanted) -> Report:
+def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: ResultOptions) -> Report:
     """Write the trace and what belongs to it, and work out what it says. `unrecorded`: seconds of an update before."""
     device = trainer.env.device
     with _folder(trainer) as folder:

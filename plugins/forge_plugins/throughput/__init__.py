@@ -12,9 +12,9 @@ import torch
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins.throughput import memory, told
+from forge_plugins.throughput import memory_use, summary
+from forge_plugins.throughput.inspection import StepInspection
 from forge_plugins.throughput.items import Items
-from forge_plugins.throughput.look import Look
 from forge_plugins.throughput.peaks import peak_of
 from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, Summary, percentile
 
@@ -101,7 +101,7 @@ class Throughput(forge.Plugin):
         self._running = True
         self._steps: Steps = DeviceSteps.on(device) if on_cuda else HostSteps()
         self._items = Items(config.items, trainer.task_defines_num_items)
-        self._look = Look(trainer, config.flops, activations=config.memory and not on_cuda)
+        self._look = StepInspection(trainer, config.flops, activations=config.memory and not on_cuda)
         self._step: forge.Step | None = None
         "The step under way."
         self._flops: float | None = None
@@ -111,7 +111,7 @@ class Throughput(forge.Plugin):
         self._updates = 0
         self._peak: float | None = None
         "What the device can do at most, in FLOP/s."
-        self._breakdown: memory.Breakdown | None = None
+        self._breakdown: memory_use.Breakdown | None = None
         self._total = Summary.of([])
         self._times: deque[float] = deque(maxlen=RECENT)
         self._failed = False
@@ -161,7 +161,7 @@ class Throughput(forge.Plugin):
             trainer.env.synchronize()  # the run is over: what the device still does can be waited for
         self._take()
         if self._total.updates and trainer.env.is_main:
-            text = told.summary(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
+            text = summary.of_run(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
             logger.info("throughput: %s", text)
 
     # -- at a log -----------------------------------------------------------------------------------------------------
@@ -196,25 +196,25 @@ class Throughput(forge.Plugin):
     def _record_memory(self, step: forge.Step) -> None:
         trainer, first = step.trainer, self._breakdown is None
         if trainer.env.device.type == "cuda":
-            self._breakdown = memory.on_cuda(trainer)
+            self._breakdown = memory_use.on_cuda(trainer)
         elif first:
-            self._breakdown = memory.on_host(trainer, self._look.activations)
+            self._breakdown = memory_use.on_host(trainer, self._look.activations)
         assert self._breakdown is not None
         for name, number in {**self._breakdown.parts(), "peak": self._breakdown.peak}.items():
             step.record(f"throughput/{name}_gb", number / 1e9)
         if first:
-            trainer.publish({"memory": forge.Text(memory.as_markdown(self._breakdown))})
+            trainer.publish({"memory": forge.Text(memory_use.as_markdown(self._breakdown))})
             if trainer.env.is_main:
-                logger.info("throughput: memory %s.", memory.told(self._breakdown, str(trainer.env.device)))
+                logger.info("throughput: memory %s.", memory_use.as_text(self._breakdown, str(trainer.env.device)))
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
     def _tell_flops(self, trainer: forge.Run) -> None:
         """What was counted, and what it is compared with."""
         self._look.fresh = False
-        dtype, name = self._look.dtype, told.device_name(trainer.env.device)
+        dtype, name = self._look.dtype, summary.device_name(trainer.env.device)
         given = self.config.peak
         peak = given if given is not None else peak_of(name, dtype) if dtype is not None else None
         self._peak = None if peak is None else peak * 1e12
         if trainer.env.is_main:
-            logger.info("throughput: %s", told.flops(self._look.counts, dtype, name, peak, given is not None))
+            logger.info("throughput: %s", summary.of_flops(self._look.counts, dtype, name, peak, given is not None))

@@ -15,7 +15,7 @@ from forge_plugins.monitor.histograms import unpacked
 from forge_plugins.monitor.parcel import Contents
 
 
-class Wanted(Protocol):
+class StatisticsOptions(Protocol):
     """What to look at, among monitor's options."""
 
     gradients: bool
@@ -23,16 +23,21 @@ class Wanted(Protocol):
     activations: bool
 
 
-class Look:
+class TurnStatistics:
     """Follows a train step. `count`: take statistics; `draw`: make histograms."""
 
     def __init__(
-        self, step: forge.Step, wanted: Wanted, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool
+        self,
+        step: forge.Step,
+        options: StatisticsOptions,
+        modules: Sequence[tuple[str, nn.Module]],
+        count: bool,
+        draw: bool,
     ):
         self._prefix = "monitor/" if step.name is None else f"monitor/{step.name}/"
         self._index, self._samples = step.index, step.samples
-        self._activations = Activations(step, modules if wanted.activations else (), count, draw)
-        self._parameters = Parameters(step, wanted.gradients, wanted.weights, count, draw)
+        self._activations = Activations(step, modules if options.activations else (), count, draw)
+        self._parameters = Parameters(step, options.gradients, options.weights, count, draw)
         self._inspected = False
 
     def inspect(self) -> None:

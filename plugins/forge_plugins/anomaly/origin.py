@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from forge_plugins.anomaly.watch import Cause, Event
+from forge_plugins.anomaly.value_watch import BadInput, BadOperation
 
 DELIBERATE = frozenset(
     f"aten.{name}"
@@ -23,9 +23,9 @@ DELIBERATE = frozenset(
 class Origin:
     """Where it began: an operation, or a tensor that was bad before (`source`) and the operation it met first."""
 
-    event: Event | None
+    event: BadOperation | None
     source: str | None = None
-    first_user: Event | None = None
+    first_user: BadOperation | None = None
     nan: bool = False
 
     @property
@@ -40,7 +40,7 @@ class Origin:
         return not self.nan and (self.source is None or self.source.startswith("buffer "))
 
 
-def find(symptoms: Iterable[Cause]) -> dict[str, Any]:
+def find(symptoms: Iterable[BadInput]) -> dict[str, Any]:
     """The finding: what is to blame (`kind` and its details), and what became of it (`then`)."""
     origins = [_walk(cause) for cause in symptoms]
     if not origins:
@@ -56,7 +56,7 @@ def find(symptoms: Iterable[Cause]) -> dict[str, Any]:
     return _told(first)
 
 
-def _walk(cause: Cause) -> Origin:
+def _walk(cause: BadInput) -> Origin:
     """Along NaN where there is one, else along infinities, always to the oldest."""
     nan, user = cause.nan, None
     while cause.event is not None:
@@ -81,7 +81,7 @@ def _told(origin: Origin) -> dict[str, Any]:
     return {"kind": kind, "name": (origin.source or "").partition(" ")[2], **met}
 
 
-def _operation(event: Event) -> dict[str, Any]:
+def _operation(event: BadOperation) -> dict[str, Any]:
     context = event.context
     return {
         "kind": "backward" if event.node else "forward",

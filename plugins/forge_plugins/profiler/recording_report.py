@@ -21,7 +21,7 @@ NO_VERDICT = "There is no verdict: torch's profiler does not see what the device
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Rows under a heading; the first column is text, the others are numbers."""
 
     title: str
@@ -85,19 +85,19 @@ class Report:
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[ReportTable]:
         """All there are."""
         tables = [self.phases(), self.operators("cpu")]
         if self.trace.kernels:
             tables += [self.operators("device"), self.kernels()]
         return tables if self.peak is None else [*tables, self.allocators()]
 
-    def main_operators(self) -> Table:
+    def main_operators(self) -> ReportTable:
         """By the time that matters for the verdict."""
         on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
         return self.operators("device" if on_device else "cpu")
 
-    def phases(self) -> Table:
+    def phases(self) -> ReportTable:
         """Where the host's time of an update goes."""
         phases = self.trace.phases
         total = sum(seconds for name, seconds in phases.items() if name != EVALUATION) or 1.0
@@ -110,9 +110,9 @@ class Report:
             for name in PHASES
             if phases[name] > 0.0005 * total
         ]
-        return Table("an update, on the host", ("", "time", "share"), rows)
+        return ReportTable("an update, on the host", ("", "time", "share"), rows)
 
-    def operators(self, by: str) -> Table:
+    def operators(self, by: str) -> ReportTable:
         """The operators that take the most time themselves, on host or device."""
         found = _top(self.trace.operators, lambda o: o.device if by == "device" else o.cpu, self.top)
         columns, seconds = ["calls", "self CPU", "share"], [lambda o: o.cpu]
@@ -124,19 +124,19 @@ class Report:
             for o in found
         ]
         where = "CUDA" if by == "device" else "CPU"
-        return Table(f"operators of an update, by self {where} time", ("", *columns), rows)
+        return ReportTable(f"operators of an update, by self {where} time", ("", *columns), rows)
 
-    def kernels(self) -> Table:
+    def kernels(self) -> ReportTable:
         """What ran on the device longest."""
         found = _top(self.trace.kernels, lambda kernel: kernel.device, self.top)
         rows = [(_short(k.name), f"{k.calls / self.updates:.4g}", *self._timed([k.device])) for k in found]
-        return Table("kernels of an update", ("", "runs", "time", "share"), rows)
+        return ReportTable("kernels of an update", ("", "runs", "time", "share"), rows)
 
-    def allocators(self) -> Table:
+    def allocators(self) -> ReportTable:
         """Who takes the most memory."""
         found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
         rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", format_bytes(o.memory / self.updates)) for o in found]
-        return Table("operators of an update, by memory taken", ("", "calls", "taken"), rows)
+        return ReportTable("operators of an update, by memory taken", ("", "calls", "taken"), rows)
 
     def _timed(self, seconds: Any) -> list[str]:
         window = self.trace.window or 1.0
@@ -183,14 +183,14 @@ def _short(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
-def _aligned(table: Table) -> list[str]:
+def _aligned(table: ReportTable) -> list[str]:
     cells: Sequence[Sequence[str]] = [(table.title, *table.columns[1:]), *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
     lines = ((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in cells)
     return [f"  {'  '.join(line)}" for line in lines]
 
 
-def _piped(table: Table) -> list[str]:
+def _piped(table: ReportTable) -> list[str]:
     escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
     heading = f"| {table.title} | {' | '.join(table.columns[1:])} |"
     return [heading, "|---|" + "---:|" * (len(table.columns) - 1), *(f"| {' | '.join(row)} |" for row in escaped)]

@@ -1,4 +1,4 @@
-"""Watch: every operation of a window, forward and backward, that has a NaN or an infinity in its output.
+"""ValueWatch: every operation of a window, forward and backward, that has a NaN or an infinity in its output.
 
 Between the user's code and torch's kernels stands a TorchDispatchMode, which sees each operation with its inputs. What
 it writes down are Events; each knows where its bad inputs came from, so that `trace` can walk from a bad loss or
@@ -34,7 +34,7 @@ ENGINE = os.path.join("torch", "autograd", "graph.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeLine:
     """A line of the user's code."""
 
     file: str
@@ -44,21 +44,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class OperationContext:
     """Which module and line an operation belongs to."""
 
     module: str
     kind: str
-    place: Place | None
+    place: CodeLine | None
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class BadInput:
     """A bad input: made by an earlier event, or there before the window began (`source`, if it has a name)."""
 
     nan: bool
     inf: bool
-    event: Event | None
+    event: BadOperation | None
     source: str | None
 
     @property
@@ -67,7 +67,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Event:
+class BadOperation:
     """One operation with a NaN or an infinity in its output."""
 
     number: int
@@ -75,10 +75,10 @@ class Event:
     node: str | None
     "In backward: the name of the autograd node, such as SqrtBackward0."
     micro: int
-    context: Context
+    context: OperationContext
     nan: bool
     inf: bool
-    causes: list[Cause]
+    causes: list[BadInput]
     inputs: list[dict[str, Any]] = field(default_factory=list)
     output: dict[str, Any] = field(default_factory=dict)
     bad_rows: list[int] | None = None
@@ -89,7 +89,7 @@ class Event:
     "Whether it only hands its input on: a view, a copy."
 
 
-class Watch(TorchDispatchMode):
+class ValueWatch(TorchDispatchMode):
     """Writes events down while it is entered. `sources` names tensors that are there already."""
 
     def __init__(self, step: forge.Step, sources: list[tuple[str, Tensor]]):
@@ -97,23 +97,23 @@ class Watch(TorchDispatchMode):
         self.step, self.task = step, step.trainer.task
         self.events = 0
         self._modules = [("", type(self.task).__name__)]
-        self._contexts: dict[int, Context] = {}
-        self._made_by: dict[int, Event] = {}
+        self._contexts: dict[int, OperationContext] = {}
+        self._made_by: dict[int, BadOperation] = {}
         self._alive: list[Any] = []  # storages of bad tensors: while they live, no other gets their address
         self._sources: dict[int, str] = {}
         for name, tensor in sources:
             if (key := storage_key(tensor)) is not None:
                 self._sources.setdefault(key, name)
 
-    def cause(self, tensor: Tensor) -> Cause | None:
+    def cause(self, tensor: Tensor) -> BadInput | None:
         """Why a tensor is bad, or None where it is finite."""
         nan, inf = badness(tensor)
         if not (nan or inf):
             return None
         key = storage_key(tensor)
         if key is None:
-            return Cause(nan, inf, None, None)
-        return Cause(nan, inf, self._made_by.get(key), self._sources.get(key))
+            return BadInput(nan, inf, None, None)
+        return BadInput(nan, inf, self._made_by.get(key), self._sources.get(key))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,7 +129,7 @@ class Watch(TorchDispatchMode):
         made = [(tensor, *badness(tensor)) for tensor in tensors_in(out)]
         bad = [(tensor, nan, inf) for tensor, nan, inf in made if nan or inf]
         if bad:
-            event = Event(
+            event = BadOperation(
                 self.events,
                 name,
                 node.name() if node is not None else None,
@@ -171,18 +171,18 @@ class Watch(TorchDispatchMode):
     def _leave(self) -> None:
         self._modules.pop()
 
-    def _here(self) -> Context:
-        context = Context(*self._modules[-1], user_place(sys._getframe(2)))
+    def _here(self) -> OperationContext:
+        context = OperationContext(*self._modules[-1], user_place(sys._getframe(2)))
         # the node that autograd has just made for this operation has the last number given out; the first operation
         # seen after that is its own
         self._contexts.setdefault(_last_node(), context)
         return context
 
-    def _of_node(self, node: Any) -> Context:
+    def _of_node(self, node: Any) -> OperationContext:
         """In backward: the forward operation that a node belongs to; in a backward of the user's own, that."""
-        known = self._contexts.get(node._sequence_nr(), Context("", type(self.task).__name__, None))
+        known = self._contexts.get(node._sequence_nr(), OperationContext("", type(self.task).__name__, None))
         own = user_place(sys._getframe(2), until=ENGINE)
-        return known if own is None else Context(known.module, known.kind, own)
+        return known if own is None else OperationContext(known.module, known.kind, own)
 
 
 def _last_node() -> int:
@@ -244,7 +244,7 @@ def bad_rows(tensor: Tensor) -> tuple[list[int] | None, int]:
     return bad.reshape(tensor.shape[0], -1).any(1).nonzero().flatten().tolist(), tensor.shape[0]
 
 
-def user_place(frame: FrameType | None, until: str = "") -> Place | None:
+def user_place(frame: FrameType | None, until: str = "") -> CodeLine | None:
     """The innermost line that is neither torch's nor forge's; with `until`, only below a file of that name."""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -253,6 +253,6 @@ def user_place(frame: FrameType | None, until: str = "") -> Place | None:
         library = file.startswith((*LIBRARIES, "<")) or (file.startswith(STANDARD) and "site-packages" not in file)
         if not library:
             code = linecache.getline(file, frame.f_lineno).strip()
-            return Place(file, frame.f_lineno, frame.f_code.co_name, code)
+            return CodeLine(file, frame.f_lineno, frame.f_code.co_name, code)
         frame = frame.f_back
     return None

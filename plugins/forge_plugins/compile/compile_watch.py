@@ -1,4 +1,4 @@
-"""Watch: what torch compiled, where it broke off, and why it compiled again.
+"""CompileWatch: what torch compiled, where it broke off, and why it compiled again.
 
 torch counts these things for itself, in places that are not promised to stay. Each is asked for by itself here, so that
 one that is gone makes a report shorter, and never a run fail.
@@ -74,7 +74,7 @@ class Recompile:
 
 
 @dataclass(slots=True)
-class Watch:
+class CompileWatch:
     """Counts from when it was made; `look` brings it up to date."""
 
     graphs: int | None = 0

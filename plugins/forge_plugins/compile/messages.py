@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from forge_plugins._patterns import MANY, listed
-from forge_plugins.compile.watch import Recompile, Watch, why_disabled
+from forge_plugins.compile.compile_watch import CompileWatch, Recompile, why_disabled
 
 MOST = 5
 """How many breaks or reasons a message lists."""
 
 
-def summary(watch: Watch, told: tuple[int, int, int]) -> tuple[int, str]:
+def summary(watch: CompileWatch, told: tuple[int, int, int]) -> tuple[int, str]:
     """The level and the text of a log line: what there is by now, and what came since `told`."""
     graphs = "an unknown number of graphs" if watch.graphs is None else _count(watch.graphs, "graph")
     ops = f" of {_count(watch.ops, 'op')}" if watch.graphs else ""
@@ -45,7 +45,7 @@ def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None)
     )
 
 
-def nothing(watch: Watch) -> str:
+def nothing(watch: CompileWatch) -> str:
     """Not a single graph."""
     disabled = why_disabled()
     if disabled:
@@ -89,7 +89,7 @@ def _advice(last: Recompile, dynamic: bool | None) -> str:
     return 'TORCH_LOGS="recompiles" shows all reasons.'
 
 
-def _places(watch: Watch) -> Iterable[str]:
+def _places(watch: CompileWatch) -> Iterable[str]:
     return (f"at {place}: {reason}" for place, reason in watch.breaks.items())
 
 

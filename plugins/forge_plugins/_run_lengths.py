@@ -38,3 +38,22 @@ def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> in
             f"has. Give {option} in updates."
         )
     return int(interval.count) * trainer.updates_per_epoch
+
+
+def moment(text: str, option: str) -> forge.Interval:
+    """The moment that an option names. A clock's is refused: a resumed run would come to it elsewhere."""
+    try:
+        interval = forge.Interval(text)
+    except ForgeError as error:
+        raise RecipeError(f"{option}: {error}") from error
+    if interval.unit == "second":
+        raise RecipeError(
+            f"{option} is {text!r}: write it in updates, epochs or samples ('500 updates', '3 epochs'). A clock would "
+            "come to another update each time the run is made."
+        )
+    return interval
+
+
+def reached(at: forge.Interval, *, updates: int, epochs: int, samples: int) -> bool:
+    """Whether a run that has done so much has come to the moment, or is past it."""
+    return {"update": updates, "epoch": epochs, "sample": samples}[at.unit] >= at.count

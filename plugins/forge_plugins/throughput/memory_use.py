@@ -126,7 +126,7 @@ def on_host(trainer: forge.Run, activations: int | None) -> Breakdown:
     return Breakdown(_parameters(trainer), _gradients(trainer), _optimizer(trainer), activations, 0)
 
 
-def told(breakdown: Breakdown, device: str) -> str:
+def as_text(breakdown: Breakdown, device: str) -> str:
     """One line: the peak and its parts."""
     parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in breakdown.parts().items())
     unseen = ", activations unknown (compiled code and torch.func hide them)" if breakdown.activations is None else ""

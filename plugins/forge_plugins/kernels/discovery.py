@@ -22,7 +22,7 @@ from forge_kernels.selection import Candidate
 logger = logging.getLogger("forge")
 
 
-class Seen:
+class ObservedCalls:
     """The calls of one forward: how often each kind came, and which modules make it."""
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Seen:
             paths.append(path)
 
 
-def look(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> Seen:
+def observe_calls(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> ObservedCalls:
     """What the first batch calls of all that the candidates replace. Nothing is kept for a backward, so it takes the
     memory of an evaluation. A forward that fails has shown nothing: the run's own is about to fail in the same way.
 
     Torch's losses are looked at too, as in the first batch of every eager run: a kernel in their place hides them from
     that. What is wrong with them counts as a failure here, so that the run's own forward meets torch's function.
     """
-    trainer, seen = step.trainer, Seen()
+    trainer, seen = step.trainer, ObservedCalls()
     functions = {c.target for c in candidates if isinstance(c.replaces, Functional)}
     try:
         with ExitStack() as stack:
@@ -62,12 +62,12 @@ def look(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> S
             trainer.hooks.forge_forward(step, batch)
     except Exception as error:
         logger.debug("kernels: the first batch could not be looked at: %s", error)
-        return Seen()
+        return ObservedCalls()
     return seen
 
 
 @contextmanager
-def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: Seen) -> Iterator[None]:
+def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: ObservedCalls) -> Iterator[None]:
     """Meanwhile every call of a module that a candidate can replace is noted."""
     handles: list[Any] = []
     try:
@@ -83,7 +83,7 @@ def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: Seen) -> I
             handle.remove()
 
 
-def _note(seen: Seen, target: str, path: str, module: nn.Module, args: Any, options: Any) -> None:
+def _note(seen: ObservedCalls, target: str, path: str, module: nn.Module, args: Any, options: Any) -> None:
     try:
         parameters = [str(Like.of(parameter)) for parameter in module.parameters()]
         seen.note(Call.of(target, args, options, f"{module!r} {', '.join(parameters)}"), path)

@@ -8,7 +8,7 @@ import torch
 
 from forge.util.text import format_bytes
 from forge_plugins.throughput.flops import Count
-from forge_plugins.throughput.memory import Breakdown
+from forge_plugins.throughput.memory_use import Breakdown
 from forge_plugins.throughput.steps import Summary, percentile
 
 
@@ -17,7 +17,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-def flops(
+def of_flops(
     counts: Mapping[str | None, tuple[Count, float]], dtype: str | None, device: str, peak: float | None, given: bool
 ) -> str:
     """What was counted, the formula of MFU, and what was not counted."""
@@ -40,7 +40,7 @@ def _counted(name: str | None, count: Count, samples: float) -> str:
     return f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{f' ({kinds})' if kinds else ''}"
 
 
-def summary(
+def of_run(
     total: Summary, times: list[float], items: str | None, peak: float | None, breakdown: Breakdown | None
 ) -> str:
     """One line about the whole run."""

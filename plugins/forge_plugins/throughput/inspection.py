@@ -11,14 +11,14 @@ import torch
 
 import forge
 from forge_plugins.throughput.flops import Count, Counting, graphs_compiled, is_compiled, probe
-from forge_plugins.throughput.memory import Saved
+from forge_plugins.throughput.memory_use import Saved
 
 logger = logging.getLogger("forge")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Look:
+class StepInspection:
     """Looks into the second step of each optimizer: in the first one things are still being compiled."""
 
     def __init__(self, trainer: forge.Run, flops: bool, activations: bool):

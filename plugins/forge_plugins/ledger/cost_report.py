@@ -48,7 +48,7 @@ def make(period: Period | None, once: list[dict[str, Any]], syncs: list[dict[str
     return report
 
 
-def told(report: Report) -> str:
+def as_text(report: Report) -> str:
     """The report as text for the log."""
     if not report["updates"]:
         return "ledger: the run ended before its second update; the first one warms things up and is not counted."
@@ -85,7 +85,7 @@ def told_syncs(report: Report) -> list[str]:
     found = [sync for sync in report["syncs"] if not sync["expected"]]
     expected = [sync for sync in report["syncs"] if sync["expected"]]
     lines = [f"host syncs: {report['syncs_per_update']:.2g} per update{':' if found else ''}"]
-    lines += [f"  {told_sync(sync)}" for sync in found]
+    lines += [f"  {sync_text(sync)}" for sync in found]
     if expected:
         kinds = sorted({sync["expected"] for sync in expected})
         count = sum(sync["count"] for sync in expected)
@@ -93,7 +93,7 @@ def told_syncs(report: Report) -> list[str]:
     return lines
 
 
-def told_sync(sync: dict[str, Any]) -> str:
+def sync_text(sync: dict[str, Any]) -> str:
     """One place that made the host wait."""
     return f"{sync['who']}, {sync['file']}:{sync['line']}: {sync['code']} ({sync['per_update']:.2g} per update)"
 
