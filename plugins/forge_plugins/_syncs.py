@@ -16,14 +16,15 @@ import torch
 
 import forge
 from forge.util.text import short_path
+from forge_plugins._user_code import NOT_THE_USERS
 
 SYNC = "called a synchronizing CUDA operation"
 """What torch's sync debug mode says."""
 ERROR = 2
 """torch's number for the mode in which a wait is an error."""
 TORCH, FORGE = str(Path(torch.__file__).parent), str(Path(forge.__file__).parent)
-NOT_THE_USERS = (TORCH, FORGE, str(Path(__file__).parent), str(Path(pluggy.__file__).parent), warnings.__file__, "<")
-"""Where files begin that are never the user's own."""
+SKIPPED = (*NOT_THE_USERS, str(Path(pluggy.__file__).parent), warnings.__file__)
+"""The beginnings of file names that are not the user's."""
 
 
 class Listener:
@@ -99,6 +100,6 @@ class Listener:
 
 def own_line(frames: traceback.StackSummary) -> str:
     """The innermost line of the user's own, as `file:line (code)`; else the innermost of all."""
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_THE_USERS)]
+    own = [frame for frame in frames if not frame.filename.startswith(SKIPPED)]
     frame = (own or list(frames))[-1]
     return f"{short_path(frame.filename)}:{frame.lineno} ({frame.line})"

@@ -152,7 +152,7 @@ def test_the_first_operation_is_named_with_module_line_and_samples(mistake: Mist
     if mistake.rows:
         assert finding["rows"] == mistake.rows
     assert mistake.made in text
-    assert f"test_plugin_anomaly.py:{finding['place']['line']} in " in text
+    assert f"test_anomaly.py:{finding['place']['line']} in " in text
 
 
 def test_zero_by_zero_in_one_sample() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import json
 import logging
@@ -25,7 +24,7 @@ from forge.errors import StackError
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
 from forge_plugins._syncs import SYNC
-from forge_plugins.ledger.audit import EXPECTED_IN_TRAINER, Audit
+from forge_plugins.ledger.audit import Audit
 from forge_plugins.ledger.timers import Timers
 from tests.contract.test_dispatch import Specs, implementations, make_plugin, outcome
 from tests.support.tasks import Classifier, fit, make_batches
@@ -355,18 +354,6 @@ def test_the_weights_are_the_same_to_the_bit() -> None:
     assert_same_weights(fit_tiny([Ledger(), *stack])[0], fit_tiny(stack)[0])
 
 
-def test_core_runs_its_step_written_out_as_it_does_without_the_ledger() -> None:
-    def path(*plugins: forge.Plugin) -> Any:
-        trainer = forge.Trainer(plugins=list(plugins), max_epochs=1, run_dir=False)
-        trainer.fit(Classifier(), make_batches())
-        direct = trainer.core.direct
-        assert direct is not None
-        return {field.name: getattr(direct, field.name) is None for field in dataclasses.fields(direct)}
-
-    assert path(Ledger(), Clip()) == path(Clip())
-    assert path(Ledger(), Clip())["backward"]
-
-
 @pytest.mark.parametrize("hook", ["action", "event"])
 @given(chosen=st.lists(implementations, min_size=1, max_size=7))
 def test_timed_implementations_give_the_same_results_order_and_errors(hook: str, chosen: list[Any]) -> None:
@@ -424,7 +411,7 @@ def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
             if self is None:
                 yield
 
-    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_plugin_ledger.py:\d+\) did not yield"):
+    with pytest.raises(RuntimeError, match=r"Silent.forge_backward .*test_ledger.py:\d+\) did not yield"):
         fit(plugins=[Ledger(), Silent()])
 
 
@@ -522,7 +509,7 @@ class Helper(forge.Plugin):
 def test_a_wait_is_put_down_to_the_plugin_the_hook_and_the_line() -> None:
     (found,) = heard(Helper())
     assert found["who"] == "plugin 'helper' in forge_step_end"
-    assert found["file"].endswith("test_plugin_ledger.py")
+    assert found["file"].endswith("test_ledger.py")
     assert found["line"] == line_of(Helper, "as `.item()` would")
     assert found["code"] == "warnings.warn(SYNC, stacklevel=1)  # as `.item()` would"
     assert (found["count"], found["per_update"], found["expected"]) == (4, 1.0, "")
@@ -625,8 +612,17 @@ def test_reads_of_checkpoints_and_of_the_end_are_expected() -> None:
     assert {r["expected"] for r in heard(Reads())} == {"saving", "ending"}
 
 
-def test_the_trainers_own_reads_are_known_by_the_names_of_its_methods() -> None:
-    assert [name for name in EXPECTED_IN_TRAINER if not callable(getattr(forge.Trainer, name, None))] == []
+def test_reads_of_the_tasks_own_state_are_expected() -> None:
+    class Saves(forge.Plugin):
+        @forge.hookimpl
+        def forge_save(self) -> None: ...
+
+    class Task(Classifier):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            wait()
+            return super().state_dict(*args, **kwargs)
+
+    assert {r["expected"] for r in heard(Saves(), task=Task())} == {"saving"}
 
 
 def test_a_wait_that_torch_does_not_warn_of_is_heard_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
 from forge_plugins._finite import values_of
+from forge_plugins._user_code import NOT_THE_USERS
 
-LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (str(torch.__file__), str(forge.__file__), os.path.dirname(__file__))
-)
-"""Where code is not the user's: torch, forge, forge_plugins."""
 STANDARD = os.path.dirname(os.path.abspath(contextlib.__file__)) + os.sep
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.copy_"})
 ENGINE = os.path.join("torch", "autograd", "graph.py")
@@ -250,7 +246,7 @@ def user_place(frame: FrameType | None, until: str = "") -> CodeLine | None:
         file = frame.f_code.co_filename
         if until and file.endswith(until):
             return None
-        library = file.startswith((*LIBRARIES, "<")) or (file.startswith(STANDARD) and "site-packages" not in file)
+        library = file.startswith(NOT_THE_USERS) or (file.startswith(STANDARD) and "site-packages" not in file)
         if not library:
             code = linecache.getline(file, frame.f_lineno).strip()
             return CodeLine(file, frame.f_lineno, frame.f_code.co_name, code)

@@ -12,14 +12,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-import forge
 from forge.util.text import short_path
+from forge_plugins._user_code import NOT_THE_USERS
 
-LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(library.__file__))) + os.sep for library in (torch, forge))
-LIBRARIES = (*LIBRARIES, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
-"""Where code is not the user's: torch, forge, forge_plugins."""
 EXPECTED = re.compile(
     r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|___check_global_state"
     r"|\.training\b|\.__dict__\[['\"]training['\"]\]"
@@ -225,7 +220,7 @@ def why_disabled() -> str | None:
 def place(stack: Any) -> str:
     """The innermost line of the user's code, or of anybody's."""
     frames = list(stack or ())
-    own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(LIBRARIES)]
+    own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(NOT_THE_USERS)]
     frame = next(reversed(own or frames), None)
     return "an unknown place" if frame is None else f"{short_path(frame.filename)}:{frame.lineno}"
 

@@ -7,6 +7,7 @@ import linecache
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -20,19 +21,29 @@ from forge.contract.plugin import Callback
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import TaskModule
 from forge.diagnose.explain import NAMED_METHODS
+from forge.metrics.means import Means, PendingMeans
+from forge.optim.optimizers import Optimizers
+from forge.snapshot.capture import capture
+from forge.snapshot.restore import load_for, restore
 from forge.util.text import short_path
 from forge_plugins import _syncs
 from forge_plugins._syncs import FORGE, TORCH, Listener
 
-EXPECTED_HOOKS = {"forge_state_dict": "saving", "forge_end": "ending"}
-EXPECTED_IN_TRAINER = {
-    "_log": "logging",
-    "_deliver_log": "logging",
-    "_publish": "logging",
-    "_validate": "validating",
-    "_save": "saving",
-    "_finish": "saving",
-    "_rewind": "rewinding",
+EXPECTED_HOOKS = {
+    "forge_evaluate": "validating",
+    "forge_state_dict": "saving",
+    "forge_save": "saving",
+    "forge_export": "saving",
+    "forge_end": "ending",
+}
+EXPECTED_FUNCTIONS: dict[Callable[..., Any], str] = {
+    Means.read: "logging",
+    PendingMeans.result: "logging",
+    forge.Run.log_metrics: "logging",
+    Optimizers.after_validation: "validating",
+    capture: "saving",
+    load_for: "rewinding",
+    restore: "rewinding",
 }
 """Where a run reads the device by design: once per log interval, validation or checkpoint, not in the updates."""
 INSIDE = (TORCH, warnings.__file__, __file__, _syncs.__file__, "<")
@@ -56,13 +67,16 @@ class Audit:
     def __init__(self) -> None:
         self.found: Counter[SyncPlace] = Counter()
         self._owners: dict[CodeType, list[tuple[Any, str, str]]] = {}
+        self._expected = {function.__code__: reason for function, reason in EXPECTED_FUNCTIONS.items()}
         self._listener = Listener(self._hear)
 
     def know(self, hook: str, impl: HookImpl) -> None:
         """Remember whose code a hook's implementation is."""
         function = impl.plugin.function if isinstance(impl.plugin, Callback) else impl.function
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None and impl.plugin_name != CORE:
+        if code is not None and impl.plugin_name == CORE:
+            self._expected[code] = EXPECTED_HOOKS.get(hook, "")
+        elif code is not None:
             self._owners.setdefault(code, []).append((impl.plugin, impl.plugin_name, hook))
 
     # -- listening ----------------------------------------------------------------------------------------------------
@@ -113,6 +127,8 @@ class Audit:
             if isinstance(plugin, Callback) or frame.f_locals.get("self", plugin) is plugin:
                 who = f"the task in {hook}" if name == TASK else f"plugin {name!r} in {hook}"
                 return who, EXPECTED_HOOKS.get(hook, "")
+        if code in self._expected:
+            return "", self._expected[code]
         if not code.co_varnames or code.co_varnames[0] != "self":
             return "", ""
         me = frame.f_locals.get("self")
@@ -120,8 +136,6 @@ class Audit:
             return f"the task's {code.co_name}", ""
         if isinstance(me, Optimizer) and code.co_name == "step":
             return f"the optimizer {type(me).__name__}", ""
-        if isinstance(me, forge.Run):
-            return "", EXPECTED_IN_TRAINER.get(code.co_name, "")
         if code.co_filename.startswith(FORGE) and code.co_name == "epoch":
             return "the data loader", ""
         return "", ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,11 @@ from torch import Tensor
 
 import forge
 from forge.util.text import format_bytes
+from forge_plugins._user_code import NOT_THE_USERS
 from forge_plugins.profiler.verdict import provided
 
 LAST, WINDOW = 20_000, 100_000
 """How many allocations are remembered: for the case that memory runs out, and of a recorded window."""
-PACKAGES = Path(torch.__file__).parent, Path(forge.__file__).parent, Path(__file__).parents[1]
-NOT_THE_USERS = (*(f"{package}{os.sep}" for package in PACKAGES), "<")
-"""How files begin that are torch's, forge's, or no files."""
 REST = "activations and all else"
 
 
