@@ -1,4 +1,8 @@
-"""A length of a run, as `schedule`, `ema` and `swa` take it: updates, a share of the run, or an interval."""
+"""Options that name a length of a run, or a moment in it.
+
+`schedule`, `ema` and `swa` take lengths: updates, a share of the run, or an interval. `early_stop` and `freeze` take
+moments: updates, epochs or samples since the start.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from forge.errors import ForgeError, RecipeError
 
 
 def check_length(length: int | float | str, option: str) -> None:
-    """Refuse what is no length of a run: updates, a share of the run, or an interval in updates or epochs."""
+    """Raise a RecipeError unless it is a number of updates, a share of the run, or an interval in updates or epochs."""
     if isinstance(length, str):
         if forge.Interval(length).unit not in ("update", "epoch"):
-            raise RecipeError(f"{option} is {length!r}: it can be counted in updates or epochs.")
+            raise RecipeError(f"{option} is {length!r}; write it in updates or epochs.")
     elif length < 0 or (isinstance(length, float) and length >= 1):
         raise RecipeError(
             f"{option} is {length!r}. Write updates as a whole number (500), a share of the run below 1 (0.75), or an "
@@ -19,11 +23,11 @@ def check_length(length: int | float | str, option: str) -> None:
 
 
 def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> int:
-    """A length in updates, as far as this run can tell."""
+    """Return a length in updates of this run; raise a ForgeError if the run's own length is needed and unknown."""
     if isinstance(length, float):
         if trainer.planned_updates is None and length:
             raise ForgeError(
-                f"{option} is {length:g} of the run, but nobody knows how many updates the run has. Set max_updates, "
+                f"{option} is {length:g} of the run, but the run's number of updates is unknown. Set max_updates, "
                 f"use a train loader with a length and max_epochs, or give {option} in updates."
             )
         return round(length * (trainer.planned_updates or 0))
@@ -34,26 +38,26 @@ def updates_of(length: int | float | str, trainer: forge.Run, option: str) -> in
         return int(interval.count)
     if trainer.updates_per_epoch is None:
         raise ForgeError(
-            f"{option} is {length!r}, but the train loader has no length, so nobody knows how many updates an epoch "
-            f"has. Give {option} in updates."
+            f"{option} is {length!r}, but the train loader has no length, so the number of updates per epoch is "
+            f"unknown. Give {option} in updates."
         )
     return int(interval.count) * trainer.updates_per_epoch
 
 
 def moment(text: str, option: str) -> forge.Interval:
-    """The moment that an option names. A clock's is refused: a resumed run would come to it elsewhere."""
+    """Parse a moment. Wall-clock time is refused: a resumed run would reach it at another update."""
     try:
         interval = forge.Interval(text)
     except ForgeError as error:
         raise RecipeError(f"{option}: {error}") from error
     if interval.unit == "second":
         raise RecipeError(
-            f"{option} is {text!r}: write it in updates, epochs or samples ('500 updates', '3 epochs'). A clock would "
-            "come to another update each time the run is made."
+            f"{option} is {text!r}: write it in updates, epochs or samples ('500 updates', '3 epochs'). Wall-clock "
+            "time falls on another update in every run."
         )
     return interval
 
 
 def reached(at: forge.Interval, *, updates: int, epochs: int, samples: int) -> bool:
-    """Whether a run that has done so much has come to the moment, or is past it."""
+    """Whether a run with these counts has reached the moment or is past it."""
     return {"update": updates, "epoch": epochs, "sample": samples}[at.unit] >= at.count

@@ -9,10 +9,11 @@ from forge.errors import RecipeError
 
 
 class Accumulate(forge.Plugin):
-    """Make each update from several micro-batches: their gradients are averaged before one optimizer step.
+    """Accumulate gradients: average them over several micro-batches before each optimizer step.
 
-    The mean is right for unequal batches and for the epoch's last, shorter window too; `num_items` on the task decides
-    what is averaged over. Clipping, schedules and logs count updates, not micro-batches. BatchNorm sees micro-batches.
+    Use it for a larger effective batch than fits into memory. The mean is exact for unequal batches and for the shorter
+    last window of an epoch; `num_items` of the task defines what is averaged over. Clipping, schedules and logs count
+    updates, not micro-batches. BatchNorm computes its statistics per micro-batch.
 
     ::
 

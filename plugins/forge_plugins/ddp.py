@@ -25,21 +25,21 @@ HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_co
 
 
 class DDP(forge.Plugin):
-    """Train on several processes that hold a whole copy of the model each, by torch's DistributedDataParallel.
+    """Train on several processes with a full copy of the model each, by torch's DistributedDataParallel.
 
-    Start them with `forge fit RECIPE --nproc 4 -p ddp`, with torchrun, or with srun. The batch size of a recipe is the
-    global one: every rank takes its share of each batch, so that all ranks together follow the order of a single
-    process, and a run can go on with another number of them. Gradients are averaged once per update, while the last
-    micro-batch of its window runs backward; a short last batch is weighed right. Between GPUs they travel over NCCL,
-    between CPUs over gloo.
+    Start it with `forge fit RECIPE --nproc 4 -p ddp`, with torchrun, or with srun. The batch size of a recipe is the
+    global one: every rank takes its share of each batch, so all ranks together follow the order of a single process,
+    and a run can be resumed with another number of ranks. Gradients are averaged once per update, during the backward
+    of the window's last micro-batch; a short last batch is weighted correctly. Gradients are sent over NCCL between
+    GPUs, over gloo between CPUs.
 
-    With `compile`, torch cuts compiled code where a bucket ends, so that it can travel while the backward pass goes on.
-    That costs fusion: compile by blocks (compile.blocks) and set split_graphs=false where blocks are many.
+    With `compile`, torch splits compiled code at bucket ends, so that a bucket is sent while the backward pass
+    continues. That costs fusion: with many blocks, compile by blocks (compile.blocks) and set split_graphs=false.
 
-    With several optimizers, `find_unused` is on: in each turn the other parameters rest. When parameters are frozen or
-    thawed on the way, the wrapper is made anew, because it would never average what it had not seen. Buffers, such as
-    BatchNorm's statistics, are rank 0's, in training as in evaluation and in checkpoints; `sync_batchnorm` computes
-    them over the whole batch.
+    With several optimizers `find_unused` is on, since each turn leaves the other parameters without a gradient. When
+    parameters are frozen or thawed during the run, the wrapper is rebuilt, because it averages only the parameters that
+    it was built with. Buffers, such as BatchNorm's statistics, are those of rank 0, in training, evaluation and
+    checkpoints; `sync_batchnorm` computes them over the whole batch.
 
     ::
 
@@ -49,23 +49,23 @@ class DDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         backend: str | None = None
-        "What gradients travel over: nccl, gloo, ...; null takes what suits the device."
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
         bucket_mb: float | None = None
-        "Gradients are sent in buckets of so many MiB, while the backward pass goes on; null: 25, the first one 1."
+        "Size in MiB of the buckets that are sent during the backward pass; null: 25, the first one 1."
         static_graph: bool = False
         "Promise that every step uses the same parameters in the same way: a little faster, and remat may be reentrant."
         find_unused: bool | None = None
         "Look for parameters without a gradient in every step; null: only with several optimizers."
         bucket_view: bool = True
-        "Gradients are views into the buckets, which saves one copy of them in memory."
+        "Make gradients views into the buckets, which saves one copy of them in memory."
         compress: Literal["bf16", "fp16"] | None = None
-        "Send gradients in a shorter type: half the traffic, and rounded sums."
+        "Send gradients in a shorter type: half the traffic, rounded sums."
         split_graphs: bool | None = None
-        "Cut compiled code where buckets end, so that they travel while it runs backward; null: with several ranks."
+        "Split compiled code at bucket ends, to send buckets during the backward pass; null: with several ranks."
         sync_batchnorm: bool = False
         "Compute BatchNorm's statistics over the batches of all ranks."
         watchdog: float = 120.0
-        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
 
     config: Config
     provides = ("strategy",)
@@ -112,9 +112,9 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        """Optimizers are known now, and with them whether parameters rest in some turns."""
+        """Rebuild the wrapper for several optimizers, which are known only now."""
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
-            logger.info("ddp: several optimizers, so parameters without a gradient are looked for in every step.")
+            logger.info("ddp: several optimizers, so every step searches for parameters without a gradient.")
             self._finds_unused = True
             trainer.replace_model(self._wrapped(trainer.task))
 
@@ -124,7 +124,7 @@ class DDP(forge.Plugin):
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
         model, trainer = self._model, step.trainer
         if model is not None and trainer.env.world > 1:
-            # gradients travel with the window's last micro-batch; a forward outside of the step has none
+            # gradients are sent with the window's last micro-batch; a forward outside of the step has none
             sync = step.micro == len(step.window) - 1 and step is trainer.step
             if model.require_backward_grad_sync is not sync:
                 model.require_backward_grad_sync = sync
@@ -132,9 +132,9 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        """A parameter that was thawed since the wrapper was made would never be averaged."""
+        """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
         if [p.requires_grad for p in self._parameters] != self._trained:
-            logger.info("ddp: other parameters are trained from here on, so the wrapper is made anew.")
+            logger.info("ddp: the set of trained parameters has changed, so the wrapper is rebuilt.")
             step.trainer.replace_model(self._wrapped(step.trainer.task))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class DDP(forge.Plugin):
     def _wrapped(self, task: nn.Module) -> nn.Module:
         config, inner = self.config, self._inner
         assert inner is not None
-        self._parameters = list(task.parameters())  # looked at after every update, which need not walk the modules
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
         self._trained = [p.requires_grad for p in self._parameters]
         self._model = None
         if not any(self._trained):
@@ -171,7 +171,7 @@ class DDP(forge.Plugin):
             init_sync=False,  # rank 0's weights are everywhere already
         )
         if self._env is not None and self._env.world == 1:
-            self._model.require_backward_grad_sync = False  # there is nothing to average
+            self._model.require_backward_grad_sync = False  # one rank: nothing to average
         elif config.compress is not None:
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
@@ -182,7 +182,7 @@ class DDP(forge.Plugin):
 
 
 class Synchronised(DistributedDataParallel):
-    """DDP for training; in every other stage the module itself runs, since there is nothing to average."""
+    """DDP for training; other stages run the module itself, since they average nothing."""
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         if stage != "train":

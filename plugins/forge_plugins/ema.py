@@ -16,22 +16,23 @@ logger = logging.getLogger("forge")
 class EMA(Averaging):
     """Keep an exponential moving average of the weights, and evaluate and export it in their place.
 
-    After every update the average moves a share of 1 - decay towards the weights: the weights of the last 1 / (1 -
-    decay) updates or so count. For a half-life of n updates take decay = 0.5 ** (1 / n). An update that is skipped is
-    no update here either. The average begins as a copy of the weights after the first update beyond `start`. With
-    `warmup` the n-th step has a decay of at most (1 + n) / (10 + n), so that the average is not held back by the first
-    weights.
+    After every update the average moves towards the weights by a share of 1 - decay, so it covers about the last
+    1 / (1 - decay) updates. For a half-life of n updates set decay = 0.5 ** (1 / n). Skipped updates do not count. The
+    average starts as a copy of the weights after the first update beyond `start`. With `warmup` the n-th step uses a
+    decay of at most (1 + n) / (10 + n), so that the first weights do not hold the average back.
 
-    Training is not touched, bit for bit. Validation inside a fit, and RUN/weights.safetensors at its end, use the
-    average: it is copied into the memory of the weights, which are put back after, even after an error; so it goes with
-    compiled and captured models. The task itself, and `model` in every checkpoint, hold the trained weights. To get at
-    the average: `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT OUT --weights ema` or
-    `Task.from_checkpoint(checkpoint, weights="ema")` of any checkpoint; `plugin.apply_to(task)` after a fit in Python.
+    Training is bit for bit the same as without it. Validation inside a fit, and RUN/weights.safetensors at its end, use
+    the average: it is copied into the memory of the weights, and the weights are restored afterwards, even after an
+    error. This works with compiled and captured models. The task itself, and `model` in every checkpoint, hold the
+    trained weights. To load the average: `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT
+    OUT --weights ema` or `Task.from_checkpoint(checkpoint, weights="ema")` of any checkpoint; `plugin.apply_to(task)`
+    after a fit in Python.
 
-    All of the task's parameters are averaged, of however many optimizers; frozen ones take neither time nor memory
-    until they are thawed. bf16 and fp16 weights are averaged in float32. It costs one copy of the weights, one kernel
-    per update, and two copies around each evaluation. A second average, `ema@slow`, goes beside the first with
-    evaluate=false; it is saved and can be exported. The log says from when on the average is evaluated.
+    All parameters of the task are averaged, whatever the number of optimizers; frozen ones take neither time nor memory
+    until they are thawed. bf16 and fp16 weights are averaged in float32. The cost is one copy of the weights, one
+    kernel per update, and two copies around each evaluation. A second average, `ema@slow`, can run beside the first
+    with evaluate=false; it is saved and can be exported. The log states the first update at which the average is
+    evaluated.
 
     ::
 
@@ -42,17 +43,17 @@ class EMA(Averaging):
     @dataclass(kw_only=True, slots=True)
     class Config:
         decay: float = 0.999
-        "How much of the average stays at each update, from 0 up to 1."
+        "Share of the average that stays at each update: at least 0, below 1."
         start: int | float | str = 0
         "When averaging begins: updates (500), a share of the run (0.1), '500 updates' or '2 epochs'."
         warmup: bool = False
-        "Begin with a smaller decay: (1 + n) / (10 + n) at the n-th step, as long as that is less."
+        "Start with a smaller decay: (1 + n) / (10 + n) at the n-th step, while that is smaller."
         every: int = 1
-        "Move the average after every so many updates."
+        "Updates between two moves of the average."
         buffers: Literal["copy", "average"] = "copy"
-        "BatchNorm's statistics and other buffers: as training has them, or averaged like weights."
+        "BatchNorm's statistics and other buffers: copied from training, or averaged like weights."
         evaluate: bool = True
-        "Evaluate and export the average; false only keeps it, beside another one."
+        "Evaluate and export the average; false: only keep it, beside another average."
 
     config: Config
 
@@ -78,7 +79,7 @@ class EMA(Averaging):
             self._warn_of_short_run(trainer.planned_updates - self._start)
 
     def _warn_of_short_run(self, updates: int) -> None:
-        """An average that the run is too short for is evaluated all the same, and looks like bad training."""
+        """Warn if the run is too short for the average: it is evaluated anyway, and looks like bad training."""
         reach = round(self.config.every / (1 - self.config.decay))
         if 0 < updates < reach:
             text = "%s: a decay of %g averages over about %d updates, but this run averages only %d: set %s.warmup=true"

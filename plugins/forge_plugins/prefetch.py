@@ -1,4 +1,4 @@
-"""Batches on the device before they are asked for."""
+"""Prefetching of batches to the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from forge.errors import RecipeError
 
 
 class Prefetch(forge.Plugin):
-    """Copy batches to a CUDA device ahead of use, from pinned memory on a stream of their own.
+    """Copy batches to a CUDA device ahead of use, from pinned memory on a separate stream.
 
-    The copy of the next batches runs while the device computes; what is trained on, and in which order, stays the same.
-    On any other device there is nothing to do. Each batch ahead takes its memory on the device.
+    The next batches are copied while the device computes. Data and order stay the same. On other devices it does
+    nothing. Each prefetched batch takes its memory on the device.
 
     ::
 
@@ -25,7 +25,7 @@ class Prefetch(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         depth: int = 2
-        "Batches to be ahead by."
+        "Batches to prefetch."
 
     config: Config
     provides = ("prefetch",)
@@ -52,7 +52,7 @@ class Prefetch(forge.Plugin):
         self._wrapped.clear()
 
     def _ahead(self, loader: Any, device: Any) -> Any:
-        """The loader, prefetched; one that serves two stages stays one, so that checks for that still see it."""
+        """Return the loader, prefetched. A loader of two stages stays one object, for the checks that compare them."""
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, DevicePrefetch):
-            return loader  # nothing to iterate, a one-shot iterator (reading ahead would lose data), or done already
+            return loader  # not iterable, a one-shot iterator (prefetching would lose data), or prefetched already
         return self._wrapped.setdefault(id(loader), DevicePrefetch(loader, device, self.config.depth))

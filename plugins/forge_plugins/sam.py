@@ -17,27 +17,27 @@ from forge_plugins._finite import moving_buffers
 from forge_plugins._sharded import local, total_norm
 
 TINY = 1e-12
-"""Added to the gradient's norm, as in the authors' code: a gradient of 0 climbs nowhere."""
+"""Added to the gradient's norm, as in the authors' code, so that a gradient of 0 does not move the weights."""
 ETA = 0.01
 """adaptive: added to every |w|, as in the paper, so that a weight of 0 moves too."""
 
 
 class SAM(forge.Plugin):
-    """Sharpness-aware minimisation: step by the gradient at the worst point nearby, towards minima that are flat.
+    """Sharpness-aware minimisation: step by the gradient at the worst nearby point, which favours flat minima.
 
-    Each update runs its window twice (Foret et al. 2021). The first pass gives the gradient; the weights climb along it
-    by a step of length `rho`; the second pass, over the same batches with the same random numbers, gives the gradient
-    that is used; the weights are put back bit for bit before the optimizer steps. With `adaptive` each weight climbs in
-    proportion to its own size (ASAM, Kwon et al. 2021), which wants a `rho` of 0.5 to 2.
+    Each update runs its window twice (Foret et al. 2021). The first pass gives the gradient, and the weights climb
+    along it by a step of length `rho`. The second pass, over the same batches with the same random numbers, gives the
+    gradient for the update. The weights are restored bit for bit before the optimizer steps. With `adaptive` each
+    weight climbs in proportion to its size (ASAM, Kwon et al. 2021); use a `rho` of 0.5 to 2 then.
 
-    The base optimizer, schedules, accumulation (the whole window is climbed), clipping and guarding work as ever, on
-    the gradient that is used. With several optimizers each climbs with its own parameters in its own turn. Loss and
-    metrics in the log are the first pass's, at the weights themselves; `sharpness` is how much the loss rises by the
-    climb. BatchNorm, and whatever else moves buffers in a forward, does so in the first pass alone.
+    The base optimizer, schedules, accumulation (over the whole window), clipping and guarding work as usual, on the
+    second gradient. With several optimizers each climbs with its own parameters in its own turn. Loss and metrics in
+    the log are those of the first pass, at the unmoved weights; `sharpness` is the rise of the loss by the climb.
+    BatchNorm and other buffers that a forward changes are updated in the first pass only.
 
-    An update costs two forwards and backwards, and memory for one more copy of the trained parameters. Nothing is read
-    from the device. Gradients are made true (unscaled, reduced by hand) after each of the two passes. It does not work
-    with a loss scaler (use bf16), nor with optimizers that run the window themselves, such as LBFGS.
+    An update costs two forwards and backwards, and memory for one more copy of the trained parameters. The device is
+    not read. Gradients are finalized (unscaled, reduced) after each of the two passes. It does not work with a loss
+    scaler (use bf16), nor with optimizers that run the window themselves, such as LBFGS.
 
     ::
 
@@ -48,11 +48,11 @@ class SAM(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         rho: float = 0.05
-        "How far to climb: the length of the step."
+        "Length of the climb."
         adaptive: bool = False
-        "Climb with each weight in proportion to its size (ASAM)."
+        "Move each weight in proportion to its size (ASAM)."
         freeze_norm: bool = True
-        "Keep the second pass out of buffers that a forward moves, such as BatchNorm's statistics."
+        "Restore buffers that the second pass changes, such as BatchNorm's statistics."
 
     config: Config
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
@@ -73,8 +73,8 @@ class SAM(forge.Plugin):
             if entry.needs_closure:
                 kind = type(entry.optimizer).__name__
                 raise StackError(
-                    f"sam cannot train with {kind}, which runs the window by itself as often as it likes, where sam "
-                    "runs it exactly twice. Use another optimizer, or leave sam out."
+                    f"sam cannot train with {kind}, which runs the window itself, any number of times, where sam "
+                    "runs it exactly twice. Use another optimizer, or remove sam."
                 )
         self._buffers = moving_buffers(trainer.task) if self.config.freeze_norm else []
 
@@ -83,7 +83,7 @@ class SAM(forge.Plugin):
         step.run_window()
         finalize = step.trainer.hooks.forge_finalize_grads
         if finalize is not None:
-            finalize(step)  # a direction is read off these gradients, so they must be true; finish() sees to the others
+            finalize(step)  # the direction needs finalized gradients; finish() finalizes those of the second pass
         climbing = [parameter for parameter in step.parameters() if parameter.grad is not None]
         if climbing:
             self._run_above(step, climbing)
@@ -95,7 +95,7 @@ class SAM(forge.Plugin):
         self._buffers = []
 
     def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
-        """Put the gradient at the end of the climb into `.grad`; weights and buffers are as before."""
+        """Replace `.grad` by the gradient at the end of the climb; restore weights and buffers."""
         below = step.loss
         with kept(climbing, self._buffers):
             self._climb(climbing)
@@ -106,7 +106,7 @@ class SAM(forge.Plugin):
 
     @torch.no_grad()
     def _climb(self, parameters: list[nn.Parameter]) -> None:
-        """Move along the gradient by `rho`. It is not needed any more, so its memory becomes the step."""
+        """Move along the gradient by `rho`. The gradient is not needed afterwards, so its memory holds the step."""
         sparse_or_not: list[Any] = [parameter.grad for parameter in parameters]
         whole = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
         gradients, weights = [local(grad) for grad in whole], [local(parameter) for parameter in parameters]

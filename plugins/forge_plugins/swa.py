@@ -29,25 +29,26 @@ logger = logging.getLogger("forge")
 
 
 class SWA(Averaging):
-    """Average the weights of the run's last part, all alike, and evaluate and export that average in their place.
+    """Stochastic weight averaging: average the weights of the run's last part equally; evaluate and export the average.
 
-    From `start` on, the weights at the end of every interval are taken into the mean. With `lr`, the learning rate goes
-    there along half a cosine of length `anneal` and stays, whatever schedule the run had until then: averaging wants a
-    rate at which the weights still move. Until weights were taken, evaluation and export use the trained ones.
+    From `start` on, the weights at the end of every interval are added to the mean. With `lr`, the learning rate moves
+    to that value along half a cosine of length `anneal` and stays there, whatever the schedule before: averaging needs
+    a rate at which the weights still move. Before the first weights are averaged, evaluation and export use the trained
+    ones.
 
-    BatchNorm's statistics belong to the weights they were made with, so before an average is evaluated or exported they
-    are estimated anew: `training_step` runs once over the training data, without a backward. Random numbers, metrics,
-    modes, buffers and the training loader's place are put back after. Where the loader cannot be read a second time
-    just then (persistent workers in the middle of an epoch, a stream that keeps its place, a loader of your own whose
-    order may be another each time) the mean of the statistics serves, and a warning says so; at the run's end it can
-    be. Without BatchNorm there is nothing to do.
+    BatchNorm's statistics belong to the weights that produced them, so they are estimated again before an average is
+    evaluated or exported: `training_step` runs once over the training data, without a backward. Random numbers,
+    metrics, modes, buffers and the training loader's position are restored afterwards. If the loader cannot be read a
+    second time at that point (persistent workers in the middle of an epoch, a stream that keeps its position, a custom
+    loader with another order on each pass), the mean of the statistics is used, with a warning; at the end of the run
+    it can be read. Without BatchNorm this step is skipped.
 
-    Training is not touched but for `lr`, bit for bit. The average is copied into the memory of the weights for
-    validation inside a fit and for RUN/weights.safetensors; they are put back after, even after an error. The task
-    itself, and `model` in every checkpoint, hold the trained weights. To get at the average:
+    Except for `lr`, training is bit for bit the same as without it. The average is copied into the memory of the
+    weights for validation inside a fit and for RUN/weights.safetensors, and the weights are restored afterwards, even
+    after an error. The task itself, and `model` in every checkpoint, hold the trained weights. To load the average:
     `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT OUT --weights swa` of any checkpoint
-    (with the statistics of the last evaluation, or their mean); `plugin.apply_to(task)` after a fit in Python. It costs
-    one copy of the weights, and a pass over the training data before each evaluation of a new average.
+    (with the statistics of the last evaluation, or their mean); `plugin.apply_to(task)` after a fit in Python. The cost
+    is one copy of the weights, and a pass over the training data before each evaluation of a new average.
 
     ::
 
@@ -59,15 +60,15 @@ class SWA(Averaging):
         start: int | float | str = 0.75
         "When averaging begins: a share of the run (0.75), updates (500), '500 updates' or '3 epochs'."
         every: str = "1 epoch"
-        "How often weights are taken: '1 epoch', '100 updates', '10000 samples'."
+        "How often weights are added to the average: '1 epoch', '100 updates', '10000 samples'."
         lr: float | None = None
-        "The learning rate from the start on, for all parameters; null leaves the run's schedule alone."
+        "The learning rate from `start` on, for all parameters; null: keep the run's schedule."
         anneal: int | float | str = "1 epoch"
-        "How long the learning rate takes to get there: updates, a share of the run or an interval; 0: at once."
+        "How long the learning rate takes to reach `lr`: updates, a share of the run or an interval; 0: at once."
         update_bn: bool | int = True
-        "Estimate BatchNorm's statistics anew for the average: from the whole training data, or from so many batches."
+        "Estimate BatchNorm's statistics for the average: from all training data, or from this number of batches."
         evaluate: bool = True
-        "Evaluate and export the average; false only keeps it, beside another one."
+        "Evaluate and export the average; false: only keep it, beside another average."
 
     config: Config
 
@@ -77,20 +78,18 @@ class SWA(Averaging):
         check_length(config.anneal, "swa.anneal")
         self._every = forge.Interval(config.every)
         if self._every.unit == "second":
-            raise RecipeError(
-                f"swa.every is {config.every!r}: it is counted in updates, epochs or samples, not in time."
-            )
+            raise RecipeError(f"swa.every is {config.every!r}; write it in updates, epochs or samples, not in time.")
         if config.lr is not None and config.lr <= 0:
-            raise RecipeError(f"swa.lr is {config.lr:g}; it must be above 0 (or null to leave the schedule alone).")
+            raise RecipeError(f"swa.lr is {config.lr:g}; it must be above 0, or null to keep the schedule.")
         if config.update_bn is not True and config.update_bn is not False and config.update_bn < 1:
-            raise RecipeError(f"swa.update_bn is {config.update_bn}; it is true, false or a number of batches.")
+            raise RecipeError(f"swa.update_bn is {config.update_bn}; it must be true, false or a number of batches.")
         self._forget()
 
     def _forget(self) -> None:
         self._moved = False
-        "Whether the weights have changed since they were last taken."
+        "Whether the weights have changed since they were last averaged."
         self._estimated = False
-        "Whether BatchNorm's statistics belong to the average as it is."
+        "Whether BatchNorm's statistics belong to the current average."
         self._warned = False
 
     def averages_buffers(self) -> bool:
@@ -110,18 +109,18 @@ class SWA(Averaging):
         whole = self.config.update_bn is True and self.config.evaluate
         if whole and length_of(trainer.loaders["train"][None]) is None and batch_norms(trainer.task):
             raise ForgeError(
-                f"{self.name}.update_bn=true reads the training data once, but their loader has no length, so nobody "
-                f"knows when that ends. Say how many batches to use: {self.name}.update_bn=200."
+                f"{self.name}.update_bn=true reads all training data once, but the loader has no length. Give the "
+                f"number of batches to use, for example {self.name}.update_bn=200."
             )
 
     def _add_schedules(self, trainer: forge.Run, lr: float) -> None:
-        """Behind whatever schedules there are, so that the rate from the start on is this one's."""
+        """Add a schedule after all others, so that it sets the rate from `start` on."""
         anneal = updates_of(self.config.anneal, trainer, f"{self.name}.anneal")
         for name, entry in trainer.optimizers.entries.items():
             if any(item.monitor is not None for item in entry.schedules):
                 raise StackError(
                     f"{self.name}.lr sets the learning rate, and so does the ReduceLROnPlateau of the task, after each "
-                    f"validation. Leave one out: {self.name}.lr=null, or another schedule."
+                    f"validation. Remove one: {self.name}.lr=null, or another schedule."
                 )
             schedule = ToRate(entry.optimizer, lr, anneal, self._start, trainer.progress)
             trainer.optimizers.add_schedule(name, optimizers.Schedule(schedule))
@@ -156,15 +155,15 @@ class SWA(Averaging):
             yield
 
     def _estimate(self, trainer: forge.Run, modules: list[_BatchNorm]) -> str | None:
-        """Put the statistics of the averaged weights into the average, and into the task, which holds it now.
+        """Store the statistics of the averaged weights in the average, and in the task, which holds it now.
 
-        Returns why that was not possible, if so.
+        Return the reason if that was not possible.
         """
         began = time.perf_counter()
         limit = None if self.config.update_bn is True else self.config.update_bn
         seen, found = estimate(trainer, modules, limit, combine_seeds(torch.initial_seed(), self._average.count))
         if not seen:
-            return "the training loader has nothing more to give."
+            return "the training loader has no more batches."
         names = {id(buffer): name for name, buffer in trainer.task.named_buffers()}
         with torch.no_grad():
             for buffer, value in found:
@@ -180,13 +179,13 @@ class SWA(Averaging):
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
-            text = "%s: BatchNorm's statistics are the mean of those that were averaged, not estimated anew: %s"
+            text = "%s: BatchNorm's statistics are the mean of the averaged ones, not estimated again: %s"
             logger.warning(text, self.name, reason)
         self._warned = True
 
 
 class ToRate:
-    """A schedule that does nothing until the averaging begins, then takes every group's rate to one value and holds it.
+    """A schedule that does nothing until averaging begins, then moves every group's rate to one value and holds it.
 
     It is torch's SWALR with cosine annealing, counted in updates of the run.
     """
@@ -194,9 +193,9 @@ class ToRate:
     def __init__(self, optimizer: Optimizer, lr: float, anneal: int, start: int, progress: Any):
         self.optimizer, self.lr, self.anneal, self.start, self.progress = optimizer, lr, anneal, start, progress
         self.before: list[float] = []
-        "Each group's rate when the averaging began."
+        "Each group's rate when averaging began."
         for group in optimizer.param_groups:
-            if "lr" in group:  # as torch's schedules do: a resume compares it with what the task asks for
+            if "lr" in group:  # as torch's schedules do: a resume compares it with the task's
                 group.setdefault("initial_lr", float(group["lr"]))
         if start == 0:
             self.step()

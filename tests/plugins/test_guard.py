@@ -341,7 +341,7 @@ class LateGuard(Guard):
     def forge_start(self, trainer: forge.Trainer) -> None:
         super().forge_start(trainer)
         trainer.means.on_host = False
-        self._told, self._flag = set(trainer.optimizers), HostFlag()
+        self._on_device, self._flag = set(trainer.optimizers), HostFlag()
 
 
 class Fused(TinyTask):
