@@ -20,17 +20,17 @@ METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
 
 
 class JSONL(forge.Plugin):
-    """Write metrics to RUN/metrics.jsonl, one JSON object a line for every log.
+    """Write metrics to RUN/metrics.jsonl, one JSON object per line for every log.
 
-    Each line begins with where the run was: `update`, `epoch` (epochs finished) and `sample` (samples trained on), as
-    they stood after that update, and `time` (seconds since this process started the run). Then come the metrics, by
-    name; images and histograms are left out. What is not finite (NaN, infinity) is written as null, because JSON has
-    no number for it and a column keeps its type. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`.
+    Each line begins with the position of the run after that update: `update`, `epoch` (epochs finished) and `sample`
+    (samples trained on), and `time` (seconds since this process started the run). The metrics follow, by name; images
+    and histograms are left out. NaN and infinity are written as null, because JSON has no number for them and a column
+    keeps its type. Texts (`forge.Text`) go to RUN/texts.jsonl, with `name` and `text`.
 
-    Lines are flushed as they are written, so a killed run keeps them. A file that is there already is continued; what
-    it holds of updates after the checkpoint that a run was resumed from is dropped, because they are made again.
-    Without a run folder nothing is written. Where the file cannot be written (a full disk), that is logged as an error,
-    once, and the run goes on without it. To read it: `pandas.read_json("metrics.jsonl", lines=True)`.
+    Lines are flushed as they are written, so a killed run keeps them. An existing file is continued; after a resume,
+    lines of updates after the checkpoint are dropped, because those updates run again. Without a run folder nothing is
+    written. If the file cannot be written (a full disk), one error is logged, and the run continues without it. To read
+    it: `pandas.read_json("metrics.jsonl", lines=True)`.
 
     ::
 
@@ -44,7 +44,7 @@ class JSONL(forge.Plugin):
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._file: TextIOWrapper | None = None
         self._started: float | None = None
         self._restores = 0
@@ -86,7 +86,7 @@ class JSONL(forge.Plugin):
         return self._file
 
     def _open(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
-        """The file, without what a life that was given up has written there."""
+        """Open the file, without the lines of an abandoned attempt."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
             drop_after(folder / name, trainer.resumed_from or 0)
@@ -107,21 +107,23 @@ class JSONL(forge.Plugin):
             file.close()
 
     def _give_up(self, error: OSError) -> None:
-        """Metrics are not worth a run."""
+        """Log the error once: metrics are not worth a run."""
         self._gave_up = True
-        with suppress(OSError):  # what it could not write before it cannot write now
+        with suppress(OSError):  # closing flushes, which fails again
             self._close()
-        logger.error("jsonl: metrics.jsonl cannot be written: %s. The run goes on, without further lines in it.", error)
+        logger.error(
+            "jsonl: metrics.jsonl cannot be written: %s. The run continues without further lines in it.", error
+        )
 
 
 def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> None:
-    """Texts are few: the file is opened for each."""
+    """Append texts; they are few, so the file is opened each time."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(as_json({**where, "name": name, "text": text}) + "\n" for name, text in texts.items())
 
 
 def drop_after(path: Path, update: int) -> None:
-    """Take the lines of later updates out of a file, and a last line that a kill has cut short."""
+    """Remove the lines of later updates from a file, and a last line that a kill has cut short."""
     if not path.exists():
         return
     kept = []
@@ -136,7 +138,7 @@ def drop_after(path: Path, update: int) -> None:
 
 
 def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
-    """(epochs, samples) done after `update`; a log can arrive one update late, and within the step or after it."""
+    """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
     progress, step = trainer.progress, trainer.step
     if step is None:
         return progress.epoch, progress.sample
@@ -146,7 +148,7 @@ def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """One line of valid JSON, whatever the numbers are."""
+    """Return one line of valid JSON, with null for NaN and infinity."""
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:

@@ -31,11 +31,11 @@ def test_on_a_cpu_it_says_so_once_and_changes_nothing(caplog: pytest.LogCaptureF
     with caplog.at_level("INFO", logger="forge"):
         fit(task, plugins=[CudaGraph()])
     assert_same_weights(task, plain)
-    assert caplog.text.count("there are graphs on CUDA only, and the run is on cpu") == 1
+    assert caplog.text.count("graphs run on CUDA only, and the run is on cpu") == 1
 
 
 def test_strict_refuses_a_cpu() -> None:
-    with pytest.raises(StackError, match=r"on cpu\. Mend that, remove cuda_graph, or set cuda_graph\.strict=false"):
+    with pytest.raises(StackError, match=r"on cpu\. Fix that, remove cuda_graph, or set cuda_graph\.strict=false"):
         fit(plugins=[CudaGraph(strict=True)])
 
 

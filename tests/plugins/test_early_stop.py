@@ -231,7 +231,7 @@ def test_a_metric_that_there_is_not_is_refused_with_those_that_there_are() -> No
     with pytest.raises(RecipeError) as caught:
         fit([EarlyStop("val/los")])
     assert str(caught.value) == (
-        "early_stop.monitor is 'val/los', which this validation does not give. Did you mean 'val/loss'? It gives "
+        "early_stop.monitor is 'val/los', which this validation does not give. Did you mean 'val/loss'? Metrics: "
         "val/loss, val/other."
     )
     with pytest.raises(RecipeError, match=r"does not give\. Metrics: val/loss, val/other\."):

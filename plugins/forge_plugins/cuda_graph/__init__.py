@@ -1,4 +1,4 @@
-"""The whole step in one CUDA graph."""
+"""The update as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 logger = logging.getLogger("forge")
 
 FEW, MANY = 3, 20
-"""A change that comes so often for the same reason, after fewer replays than that, makes capturing pointless."""
+"""Capturing is given up after FEW changes for the same reason, each after fewer than MANY replays."""
 CHANGED = ("capturable", "fused", "foreach")
-"""The options of an optimizer that a run with this plugin changes, and puts back."""
+"""The options of an optimizer that a run with this plugin changes, and restores."""
 MOST = 64
-"""Kinds of windows after which it is pointless too, if none has come three times."""
+"""Kinds of windows after which capturing is given up, if none has occurred three times."""
 
 
 class CudaGraph(forge.Plugin):
-    """Run the whole update as one CUDA graph: the host gives one order where it gave a thousand.
+    """Run the whole update as one CUDA graph: the host launches one graph instead of a thousand kernels.
 
-    The first `warmup` updates run as always. Then one is captured: forward, backward, the gradients' phases, the
-    optimizer's step and the means for the log, over all micro-batches of a window. From then on every update copies its
-    batch into the graph's memory (from pinned memory, on a stream of its own, while the last replay runs) and replays
-    it. All else stays outside and as it is: learning rates, averages, logs, evaluation, checkpoints. Small models gain
-    most, because they wait for the host; a model that keeps the device busy by itself gains nothing.
+    Use it for small models, which wait for the host; a model that keeps the device busy gains nothing. The first
+    `warmup` updates run normally. Then one is captured: forward, backward, the gradient phases, the optimizer step and
+    the means for the log, over all micro-batches of a window. Every later update copies its batch into the graph's
+    memory (from pinned memory, on a separate stream, while the last replay runs) and replays the graph. Everything else
+    stays outside and unchanged: learning rates, averages, logs, evaluation, checkpoints.
 
-    A replay computes what the update would have, with the same kernels on the same numbers: bit for bit, and a resumed
-    run ends in the same bits. Two things are done to the optimizer, from the first update on and in every update: Adam,
-    AdamW and SGD of torch are made `fused` and `capturable`, and the learning rate is handed over as a float32 number
-    on the device, as torch asks for in a graph. So the weights are those of a run without this plugin, bit for bit,
-    where the optimizer is fused already and its rates are numbers that float32 holds; else they differ in last bits.
+    A replay computes the same as the update, with the same kernels on the same numbers, bit for bit; a resumed run ends
+    in the same bits. The optimizer is changed in two ways, in every update: torch's Adam, AdamW and SGD are made
+    `fused` and `capturable`, and the learning rate becomes a float32 number on the device, as torch requires in a
+    graph. If the optimizer is fused already and float32 holds its rates exactly, the weights are bit for bit those of a
+    run without this plugin; else they differ in the last bits.
 
-    A batch of another shape, such as an epoch's last, runs uncaptured, and gets a graph of its own when it comes again,
-    up to `graphs` of them. What acts only now and then (a monitor, say) acts in an uncaptured
-    update. After a rewind or a thaw the step is captured anew. What cannot be captured is named, and the run goes on
-    without: a training step that reads the device (`.item()`, `print`, `if loss > 3`), plugins that do so, several
-    optimizers, several ranks. With `strict` that is an error. What Python does in `training_step` beside the tensors, a
-    counter or an annealed weight say, is done once, at the capture. Where that can be seen it is refused: metrics that
-    are no tensors, buffers that are replaced, random numbers that are drawn on the host.
+    A batch of another shape, such as the last of an epoch, runs uncaptured, and gets its own graph when it occurs
+    again, up to `graphs` of them. Plugins that act at intervals (such as monitor) act in an uncaptured update. After a
+    rewind or a thaw the step is captured again. If a step cannot be captured, the log names the reason, and the run
+    continues without graphs: a training step or plugin that reads the device (`.item()`, `print`, `if loss > 3`),
+    several optimizers, several ranks. With `strict` that is an error. Python code in `training_step` beside tensors,
+    such as a counter or an annealed weight, runs only once, at the capture. Where this is detectable it is refused:
+    metrics that are not tensors, replaced buffers, random numbers drawn on the host.
 
     ::
 
@@ -59,13 +59,13 @@ class CudaGraph(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         warmup: int = 3
-        "Updates that run as always before one is captured."
+        "Updates that run normally before one is captured."
         graphs: int = 4
-        "Shapes of windows that get a graph of their own; others run uncaptured."
+        "Window shapes that get their own graph; others run uncaptured."
         benchmark: bool = False
-        "Let cuDNN measure which of its convolutions are fastest. It may choose others in another run: bits may differ."
+        "Let cuDNN measure its fastest convolutions. Another run may choose others, so bits may differ."
         strict: bool = False
-        "Stop with an error where a step cannot be captured, instead of going on without."
+        "Stop with an error if a step cannot be captured, instead of continuing without graphs."
 
     config: Config
     provides = ("step_capture",)
@@ -82,15 +82,15 @@ class CudaGraph(forge.Plugin):
         super().__init__(*first, **values)
         if self.config.warmup < 2:
             raise RecipeError(
-                f"cuda_graph.warmup is {self.config.warmup}; it must be at least 2: the first update makes the "
-                "optimizer's state, and the last is looked at for what cannot be captured."
+                f"cuda_graph.warmup is {self.config.warmup}; it must be at least 2: the first update creates the "
+                "optimizer's state, and the last is checked for reads of the device."
             )
         if self.config.graphs < 1:
             raise RecipeError(f"cuda_graph.graphs is {self.config.graphs}; it must be at least 1.")
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self.replayed = 0
         "Updates that were replayed in the last run."
         self._off: str | None = None
@@ -98,12 +98,12 @@ class CudaGraph(forge.Plugin):
         self._measured_before: bool | None = None
         self._options_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._drop()
-        self._told: set[str] = set()
+        self._warned_of_many = False
         self._changes: list[str] = []
-        "Why graphs were dropped."
+        "Reasons for which graphs were dropped."
 
     def _drop(self) -> None:
-        """Let go of every graph, and of their memory; the next update is a warm-up again."""
+        """Drop every graph and its memory; the next update is a warm-up again."""
         self._graphs: dict[Any, Captured] = {}
         self._pool: Any = None
         self._fitness: fitness.Fitness | None = None
@@ -144,7 +144,7 @@ class CudaGraph(forge.Plugin):
             return None
         trainer = step.trainer
         if self._fitness is None:
-            fitness.make_capturable(trainer.optimizers[None])  # what was restored may be of an uncaptured run
+            fitness.make_capturable(trainer.optimizers[None])  # a restored state may come from an uncaptured run
             self._fitness = fitness.Fitness(trainer)
             reason = self._fitness.of_the_stack()
             if reason is not None:
@@ -152,7 +152,7 @@ class CudaGraph(forge.Plugin):
         elif self._has_changed(self._fitness):
             self._drop()
             return None
-        if self._fitness.somebody_is_due(step):
+        if self._fitness.any_plugin_due(step):
             return None
         try:
             window = GraphWindow(step, trainer.env.device)
@@ -166,7 +166,7 @@ class CudaGraph(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_optimizer_step(self) -> Generator[None, Any, Any]:
-        """Captured or not, the optimizer gets its rates as numbers on the device: so all updates are alike."""
+        """Give the optimizer its rates on the device, captured or not, so that all updates are equal."""
         if self._rates is None:
             return (yield)
         with self._rates.in_place():
@@ -194,8 +194,8 @@ class CudaGraph(forge.Plugin):
     # -- one update ---------------------------------------------------------------------------------------------------
 
     def _capture_or_not(self, step: forge.Step, window: GraphWindow) -> bool | None:
-        """A window is captured when one like it has run uncaptured before: by then everything is compiled, measured and
-        allocated. The last warm-up is watched for reads of the device, which a capture would not bear."""
+        """Capture a window if one of its kind has run uncaptured before: by then everything is compiled, measured and
+        allocated. The last warm-up is checked for reads of the device, which would break a capture."""
         seen = self._seen.get(window.key, 0)
         self._seen[window.key] = seen + 1
         if self._done < self.config.warmup:
@@ -229,7 +229,7 @@ class CudaGraph(forge.Plugin):
         assert self._fitness is not None
         self._fitness.remember()
         if not self._graphs:
-            logger.info("cuda_graph: from update %d on the step is replayed.", step.index)
+            logger.info("cuda_graph: the step is replayed from update %d on.", step.index)
             step.trainer.means.settle_with(self._settle)
         self._pool = graph.pool
         self._graphs[window.key] = graph
@@ -239,7 +239,7 @@ class CudaGraph(forge.Plugin):
         assert self._rates is not None
         self._rates.write()
         others = [other for other in self._graphs.values() if other is not graph and other.rows]
-        for other in others:  # values are handed over in the order of their updates
+        for other in others:  # deliver values in the order of their updates
             other.settle()
         graph.replay(window, step)
         step.updated = True
@@ -251,11 +251,11 @@ class CudaGraph(forge.Plugin):
             if graph.rows:
                 graph.settle()
 
-    # -- what stands in the way ---------------------------------------------------------------------------------------
+    # -- obstacles ----------------------------------------------------------------------------------------------------
 
     def _has_changed(self, known: fitness.Fitness) -> bool:
-        """Whether graphs hold on to what is no more: the model, the set of trained parameters, the optimizer's state
-        after a rewind. Addresses are compared after every evaluation, which may have moved things."""
+        """Whether graphs refer to something outdated: the model, the set of trained parameters, the optimizer's state
+        after a rewind. Addresses are compared after every evaluation, which may have moved tensors."""
         look, self._look_again = self._look_again, False
         change = known.change(closely=look) if self._graphs else None
         if change is None:
@@ -263,29 +263,29 @@ class CudaGraph(forge.Plugin):
         self._settle()
         self._changes.append(change if self._replays < MANY else "")
         if change.startswith(fitness.OPTION) and self._changes[-FEW:] == FEW * [change]:
-            self._give_up(f"{change} again and again, and a graph holds it as a constant")
+            self._give_up(f"{change} repeatedly, and a graph holds it as a constant")
         else:
-            logger.info("cuda_graph: %s; the step will be captured anew.", change)
+            logger.info("cuda_graph: %s; the step will be captured again.", change)
         return True
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """From now on every update runs uncaptured."""
+        """Run every later update uncaptured, or raise if strict."""
         self._settle()
         self._off = reason
         self._graphs, self._pool = {}, None
-        told = f"cuda_graph: updates run uncaptured, because {reason}."
+        text = f"cuda_graph: updates run uncaptured, because {reason}."
         if self.config.strict:
-            raise StackError(f"{told} Mend that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
-        logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, told)
+            raise StackError(f"{text} Fix that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
+        logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, text)
 
     def _look_at_many(self, window: GraphWindow) -> None:
-        """Say so once where windows differ too much for graphs; give up where no two are alike."""
+        """Warn once if windows have too many kinds for graphs; give up if no two are equal."""
         if len(self._seen) <= 2 * self.config.graphs:
             return
         if len(self._seen) > MOST and max(self._seen.values()) < 3:
-            self._give_up("no two windows are alike: a plain number or string in a batch changes with every one")
-        elif "many" not in self._told:
-            self._told.add("many")
+            self._give_up("no two windows are equal: a plain number or string in a batch changes every time")
+        elif not self._warned_of_many:
+            self._warned_of_many = True
             text = "cuda_graph: windows come in %d kinds so far (the last: %s); %d of them get a graph, others run"
-            text += " uncaptured. Pad batches to few lengths, and leave numbers and strings that change out of them."
+            text += " uncaptured. Pad batches to few lengths, and keep changing numbers and strings out of them."
             logger.warning(text, len(self._seen), window, self.config.graphs)

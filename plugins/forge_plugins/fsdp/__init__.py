@@ -26,37 +26,38 @@ logger = logging.getLogger("forge")
 
 DTYPES = {"bf16": torch.bfloat16}
 BOTH = "cpu:gloo,cuda:nccl"
-"""What shards that are kept on the host need: their gradients' norm is summed up there."""
+"""Backends for shards on the host: the norm of their gradients is summed there."""
 
 
 class FSDP(forge.Plugin):
-    """Train on several processes that divide parameters, gradients and optimizer state among them, by torch's FSDP2.
+    """Train on several processes that shard parameters, gradients and optimizer state, by torch's FSDP2.
 
-    Start them with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or with srun. As under `ddp`, the batch size of
-    a recipe is the global one and every rank trains on its share. A block's parameters are gathered from all ranks just
-    before it runs, and given up after it; of its gradients each rank gets the sum of its own part. So no rank ever
-    holds more than its part and the block that runs. `blocks` names the blocks, by class (`TransformerBlock`) or by
-    name (`encoder.layers.*`); without it they are found: modules of one class that stand in one ModuleList or
-    Sequential. What is in no block is one more unit, gathered as long as the step runs. Gradients travel once per
-    update, with the last micro-batch of its window; until then each rank adds them up in full.
+    Use it for models too large for one device. Start it with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or
+    with srun. As with `ddp`, the batch size of a recipe is the global one, and every rank trains on its share. A
+    block's parameters are gathered from all ranks just before it runs, and freed after it; each rank gets the sum of
+    its own part of the gradients. So no rank holds more than its part and the running block. `blocks` names the blocks,
+    by class (`TransformerBlock`) or by name (`encoder.layers.*`); by default the repeated blocks are used: modules of
+    one class in one ModuleList or Sequential. Parameters outside of all blocks are one more unit, gathered during the
+    whole step. Gradients are sent once per update, with the last micro-batch of its window; until then each rank sums
+    them in full.
 
-    `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and the sums of
-    gradients stay in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, and
-    losses in float32, but what it casts it keeps from forward to backward. `reshard=false` keeps gathered parameters
-    until the backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host.
-    `replicate=2` makes two groups of ranks that hold the whole each, for a fast network inside and a slow one between
-    them. A loss scaler, and so fp16, is refused. With `compile`, name the same blocks for it: a graph of the whole step
+    `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and gradient sums stay
+    in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, with losses in
+    float32, but keeps the cast tensors from forward to backward. `reshard=false` keeps gathered parameters until the
+    backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host. `replicate=2`
+    makes two groups of ranks with all parameters each, for a fast network inside groups and a slow one between them. A
+    loss scaler, and therefore fp16, is refused. With `compile`, give it the same blocks: a graph of the whole step
     breaks at every block.
 
-    `meta` makes the task on the meta device, without memory, and draws weights block by block, by each module's
-    `reset_parameters()` and then the task's `init_weights(module)`, if it has one. In Python: `with
-    torch.device("meta"): task = Task()`. Without `init_weights` they are the numbers of a task that was made in full
-    under the same seed. A module that has neither is refused.
+    `meta` makes the task on the meta device, without memory, and initialises weights block by block, by each module's
+    `reset_parameters()` and then the task's `init_weights(module)`, if defined. In Python: `with torch.device("meta"):
+    task = Task()`. Without `init_weights` the weights equal those of a task made normally with the same seed. A module
+    with neither is refused.
 
-    The task may call its modules in its steps alone, where all ranks do. In `configure_optimizers` and after it, a
-    parameter is a DTensor of the full shape. After a fit the task has its own parameters back, with all of the weights,
-    on every rank; `gather=false` leaves each rank its shards, for weights that fit nowhere whole: they are in
-    RUN/weights.safetensors. After an error on several ranks the shards stay too.
+    The task may call its modules only in its steps, where all ranks do. From `configure_optimizers` on, a parameter is
+    a DTensor of the full shape. After a fit the task has plain parameters again, with all weights, on every rank;
+    `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in RUN/weights.safetensors.
+    After an error on several ranks the shards remain too.
 
     ::
 
@@ -66,25 +67,25 @@ class FSDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         blocks: str | list[str] | None = None
-        "What is sharded each for itself: classes or patterns of module names; null: the blocks that the task repeats."
+        "Units of sharding: classes or patterns of module names; null: the task's repeated blocks."
         min_size: int = 0
-        "Blocks with fewer parameters than this stay with the rest."
+        "Blocks with fewer parameters than this are not separate units."
         mixed_precision: Literal["bf16"] | None = None
-        "Gather and compute in this type; shards, optimizer and sums of gradients stay as they are."
+        "Gather and compute in this type; shards, optimizer and gradient sums keep theirs."
         reshard: bool = True
-        "Give up a block's gathered parameters after its forward, and gather them again for its backward."
+        "Free a block's gathered parameters after its forward, and gather them again for its backward."
         offload: bool = False
-        "Keep shards, gradients and optimizer state in the memory of the host."
+        "Keep shards, gradients and optimizer state in host memory."
         replicate: int = 1
-        "Into how many groups to divide the ranks, each of which holds all parameters (hybrid sharding)."
+        "Number of groups of ranks that hold all parameters each (hybrid sharding)."
         meta: bool = False
-        "Have the command line make the task on the meta device, and draw its weights block by block."
+        "On the command line, make the task on the meta device and initialise it block by block."
         gather: bool = True
-        "Give the task all of its weights at the end, on every rank; false leaves it its shards."
+        "Gather all weights into the task at the end, on every rank; false: keep the shards."
         backend: str | None = None
-        "What travels over what: nccl, gloo, ...; null takes what suits the device."
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
         watchdog: float = 120.0
-        "After so many seconds without progress a run is taken to have stalled: it says who waits for whom, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
 
     config: Config
     provides = ("strategy", "sharding")
@@ -105,7 +106,7 @@ class FSDP(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._env: ShardedEnv | None = None
         self._shards: Shards | None = None
         self._error: BaseException | None = None

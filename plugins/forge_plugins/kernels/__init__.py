@@ -1,4 +1,4 @@
-"""Fast kernels in the place of torch's functions."""
+"""Faster kernels in place of torch's functions."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ AUTO, ALL = "auto", "all"
 
 
 class Kernels(forge.Plugin):
-    """Run forge's kernels in the place of torch's functions and modules, where they are faster.
+    """Run forge's kernels in place of torch's functions and modules, where they are faster.
 
-    The task stays as it is written. While it trains or evaluates, functions such as `torch.nn.functional.layer_norm`
-    are those of a kernel, wherever they are called from: `F.layer_norm` and `nn.LayerNorm` alike, but not a name that
-    was imported by itself (`from torch.nn.functional import layer_norm`). Between updates, and at the end of the run,
-    everything is torch's own again. `forge kernels` lists what is installed, third parties' kernels too, and what each
-    replaces.
+    The task needs no change. While it trains or evaluates, functions such as `torch.nn.functional.layer_norm` are
+    replaced by kernels for all callers: `F.layer_norm` and `nn.LayerNorm` alike, but not a directly imported name
+    (`from torch.nn.functional import layer_norm`). Between updates, and at the end of the run, torch's own functions
+    are in place. `forge kernels` lists all installed kernels, including those of third parties, and what they replace.
 
-    With `use: auto` the first training batch runs forward once, without a trace in the run, to see which calls there
-    are. Each is then measured on this device, with its shapes, forward and backward, beside what it replaces; where the
-    stack compiles, beside what torch.compile makes of it. A kernel that is at least 3 % faster, and computes the same
-    within its tolerance, is used for calls of just this kind; all others run as written. The table is in the log. It is
-    kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels, because others would round
-    otherwise. On several ranks the first one measures for all.
+    With `use: auto` the first training batch runs forward once, without side effects, to find the calls of the task.
+    Each call is then measured on this device, with its shapes, forward and backward, against the original; if the stack
+    compiles, against the code of torch.compile. A kernel that is at least 3 % faster, and equal within its tolerance,
+    is used for calls of exactly this kind; all others run as written. The table is logged. It is kept on disk for the
+    next run, and in checkpoints: a resumed run uses the same kernels, because others round differently. On several
+    ranks the first one measures for all.
 
-    What is measured are calls one by one. A compiler may fuse such a call with its neighbours, and a kernel stands in
-    the way of that: the whole step decides, and `leave_out` takes a kernel out. `use` can also name kernels, or be
-    `all`: then nothing is measured, and they take every call that they support.
+    Calls are measured one by one. A compiler may fuse a call with its neighbours, which a kernel prevents: compare the
+    whole step, and exclude a kernel with `leave_out`. `use` can also name kernels, or be `all`: then nothing is
+    measured, and they take every call that they support.
 
-    Kernels run on CUDA. Elsewhere nothing is swapped, the run is bit for bit what it is without this plugin, and the
-    log says so.
+    Kernels run on CUDA. On other devices nothing is replaced, the run is bit for bit the same as without this plugin,
+    and the log states it.
 
     ::
 
@@ -62,11 +61,11 @@ class Kernels(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         use: str | list[str] = AUTO
-        "Which kernels: auto (where they are faster, by measurement), all, or names."
+        "Kernels to use: auto (where measured to be faster), all, or names."
         leave_out: str | list[str] | None = None
-        "Kernels not to use."
+        "Kernels to exclude."
         cache: bool | str = True
-        "Where measurements are kept for the next run: true is the user's cache, a path is a folder, false is nowhere."
+        "Keep measurements for the next run: true: in the user's cache; a path: in that folder; false: not at all."
 
     config: Config
     provides = ("kernels",)
@@ -83,20 +82,20 @@ class Kernels(forge.Plugin):
                 if name not in known:
                     also = [AUTO, ALL] if option == "use" else []
                     raise RecipeError(
-                        f"kernels.{option} names {name!r}, which no kernel is called."
+                        f"kernels.{option} names {name!r}, but no kernel has that name."
                         f"{did_you_mean(name, [*known, *also])}"
                     )
         self._named = named
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._candidates: list[Candidate] = []
         self._measures = False
         self._stand_ins = StandIns()
         self._modules = SwappedModules()
         self._looked: list[str | None] = []
-        "The optimizers whose first batch was looked at."
+        "The optimizers whose first batch was observed."
         self._choices: list[Choice] = []
 
     # -- a run --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What each plugin costs."""
+"""The cost of each plugin."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ logger = logging.getLogger("forge")
 
 
 class Ledger(forge.Plugin):
-    """Measure what every plugin costs, hook by hook, in µs per update and as a share of the update.
+    """Measure the cost of every plugin, hook by hook, in µs per update and as a share of the update.
 
-    Each implementation is timed where it runs; the code of a wrapper counts before and after its yield, and what a
-    plugin calls of others counts as theirs. What timing itself costs is measured at the start and taken off. Core's
-    step stays written out as it is without this plugin. An update's time runs from boundary to boundary, without the
-    wait for data and without the work of validations; logs, checkpoints and what plugins do in validations are spread
-    over the updates. The first update warms things up and is left out. A plugin that does an action in core's place (a
-    loss scaler's backward) is shown apart, because the work itself is in its time.
+    Each implementation is timed where it runs; the code of a wrapper counts before and after its yield, and calls into
+    other plugins count as theirs. The cost of timing is measured at the start and subtracted. The time of an update is
+    measured from boundary to boundary, without the wait for data and without the work of validations; logs, checkpoints
+    and the work of plugins in validations are spread over the updates. The first update is a warm-up and is left out. A
+    plugin that owns an action (a loss scaler's backward) is listed separately, because its time includes the work
+    itself.
 
-    At every log `ledger/NAME` is what the plugin NAME took, in µs per update, and `ledger/total_share` what all of them
-    took together. At the end of a fit the whole table is logged, and written to RUN/ledger.json. `forge plan RECIPE
-    --measure` prints it after a few updates, and leaves nothing behind.
+    At every log `ledger/NAME` is the time of the plugin NAME, in µs per update, and `ledger/total_share` the share of
+    all plugins together. At the end of a fit the whole table is logged, and written to RUN/ledger.json. `forge plan
+    RECIPE --measure` prints it after a few updates, and leaves nothing behind.
 
-    On a CUDA device these are times of the host: what a plugin has the device do is waited for by nobody. A plugin, or
-    the task, that waits for the device makes the host lose its lead; the sync audit names each such line, with its
-    plugin and hook, after the first log interval and in the table, and logs `ledger/syncs_per_update`. Reads that
-    belong to a log, a validation or a checkpoint are not counted. It hears what torch's sync debug mode says
-    (`.item()`, `.cpu()`, `nonzero` and their like), and `torch.cuda.synchronize()`; to wait for an event is no finding.
+    On a CUDA device these are times of the host; work on the device is not waited for. A plugin or task that waits for
+    the device makes the host lose its lead; the sync audit names each such line, with its plugin and hook, after the
+    first log interval and in the table, and logs `ledger/syncs_per_update`. Reads that belong to a log, a validation or
+    a checkpoint are not counted. It reports everything that torch's sync debug mode does (`.item()`, `.cpu()`,
+    `nonzero` and similar), and `torch.cuda.synchronize()`, but not waits for an event.
 
     It costs less than a µs per timed call, two for a wrapper.
 
@@ -65,20 +65,20 @@ class Ledger(forge.Plugin):
     def __init__(self, *first: bool, **values: Any):
         super().__init__(*first, **values)
         self.report: dict[str, Any] | None = None
-        "What the last fit came to, as plain data: what RUN/ledger.json holds."
+        "The results of the last fit, as plain data: the content of RUN/ledger.json."
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._account: Account | None = None
         self._audit: Audit | None = None
         self._interval: LedgerMark | None = None
         self._syncs_before = 0
-        self._told_syncs = False
+        self._warned_of_syncs = False
         self._last: LedgerMark | None = None
         "The end of an update that may be the run's last."
         self._ended = 0
-        "When the latest update ended, whether it may be the last or not."
+        "The end time of the latest update."
         self._started = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ class Ledger(forge.Plugin):
         if trainer.verb != "fit":
             return
         if trainer.trace is not None:
-            logger.warning("ledger measures nothing while every call is traced: run it without --trace.")
+            logger.warning("ledger measures nothing while every call is traced. Run without --trace.")
             return
         other = getattr(trainer.instrument, "__self__", None)
         if trainer.instrument is not None and not isinstance(other, Ledger):
-            raise StackError("ledger needs trainer.instrument, but something else is set there. Set it to None.")
+            raise StackError("ledger needs trainer.instrument, but it is set already. Set it to None.")
         self._account = Account(Timers(self))
         self._audit = Audit() if self.config.audit else None
         trainer.instrument = self._instrument
@@ -115,7 +115,7 @@ class Ledger(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_step_end(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """Behind the yield everybody else has had this update's step_end, and it counts."""
+        """Count after the yield, when all other plugins have run their step_end."""
         result = yield
         account = self._account
         if account is not None and account.first is not None:
@@ -125,7 +125,7 @@ class Ledger(forge.Plugin):
         return result
 
     def _record(self, step: forge.Step, account: Account) -> None:
-        """What the interval came to, for every sink."""
+        """Record the costs of the interval."""
         assert self._interval is not None
         now = account.mark()
         period, self._interval = account.between(self._interval, now), now
@@ -140,8 +140,8 @@ class Ledger(forge.Plugin):
         found = audit.unexpected()
         step.record("ledger/syncs_per_update", (found - self._syncs_before) / updates)
         self._syncs_before = found
-        if found and not self._told_syncs:
-            self._told_syncs = True
+        if found and not self._warned_of_syncs:
+            self._warned_of_syncs = True
             places = [cost_report.sync_text(row) for row in audit.rows(account.updates) if not row["expected"]]
             logger.warning("ledger: the host waits for the device: %s", "; ".join(places))
 
@@ -188,7 +188,7 @@ class Ledger(forge.Plugin):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _close(self, account: Account, audit: Audit | None) -> dict[str, Any]:
-        """Everything from the end of the first update to the end of the last."""
+        """Return the report from the end of the first update to the end of the last."""
         end = self._last if self._last is not None and self._last.updates == account.updates else None
         period = None
         if account.first is not None and account.updates:

@@ -1,4 +1,4 @@
-"""Account: where the time of a fit's updates went, and what of it is not theirs."""
+"""Account for the time of a fit's updates: plugins, data wait, evaluation and timing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WORK = frozenset(
         "export",
     )
 )
-"""Actions that are the work of a run: what an owner spends in them is no cost on top of it."""
+"""Actions that are the work of a run: the time of an owner in them is not a cost."""
 ONCE = frozenset(f"forge_{name}" for name in ("setup_env", "build_model", "build_loader", "build_optimizers", "start"))
-"""Hooks of the build: they are called before the first update."""
+"""Hooks of the build, called before the first update."""
 
 Counts = tuple[int, int]
 """Calls and nanoseconds."""
@@ -31,7 +31,7 @@ NOTHING: Counts = (0, 0)
 
 @dataclass(slots=True)
 class LedgerMark:
-    """How far everything was at one moment, in nanoseconds."""
+    """All counters at one moment, in nanoseconds."""
 
     at: int
     updates: int
@@ -48,19 +48,19 @@ class LedgerEntry:
     cell: Cell
     calls: int
     spent: float
-    "Nanoseconds, without what timing costs."
+    "Nanoseconds, without the cost of timing."
     worst: float
     in_evaluation: bool
 
     @property
     def is_cost(self) -> bool:
-        """Whether it comes on top of the work, rather than doing it in core's place."""
+        """Whether it adds to the work, rather than doing the work as an owner."""
         return not (self.cell.role == "own" and self.cell.hook in WORK)
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What happened between two marks, in nanoseconds."""
+    """The time between two marks, in nanoseconds."""
 
     updates: int
     own: float
@@ -72,7 +72,7 @@ class Period:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Per plugin, what it cost on top of the work."""
+        """The cost of each plugin, beside the work."""
         found: dict[str, float] = {}
         for entry in self.entries:
             if entry.is_cost:
@@ -82,7 +82,7 @@ class Period:
 
 @dataclass(slots=True)
 class Account:
-    """Counts one fit. Its first update warms things up, and is left out."""
+    """Counts one fit, without its first update, which is a warm-up."""
 
     timers: Timers
     updates: int = 0
@@ -93,7 +93,7 @@ class Account:
     "The end of the first update."
 
     def begin(self) -> None:
-        """The first update is over: everything counts from here."""
+        """Start counting, after the first update."""
         for cell in self.timers.cells:
             if cell.hook not in ONCE:
                 cell.worst = 0
@@ -109,7 +109,7 @@ class Account:
         self.waited += round(data_wait * 1e9)
 
     def evaluation(self, before: LedgerMark) -> None:
-        """An evaluation that began at `before` has ended."""
+        """Count an evaluation that began at `before` and has ended."""
         self.evaluated += self.timers.clock() - before.at
         for cell in self.timers.cells:
             calls, spent = before.cells[cell]
@@ -117,14 +117,14 @@ class Account:
             self.in_evaluation[cell] = (old[0] + cell.calls - calls, old[1] + cell.spent - spent)
 
     def between(self, start: LedgerMark, stop: LedgerMark) -> Period:
-        """Take apart what happened between two marks."""
+        """Split the time between two marks."""
         entries: list[LedgerEntry] = []
         timing, within = 0.0, 0.0
         for cell in self.timers.cells:
             everything = _difference(start.cells, stop.cells, cell)
             inside = _difference(start.in_evaluation, stop.in_evaluation, cell)
             price = self.timers.price(cell)
-            # what an evaluation takes is not the updates' own, and its timers go with it
+            # the time of an evaluation, with its timers, does not belong to the updates
             timing += price.timing(everything[0] - inside[0])
             within += inside[1]
             in_evaluation = everything if cell.hook == "forge_evaluate" else inside
@@ -140,7 +140,7 @@ class Account:
         return Period(stop.updates - start.updates, own, waited, work, timing, entries)
 
     def once(self, end: LedgerMark | None) -> list[dict[str, Any]]:
-        """What was spent before the first update and after the last one, which ended at `end`."""
+        """Return the time spent before the first update and after the last one, which ended at `end`."""
         rows: list[dict[str, Any]] = []
         for cell in self.timers.cells:
             calls, spent, when = cell.calls, cell.spent, "start"

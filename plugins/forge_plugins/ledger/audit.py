@@ -1,4 +1,4 @@
-"""Audit: who made the host wait for the CUDA device, and on which line."""
+"""Attribute waits of the host for the CUDA device to plugins and lines."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ EXPECTED_FUNCTIONS: dict[Callable[..., Any], str] = {
 }
 """Where a run reads the device by design: once per log interval, validation or checkpoint, not in the updates."""
 INSIDE = (TORCH, warnings.__file__, __file__, _syncs.__file__, "<")
-"""Files that are never the line to look at."""
+"""Files whose lines are never reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlace:
-    """Where a sync came from."""
+    """The origin of a sync."""
 
     who: str
     file: str
     line: int
     expected: str = ""
-    "What the run was doing that reads the device by design, if it was."
+    "The activity that reads the device by design, if any."
 
 
 class Audit:
-    """Every wait for the device is put down to whoever's code was running."""
+    """Attributes every wait for the device to the code that was running."""
 
     def __init__(self) -> None:
         self.found: Counter[SyncPlace] = Counter()
@@ -71,7 +71,7 @@ class Audit:
         self._listener = Listener(self._hear)
 
     def know(self, hook: str, impl: HookImpl) -> None:
-        """Remember whose code a hook's implementation is."""
+        """Register the owner of a hook implementation's code."""
         function = impl.plugin.function if isinstance(impl.plugin, Callback) else impl.function
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is not None and impl.plugin_name == CORE:
@@ -82,16 +82,16 @@ class Audit:
     # -- listening ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have torch warn of every wait, and hear it; what listens already, or makes it an error, is left alone."""
+        """Make torch warn of every wait, and listen. Does nothing if the debug mode is set already."""
         if torch.cuda.get_sync_debug_mode() == 0:
             self._listener.start()
 
     def listen(self) -> None:
-        """Hear torch's warnings; others go where they went."""
+        """Receive torch's warnings; others are passed on."""
         self._listener.listen()
 
     def stop(self) -> None:
-        """Put everything back."""
+        """Restore warnings and the debug mode."""
         self._listener.stop()
 
     @property
@@ -101,10 +101,10 @@ class Audit:
     def _hear(self, frame: FrameType) -> None:
         self.found[self.place(frame)] += 1
 
-    # -- whose it is --------------------------------------------------------------------------------------------------
+    # -- attribution -------------------------------------------------------------------------------------------------
 
     def place(self, innermost: FrameType) -> SyncPlace:
-        """The line outside of torch that waits, and whose hook or method it runs in."""
+        """Return the line outside of torch that waits, and the hook or method that it runs in."""
         at: tuple[str, int] | None = None
         who = expected = ""
         frame: FrameType | None = innermost
@@ -116,12 +116,12 @@ class Audit:
             who, expected = who or found, expected or reason
             frame = frame.f_back
         if not who:
-            # autograd runs backward passes of a device in a thread of its own, where no hook is on the stack
+            # autograd runs the backward of a device in its own thread, without a hook on the stack
             who = "forge itself" if threading.current_thread() is threading.main_thread() else "the backward pass"
         return SyncPlace(who, *(at or ("torch", 0)), expected)
 
     def _read(self, frame: FrameType) -> tuple[str, str]:
-        """(who, what is expected) as far as one frame tells."""
+        """Return (who, expected activity) as far as this frame shows."""
         code = frame.f_code
         for plugin, name, hook in self._owners.get(code, ()):
             if isinstance(plugin, Callback) or frame.f_locals.get("self", plugin) is plugin:
@@ -140,14 +140,14 @@ class Audit:
             return "the data loader", ""
         return "", ""
 
-    # -- what was found -----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def unexpected(self) -> int:
-        """Waits so far that the run was not designed to have."""
+        """Return the number of unexpected waits so far."""
         return sum(count for place, count in self.found.items() if not place.expected)
 
     def rows(self, updates: int) -> list[dict[str, Any]]:
-        """Every place as plain data, the most frequent first."""
+        """Return every place as plain data, the most frequent first."""
         return [
             {
                 "who": place.who,

@@ -1,4 +1,4 @@
-"""What goes on inside a model, layer by layer."""
+"""Statistics of a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ logger = logging.getLogger("forge")
 
 
 class Monitor(forge.Plugin):
-    """Look into the model at an interval: gradients, weights, activations, dead units by layer; name what is wrong.
+    """Record gradients, weights, activations and dead units by layer at an interval, and warn of unhealthy layers.
 
     By parameter and by layer: `monitor/grad_norm/…`, `grad_mean/…`, `grad_std/…` (unscaled, before clipping),
     `weight_norm/…` (after the update) and `update_ratio/…`, how far the update moved a weight as a share of its
-    size: around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone are over everything. By
+    size: around 1e-3 is usual. `monitor/grad_norm`, `weight_norm` and `update_ratio` alone cover all parameters. By
     module: `monitor/activation/…/mean`, `std`, `zeros` (the share of values that are 0), `dead` (the share of units
     that are 0 for every sample of the window) and, for sigmoid and tanh, `saturated`. `monitor/dead_units/…` is the
-    share of a layer's units that no sample had a gradient for, whatever activation stands behind them. With several
-    optimizers the optimizer's name comes after `monitor/`.
+    share of a layer's units without a gradient from any sample, whatever the activation after them. With several
+    optimizers the optimizer's name follows `monitor/`.
 
     A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, is named in a warning with
-    what to try: once, and again when it has become ten times worse. Nothing is judged in the first ten updates.
+    remedies: once, and again when it has become ten times worse. The first ten updates are not judged.
 
     At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
-    TEXT; it is made in the first micro-batch, without a forward of its own.
+    TEXT; it is made from the first micro-batch, without an extra forward.
 
-    Between intervals it only asks whether one ends. When one does, hooks stand on the modules for that update, and one
-    copy of the weights is held while the optimizer steps; on a CUDA device nothing waits, and the numbers arrive with
-    the next update. Hooks are not called inside compiled code: activations and shapes of compiled modules are left
-    out, which is said once. The weights end up the same with and without it, bit for bit.
+    Between intervals it only checks whether one ends. At the end of an interval hooks are placed on the modules for
+    that update, and one copy of the weights is held during the optimizer step; on a CUDA device nothing waits, and the
+    numbers arrive with the next update. Hooks are not called inside compiled code: activations and shapes of compiled
+    modules are left out, with one warning. The weights are bit for bit the same with and without it.
 
     ::
 
@@ -52,28 +52,28 @@ class Monitor(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str = "100 updates"
-        "How often to look."
+        "How often to record statistics."
         gradients: bool = True
-        "Look at gradients."
+        "Record gradients."
         weights: bool = True
-        "Look at weights and how far each update moves them; holds one copy of them during an update that is looked at."
+        "Record weights and how far updates move them; holds one copy of them during a recorded update."
         activations: bool = True
-        "Look at what modules put out."
+        "Record the outputs of modules."
         histograms: bool | str = False
-        "Draw histograms of all that is looked at: true for as often as `every`, or an interval of their own."
+        "Draw histograms of all recorded tensors: true as often as `every`, or a separate interval."
         shapes: bool = True
         "Show the table of modules at the start."
         depth: int = 3
-        "How many levels of modules the table shows."
+        "Levels of modules in the table."
         vanishing: float | None = 1e-5
-        "Warn of a layer whose gradient norm is below this share of the largest layer's; null for no such warning."
+        "Warn of a layer whose gradient norm is below this share of the largest layer's; null: never."
         exploding: float | None = 1e3
         """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
-        more than its own size; null for no such warning."""
+        more than its own size; null: never."""
         dead: float | None = 0.9
-        "Warn of a layer with a larger share of dead units; null for no such warning."
+        "Warn of a layer with a larger share of dead units; null: never."
         saturated: float | None = 0.95
-        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null for no such warning."
+        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null: never."
 
     config: Config
     observer = True
@@ -99,14 +99,14 @@ class Monitor(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._judge: Judge | None = None
         self._shown = not self.config.shapes
         self._table: shapes.Shapes | None = None
         self._look: TurnStatistics | None = None
         self._looks: list[TurnStatistics] = []
         self._sent: tuple[list[TurnStatistics], Parcel] | None = None
-        self._told_of_compiled = False
+        self._warned_of_compiled = False
 
     def due(self, step: forge.Step) -> bool:
         return not self._shown or self._every.due(step) or (self._draws is not None and self._draws.due(step))
@@ -130,14 +130,14 @@ class Monitor(forge.Plugin):
             look, self._look = self._look, None
             for watching in filter(None, (look, self._table)):
                 watching.close()
-        self._deliver(step.trainer)  # sent after the update before this one, which is still the last that counts
+        self._deliver(step.trainer)  # of the update before this one, which is still the last counted
         if look is not None:
             look.finish(step)
             self._looks.append(look)
         return result
 
     def _watch(self, step: forge.Step, count: bool, draw: bool) -> None:
-        """Put hooks on the modules, where this update is looked at."""
+        """Place hooks on the modules if this update is recorded."""
         if not self._shown:
             self._table = self._table or shapes.Shapes(step)
             self._table.watch(self._modules(step.trainer))
@@ -163,7 +163,7 @@ class Monitor(forge.Plugin):
             self._deliver(trainer)
 
     def _deliver(self, trainer: forge.Run) -> None:
-        """Hand on what has arrived."""
+        """Publish the numbers that have arrived, and log alarms."""
         if self._sent is None:
             return
         (looks, parcel), self._sent = self._sent, None
@@ -178,8 +178,8 @@ class Monitor(forge.Plugin):
 
     def _modules(self, trainer: forge.Run) -> list[tuple[str, nn.Module]]:
         modules, compiled = watchable(trainer.task, trainer.model)
-        if compiled and not self._told_of_compiled:
-            self._told_of_compiled = True
+        if compiled and not self._warned_of_compiled:
+            self._warned_of_compiled = True
             what = listed(compiled, MANY) if compiled != [""] else "the model"
             logger.warning(
                 "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out.", what
@@ -194,11 +194,11 @@ class Monitor(forge.Plugin):
             logger.info("monitor: the model in its first micro-batch\n%s", shapes.as_text(row, end))
         trainer.publish({"model": forge.Text(shapes.as_markdown(row, end))})
 
-    # -- around it ----------------------------------------------------------------------------------------------------
+    # -- state and end ------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
     def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any]:
-        self._deliver(trainer)  # so that a run that is resumed from here has lost nothing
+        self._deliver(trainer)  # so that a run resumed from here loses nothing
         return {"shown": self._shown, "told": dict(self._judge.told) if self._judge is not None else {}}
 
     @forge.hookimpl
@@ -206,7 +206,7 @@ class Monitor(forge.Plugin):
         assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
         self._judge.told = dict(state["told"])
-        self._sent, self._looks = None, []  # of a course that was given up
+        self._sent, self._looks = None, []  # of an abandoned course
 
     @forge.hookimpl(wrapper=True)
     def forge_export(self, trainer: forge.Run) -> Generator[None, Any, Any]:

@@ -1,6 +1,6 @@
-"""What comes out of each module: mean, spread, zeros, dead units, over all micro-batches of one window.
+"""Statistics of module outputs: mean, spread, zeros, dead units, over all micro-batches of one window.
 
-Forward hooks stand on the modules for this one window only, and look at each output while it is there.
+Forward hooks are placed on the modules for this window only, and read each output while it exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge_plugins.monitor.modules import tensors_in
 from forge_plugins.monitor.parcel import Contents, stacked
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
-"""Modules that put out exactly 0 where they pass nothing on."""
+"""Modules whose output is exactly 0 where they are inactive."""
 RANGES: dict[type[nn.Module], tuple[float, float]] = {
     nn.Sigmoid: (0.0, 1.0),
     nn.Tanh: (-1.0, 1.0),
@@ -31,12 +31,12 @@ RANGES: dict[type[nn.Module], tuple[float, float]] = {
 }
 """Modules that pass no gradient on near the ends of their range."""
 NEAR = 0.98
-"""So far from the middle of its range (1: at its end) an output is saturated."""
+"""Distance from the middle of the range (1: its end) from which an output is saturated."""
 LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 """Modules whose units are their output's last dimension."""
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 CONVOLUTIONS |= {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
-"""Modules whose units stand before so many dimensions of their output."""
+"""Modules by the number of output dimensions after their units."""
 
 
 @dataclass(slots=True)
@@ -52,17 +52,17 @@ class Activation:
     saturated: float | None = None
     "The share of values near an end of the module's range, where it has one."
     evidence: int = 0
-    "How many values of each unit were seen."
+    "Values seen of each unit."
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged."""
+        """Return the logged metrics."""
         found = {"mean": self.mean, "std": self.std, "zeros": self.zeros, "dead": self.dead}
         return found if self.saturated is None else {**found, "saturated": self.saturated}
 
 
 @dataclass(slots=True)
 class _Calls:
-    """What is kept of a module's calls, on the device."""
+    """Statistics of a module's calls, on the device."""
 
     counts: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Calls:
 
 
 class Activations:
-    """Looks at every output of `modules` until it is closed."""
+    """Records every output of `modules` until it is closed."""
 
     def __init__(self, step: forge.Step, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool):
         self._step, self._count, self._draw = step, count, draw
@@ -87,7 +87,7 @@ class Activations:
     def _hook(self, name: str) -> Callable[..., None]:
         def see(module: nn.Module, inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # a function of the user's own is compiled: in there this hook comes to nothing
+                return  # inside a user's compiled function this hook has no effect
             # a replay runs the window again, and so does a backward through a checkpointed block
             if self._step.recording and torch._C._current_autograd_node() is None:
                 values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
@@ -98,7 +98,7 @@ class Activations:
         return see
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""One look at the turn of one optimizer: hooks on before it, off after it, numbers on their way."""
+"""Statistics of one optimizer's turn: hooks before it, removal after it, numbers in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_plugins.monitor.parcel import Contents
 
 
 class StatisticsOptions(Protocol):
-    """What to look at, among monitor's options."""
+    """The options of monitor that select statistics."""
 
     gradients: bool
     weights: bool
@@ -24,7 +24,7 @@ class StatisticsOptions(Protocol):
 
 
 class TurnStatistics:
-    """Follows a train step. `count`: take statistics; `draw`: make histograms."""
+    """Follows a train step. `count`: compute statistics; `draw`: make histograms."""
 
     def __init__(
         self,
@@ -41,26 +41,26 @@ class TurnStatistics:
         self._inspected = False
 
     def inspect(self) -> None:
-        """Gradients are true now, and the weights have not moved. A closure comes by here several times."""
+        """Record final gradients and unmoved weights. A closure calls this several times; only the first counts."""
         if not self._inspected:
             self._inspected = True
             self._parameters.before_step()
 
     def close(self) -> None:
-        """Take the hooks off, whatever happened."""
+        """Remove the hooks."""
         self._activations.close()
 
     def finish(self, step: forge.Step) -> None:
-        """The optimizer has stepped, or not."""
+        """Record the weights after the optimizer step."""
         if self._inspected:
             self._parameters.after_step(step.updated)
 
     def pack(self) -> dict[str, Tensor]:
-        """What is to be read."""
+        """Return the tensors to read."""
         return {**self._parameters.pack, **self._activations.pack()}
 
     def read(self, contents: Contents, judge: Judge) -> tuple[dict[str, Any], list[str]]:
-        """Metrics by name, and alarms in words."""
+        """Return metrics by name, and the texts of alarms."""
         readings, activations = self._parameters.read(contents), self._activations.read(contents)
         metrics: dict[str, Any] = dict(readings.metrics())
         for name, seen in activations.items():

@@ -109,7 +109,7 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 # When it runs out
 
 
-def told(trainer: forge.Run) -> str:
+def usage(trainer: forge.Run) -> str:
     """What memory was taken up by when it ran out, as text."""
     device = trainer.env.device
     found = parts(trainer)

@@ -1,4 +1,4 @@
-"""Progress on the screen."""
+"""Progress display."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ STAGES = {"val": "validating", "test": "testing", "predict": "predicting"}
 
 
 class Progress(forge.Plugin):
-    """Show how far the run is, how fast, how long it will take, the latest metrics, and in the end what it came to.
+    """Show the progress, speed and remaining time of the run, the latest metrics, and a summary at the end.
 
-    On a terminal there are two live bars, one for the epoch and one for the run, which leave what you print alone; when
-    the fit is done a table has the last and the best value of every metric, and lines say where the run is and how to
-    look at it. Anywhere else (a file, CI) there is a plain line per interval, at the end of every epoch, after every
-    validation and at the end of the run. All of it goes to stderr, so that stdout stays yours.
+    On a terminal it draws two live bars, one for the epoch and one for the run, which keep your own prints intact; at
+    the end of a fit a table shows the last and the best value of every metric, followed by the run folder and the
+    commands to view it. Elsewhere (a file, CI) it writes a plain line per interval, at the end of every epoch, after
+    every validation and at the end of the run. All output goes to stderr; stdout is yours.
 
-    Only the main process shows anything. `forge fit -q` shows nothing but warnings and errors; in a script
-    `logging.getLogger("forge").setLevel(logging.WARNING)` does the same. Where stderr can be written no longer (a pipe
-    whose reader is gone), it falls silent, and the run goes on.
+    Only the main process shows anything. `forge fit -q` shows only warnings and errors; in a script
+    `logging.getLogger("forge").setLevel(logging.WARNING)` does the same. If stderr can no longer be written (a closed
+    pipe), it goes silent, and the run continues.
 
     ::
 
@@ -38,14 +38,14 @@ class Progress(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str = "10 s"
-        "How often to write a line where the output is no terminal, beside epochs and validations."
+        "Interval of lines if the output is not a terminal, beside epochs and validations."
 
     config: Config
     observer = True
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
-        forge.Interval(self.config.every)  # refuses now what is no interval
+        forge.Interval(self.config.every)  # refuse an invalid interval now
         self._view: View | None = None
         self._look_at = NEVER
         self._status = Status()
@@ -63,7 +63,7 @@ class Progress(forge.Plugin):
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        # every update passes here: one look at the clock, and out
+        # on every update: only a look at the clock
         if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
             self._status.move(trainer)
             self._look_at = self._view.look(step)
@@ -79,7 +79,7 @@ class Progress(forge.Plugin):
             return (yield)
         self._status.move(trainer)
         self._status.doing, began = STAGES.get(stage, stage), time.monotonic()
-        if self._status.evaluation_took > REFRESH:  # a short one would be gone before it is read
+        if self._status.evaluation_took > REFRESH:  # a short one would be over before it is read
             self._view.refresh()
         try:
             return (yield)
@@ -104,5 +104,5 @@ class Progress(forge.Plugin):
 
 
 def is_quiet() -> bool:
-    """Whether forge was told to say nothing but warnings."""
+    """Whether forge logs only warnings."""
     return logging.getLogger("forge").level > logging.INFO

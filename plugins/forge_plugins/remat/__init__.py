@@ -22,25 +22,24 @@ logger = logging.getLogger("forge")
 
 
 class Remat(forge.Plugin):
-    """Drop the activations of chosen blocks after forward and compute them again in backward: less memory, more work.
+    """Activation checkpointing: drop the activations of blocks after forward, and recompute them in backward.
 
-    What a block was given is kept, and what it computes is not; when backward comes to it, it runs once more, with the
-    same random numbers and under the same autocast. Weights, metrics and buffers end up bit for bit as without it:
-    BatchNorm counts a batch once. A block that does anything else than compute, such as counting its calls in a Python
-    attribute, does it twice, and so do hooks on the modules in it.
+    It saves memory for more compute. A block keeps its inputs and drops its activations; backward runs the block once
+    more, with the same random numbers and autocast. Weights, metrics and buffers are bit for bit the same as without
+    it: BatchNorm counts a batch once. Other side effects of a block, such as counting its calls in a Python attribute,
+    happen twice, and so do hooks on the modules in it.
 
-    `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a list such as
-    `encoder.layers` stands for what is in it. Without it, the repeated blocks are chosen: modules of one class, with
-    layers in them, that stand in one ModuleList or Sequential. The log says which.
+    `modules` names the blocks, by class (`TransformerBlock`) or by name (`encoder.layers.*`); a container such as
+    `encoder.layers` stands for its children. Without it the repeated blocks are chosen: modules of one class, with
+    layers in them, in one ModuleList or Sequential. The log lists them.
 
-    Every block is computed again, which costs about one more forward, a third of a step. `every=2` takes each second
-    one: half the saving for half the work. `budget` takes as few as are needed for the activations that are kept: a
-    share (0.5) of what they would be, or a size (`2 GB`). It is measured on the first batch, and said in the log.
-    For a plain chain of N layers without blocks the classic choice is √N segments of √N layers: group them into
-    nn.Sequential and name those.
+    Recomputing every block costs about one more forward, a third of a step. `every=2` takes every second block: half
+    the saving for half the work. `budget` takes as few blocks as needed to keep activations within a share (0.5) or a
+    size (`2 GB`); it is measured on the first batch and logged. For a plain chain of N layers without blocks the
+    classic choice is √N segments of √N layers: group them into nn.Sequential and name those.
 
-    It works with `torch.compile`, which sees the same blocks, and is out of the way in evaluation. At the end of a run
-    the task gets its own forwards back; names in checkpoints are what they are without it.
+    It works with `torch.compile`, which sees the same blocks, and does nothing in evaluation. At the end of a run the
+    task's own forwards are restored; names in checkpoints stay the same.
 
     ::
 
@@ -51,11 +50,11 @@ class Remat(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         modules: str | list[str] | None = None
-        "Which blocks: classes or patterns of module names; null: the blocks that the task repeats."
+        "Blocks: classes or patterns of module names; null: the task's repeated blocks."
         every: int = 1
-        "Take every k-th of them."
+        "Take every k-th block."
         budget: float | str | None = None
-        "Take as few as keep activations within a share (0.5) or a size (2 GB); null: take all."
+        "Take as few blocks as keep activations within a share (0.5) or a size (2 GB); null: all."
 
     config: Config
     provides = ("activation_checkpointing",)
@@ -75,11 +74,11 @@ class Remat(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._blocks: dict[str, nn.Module] = {}
-        "What may be computed again."
+        "Blocks that may be recomputed."
         self._installed: dict[str, Any] = {}
-        "What is, with the forward that was in its `__dict__`."
+        "Blocks that are recomputed, with the forward that was in their `__dict__`."
         self._measured: set[str | None] = set()
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ class Remat(forge.Plugin):
         if phase != "remat":
             return
         self._begin()
-        if trainer.verb != "fit":  # nothing goes backward
+        if trainer.verb != "fit":  # no backward
             return
         task, patterns = trainer.task, as_list(self.config.modules)
         self._blocks = chosen(task, patterns, "remat.modules") if patterns else repeated(task)
@@ -107,7 +106,7 @@ class Remat(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With a budget only: the first batch of each optimizer shows what there is to save."""
+        """With a budget only: measure the first batch of each optimizer."""
         if step.name not in self._measured:
             self._measured.add(step.name)
             if self._blocks:
@@ -142,14 +141,14 @@ class Remat(forge.Plugin):
         if after > limit:
             logger.warning(
                 "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
-                "blocks, or is what they are given: name larger blocks, or make the batch smaller.",
+                "blocks, or is their input. Name larger blocks, or reduce the batch size.",
                 self.config.budget,
                 format_bytes(after),
                 turn,
             )
 
     def _measure(self, step: forge.Step) -> Meter:
-        """One forward of the first batch as it is without this plugin, and without a trace."""
+        """Measure one forward of the first batch without recomputation and without side effects."""
         trainer, installed = step.trainer, dict(self._installed)
         meter = Meter(trainer.task, self._blocks)
         for name, own in installed.items():
@@ -182,7 +181,7 @@ def _example(task: nn.Module) -> str:
 
 
 def _limit(budget: float | str | None) -> int | float | None:
-    """A share as a float, a size as an int."""
+    """Return a share as a float, a size as an int."""
     if isinstance(budget, str):
         size = size_in_bytes(budget)
         if size is None:

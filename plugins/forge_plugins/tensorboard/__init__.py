@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard."""
+"""TensorBoard logging."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ logger = logging.getLogger("forge")
 
 
 class Tensorboard(forge.Plugin):
-    """Write metrics to RUN/tensorboard, to be looked at with `forge board`.
+    """Write metrics to RUN/tensorboard; view them with `forge board`.
 
-    Scalars (learning rates among them), `forge.Image`, `forge.Text` and `forge.Histogram` are drawn over updates. The
-    run card is the first under TEXT. CUSTOM SCALARS has training against validation for every metric that both have,
-    the learning rate, and the charts that the plugins of the stack declare. Hyperparameters (the options of the task,
-    of the data, of the Trainer and of every plugin that can change the run) are under HPARAMS with the latest value of
-    every metric, and with success where the fit reached its end. The latest `forge.Embedding` of each name is under
-    PROJECTOR. A trace in RUN/profile (`*.pt.trace.json`) is shown by `forge board` too, where torch-tb-profiler is
-    installed.
+    Scalars (including learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` are shown over updates. The
+    run card is the first entry under TEXT. CUSTOM SCALARS shows training against validation for every metric that both
+    have, the learning rate, and the charts declared by plugins. Hyperparameters (the options of the task, of the data,
+    of the Trainer and of every plugin that can change the run) are under HPARAMS, with the latest value of every
+    metric, and with success if the fit reached its end. The latest `forge.Embedding` of each name is under PROJECTOR.
+    `forge board` also shows a trace in RUN/profile (`*.pt.trace.json`) if torch-tb-profiler is installed.
 
-    A run that is resumed or rewound goes on in the same curves: what it had drawn after the checkpoint is taken back,
-    because it is made again, and what was drawn before it is on disk before the checkpoint is. TensorBoard keeps the
-    first hyperparameters of a run; the run card is written again by every process that continues it.
+    A resumed or rewound run continues the same curves: points after the checkpoint are removed, because those updates
+    run again, and points before it reach the disk before the checkpoint does. TensorBoard keeps the first
+    hyperparameters of a run; the run card is written again by every process that continues it.
 
-    One log is one event, whatever the number of scalars, written by a thread. Only the main process writes, and
-    without a run folder nobody does. Where the folder cannot be written (a full disk), that is logged as an error,
-    once, and the run goes on without it.
+    One log is one event, whatever the number of scalars, written by a thread. Only the main process writes, and only
+    with a run folder. If the folder cannot be written (a full disk), one error is logged, and the run continues without
+    it.
 
     ::
 
@@ -56,7 +55,7 @@ class Tensorboard(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         flush_seconds: int = 10
-        "How often what was logged reaches the disk; a killed run loses no more than this, a resumed one nothing."
+        "Seconds between writes to disk; a killed run loses at most these, a resumed one nothing."
 
     config: Config
     observer = True
@@ -68,7 +67,7 @@ class Tensorboard(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._writer: SummaryWriter | None = None
         self._failed = self._gave_up = False
         self._restores = 0
