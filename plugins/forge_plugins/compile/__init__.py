@@ -1,4 +1,4 @@
-"""torch.compile, in place, and an account of what it did."""
+"""torch.compile, in place, with a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge_plugins.compile.comparison import compare
 from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.quiet import without_torchs_account
-from forge_plugins.compile.regions import Regions, looking_at_parameters
+from forge_plugins.compile.regions import Regions, checking_parameters
 from forge_plugins.compile.toolchain import check_backend
 
 logger = logging.getLogger("forge")
@@ -28,35 +28,35 @@ logger = logging.getLogger("forge")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, on CUDA."""
 STORM = 3
-"""So many log intervals in a row with recompiles in each are a storm."""
+"""Log intervals in a row with recompiles that give a warning."""
 
 
 class Compile(forge.Plugin):
-    """Compile the task with torch.compile, in place, and say what came of it: graphs, breaks and recompiles.
+    """Compile the task with torch.compile, in place, and report graphs, breaks and recompiles.
 
     Without `blocks` the whole step is compiled as one: `training_step`, with the loss, and the steps of evaluation.
-    `blocks` names modules, by class (`TransformerBlock`) or by name (`encoder.layers.*`), that are compiled each for
-    itself: alike ones share one graph, so a deep model compiles in the time of one block. Names in checkpoints stay as
-    they are, and at the end of a run the task is what it was.
+    `blocks` names modules, by class (`TransformerBlock`) or by name (`encoder.layers.*`), that are compiled separately:
+    equal ones share one graph, so a deep model compiles in the time of one block. Names in checkpoints stay the same,
+    and the task is restored at the end of a run.
 
-    After the first update the log says how many graphs there are, at which line and why a graph broke off, and later
-    whenever something was compiled again, and why; `compile/graphs`, `compile/breaks` and `compile/recompiles` are
-    logged when they change. Graphs for evaluation, for another optimizer's turn and for thawed parameters are no
-    recompiles. With `dynamic=false` each new shape is one: the epoch's last, shorter batch costs one, and a stream of
-    shapes is warned of before torch gives up. When nothing was compiled at all, there is a warning that says so.
+    After the first update the log gives the number of graphs, and the line and reason of each graph break; later it
+    reports every recompile with its reason. `compile/graphs`, `compile/breaks` and `compile/recompiles` are logged when
+    they change. Graphs for evaluation, for another optimizer's turn and for thawed parameters do not count as
+    recompiles. With `dynamic=false` each new shape does: the shorter last batch of an epoch costs one, and a stream of
+    shapes gives a warning before torch gives up. If nothing was compiled at all, a warning states it.
 
-    `mode` is how hard to try: `default`; `reduce-overhead`, which replays CUDA graphs, for small batches on CUDA;
-    `max-autotune`, which measures kernels first and takes minutes. Compile after the model is right, not before.
+    `mode` sets the effort: `default`; `reduce-overhead`, which replays CUDA graphs, for small batches on CUDA;
+    `max-autotune`, which measures kernels first and takes minutes. Compile once the model works, not before.
 
-    Compiled arithmetic is not eager arithmetic: fused kernels round elsewhere, and inductor draws other random numbers
-    for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU, unless an
-    operation is decomposed on the way. `compare` runs the first batch both ways before training, in training mode, with
-    the same random numbers, and reports the largest difference of loss and gradients; where it is too large, the first
-    module that differs by itself is named. Too large is more than 0.001 of a tensor's largest entry where all is
-    float32, 0.01 with float16 or TF32, 0.05 with bfloat16. It leaves no trace in the run, and costs a compilation more.
+    Compiled arithmetic is not eager arithmetic: fused kernels round differently, and inductor draws other random
+    numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
+    unless an operation is decomposed. `compare` runs the first batch both ways before training, in training mode, with
+    the same random numbers, and reports the largest difference of loss and gradients; if it is too large, the first
+    module that differs by itself is named. Too large is more than 0.001 of a tensor's largest entry if all is float32,
+    0.01 with float16 or TF32, 0.05 with bfloat16. It has no side effects, and costs one more compilation.
 
-    Hooks on a module that is compiled run outside of its graph; those on modules inside of it become part of the graph,
-    and torch may not see one that comes later.
+    Hooks on a compiled module run outside of its graph; hooks on modules inside become part of the graph, and torch may
+    miss one that is added later.
 
     ::
 
@@ -67,15 +67,15 @@ class Compile(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-        "How hard inductor tries: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
+        "Effort of inductor: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
         backend: str = "inductor"
-        "What compiles the graphs; aot_eager traces them without generating code, for tests."
+        "The compiler; aot_eager traces graphs without generating code, for tests."
         dynamic: bool | None = False
-        "Whether sizes may vary inside of one graph; null: after the first recompile for a size."
+        "Whether sizes may vary within one graph; null: after the first recompile for a size."
         fullgraph: bool = False
-        "Refuse graph breaks instead of going on without a graph."
+        "Raise an error on graph breaks instead of continuing without a graph."
         blocks: str | list[str] | None = None
-        "Compile these modules each for itself: classes or patterns of module names; null: the whole step."
+        "Compile these modules separately: classes or patterns of module names; null: the whole step."
         compare: bool = False
         "Before training, run one batch eagerly and compiled, and report the largest difference."
 
@@ -98,12 +98,12 @@ class Compile(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._regions: Regions | None = None
         self._shell: nn.Module | None = None
         self._watch = CompileWatch(graphs=None)
         self._looked = False
-        self._told = self._recorded = (0, 0, 0)
+        self._reported = self._recorded = (0, 0, 0)
         self._growing = 0
         self._warned: set[str] = set()
         self._compared: set[str | None] = set()
@@ -130,14 +130,14 @@ class Compile(forge.Plugin):
         patterns = as_list(self.config.blocks)
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
-        self._flags.enter_context(looking_at_parameters())
+        self._flags.enter_context(checking_parameters())
         self._flags.enter_context(without_torchs_account())
         self._watch = CompileWatch()
-        self._regions.install(self._options, after=self._watch.look)  # torch keeps its accounts for a while only
+        self._regions.install(self._options, after=self._watch.look)  # torch keeps its records for a while only
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
         if patterns:
-            logger.info("compile: each for itself: %s.", listed(modules, MANY))
+            logger.info("compile: compiled separately: %s.", listed(modules, MANY))
 
     def _replay_graphs(self, trainer: forge.Run, build: Build) -> None:
         model = build.model
@@ -145,12 +145,12 @@ class Compile(forge.Plugin):
             model._compiled_call_impl = Generations(model._compiled_call_impl or model._call_impl, build.task)
         else:
             logger.info(
-                "compile.mode=%s: CUDA graphs need CUDA; on %s there are none.", self.config.mode, trainer.env.device
+                "compile.mode=%s: CUDA graphs need CUDA; on %s none are used.", self.config.mode, trainer.env.device
             )
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With `compare` only: before the first update of each optimizer."""
+        """With `compare` only: compare before the first update of each optimizer."""
         if step.name not in self._compared:
             self._compared.add(step.name)
             self._compare(step)
@@ -182,19 +182,19 @@ class Compile(forge.Plugin):
             self._regions.remove()
             self._shell._compiled_call_impl = None
             self._flags.close()
-            torch.compiler.reset()  # graphs, their memory and torch's count of recompiles were this run's
+            torch.compiler.reset()  # drop this run's graphs, their memory and torch's count of recompiles
             self._begin()
 
-    # -- what came of it ----------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Say what was compiled since the last look, if anything was."""
-        watch, told = self._watch, self._told
+        """Log what was compiled since the last check, if anything."""
+        watch, reported = self._watch, self._reported
         watch.look()
-        self._told = watch.counts
-        if watch.graphs != 0 and watch.counts != told:
-            logger.log(*messages.summary(watch, told))
-        self._growing = self._growing + 1 if len(watch.recompiles) > told[2] else 0
+        self._reported = watch.counts
+        if watch.graphs != 0 and watch.counts != reported:
+            logger.log(*messages.summary(watch, reported))
+        self._growing = self._growing + 1 if len(watch.recompiles) > reported[2] else 0
         if watch.limits:
             self._warn("limit", messages.limit(watch.limits, self.config.dynamic))
         elif self._growing >= STORM:
@@ -210,7 +210,7 @@ class Compile(forge.Plugin):
             self._warn("uncalled", messages.uncalled(regions.uncalled()))
 
     def _warn(self, kind: str, text: str) -> None:
-        """Once a run."""
+        """Warn once per run."""
         if text and kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
@@ -226,8 +226,8 @@ class Compile(forge.Plugin):
         finally:
             trial.look()
             if trial.breaks or trial.graphs is None:
-                # beyond a break torch compiles functions of the user's, and what it compiled for this must not serve
-                # the run
+                # beyond a break torch compiles the user's functions, and graphs compiled for this comparison must not
+                # be used by the run
                 torch.compiler.reset()
             self._watch.skip()
         turn = "" if step.name is None else f" ({step.name})"

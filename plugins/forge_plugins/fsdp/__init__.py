@@ -136,19 +136,19 @@ class FSDP(forge.Plugin):
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):
-            self._draw_and_shard(task, blocks, env)
+            self._initialise_and_shard(task, blocks, env)
         else:
             env.copy_from_first(task)
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
         self._shards.add(build.model, self._options(env, root=True))
         build.model.register_forward_hook(self._after_forward)
-        self._tell(task, blocks, env)
+        self._log_units(task, blocks, env)
 
-    def _draw_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
-        """Draw the weights of a task from the meta device; no more than one block is whole at a time.
+    def _initialise_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
+        """Initialise a task from the meta device; no more than one block is whole at a time.
 
-        From the seed that was set last, whatever was drawn since: a task in full would have been made right after it.
+        Use the seed that was set last, as a task made normally would have been made right after it.
         """
         assert self._shards is not None
         materialiser, ends = Materialiser(task), {id(block) for block in blocks.values()}
@@ -176,11 +176,11 @@ class FSDP(forge.Plugin):
             )
         if config.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
-        # null: the outermost unit is kept until backward, because it would be gathered again at once
+        # None: keep the outermost unit until backward, since it would be gathered again at once
         reshard = None if root and config.reshard else config.reshard
         return {"mesh": env.data_mesh, "reshard_after_forward": reshard, **options}
 
-    def _tell(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
         shards = env.data_world // self.config.replicate
@@ -193,7 +193,7 @@ class FSDP(forge.Plugin):
             )
             return
         logger.info(
-            "fsdp: %s parameters in %d shards; each for itself: %s, and the rest, %s parameters, as one.",
+            "fsdp: %s parameters in %d shards; sharded separately: %s, and the rest, %s parameters, as one.",
             f"{sum(sizes) + rest:,}",
             shards,
             listed(blocks, MANY),
@@ -209,7 +209,7 @@ class FSDP(forge.Plugin):
         return (yield)
 
     def _reduce(self, model: Any, now: bool) -> None:
-        """Whether the next backward sums up gradients over the ranks, or keeps them for the one that does."""
+        """Set whether the next backward sums gradients over the ranks, or accumulates them."""
         self._reduces = now
         model.set_requires_gradient_sync(now)
         model.set_is_last_backward(now)
@@ -217,13 +217,13 @@ class FSDP(forge.Plugin):
             model.set_reshard_after_backward(now)
 
     def _after_forward(self, *_: Any) -> None:
-        """Without a backward to come nothing gives up what was gathered, and weights may change before the next."""
+        """Reshard after a forward without a backward: nothing else frees the gathered parameters."""
         if not torch.is_grad_enabled() and self._shards is not None:
             self._shards.reshard()
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self) -> Generator[None, Any, Any]:
-        """Whoever evaluates other weights writes them into the shards."""
+        """Reshard around evaluation: a plugin may write other weights into the shards."""
         assert self._shards is not None
         self._shards.reshard()
         try:
@@ -245,14 +245,14 @@ class FSDP(forge.Plugin):
             return
         try:
             if shards is not None:
-                # on several ranks nobody may answer after an error
+                # on several ranks the others may not answer after an error
                 shards.remove(gather=env.world == 1 or (error is None and self.config.gather))
         finally:
             env.close(error is not None)
 
 
 class ShardedEnv(DistributedEnv):
-    """Many processes that divide one model among them."""
+    """Several processes that shard one model."""
 
     inference_mode = False
 
@@ -264,6 +264,6 @@ class ShardedEnv(DistributedEnv):
         return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]
 
     def place(self, task: nn.Module) -> None:
-        """Bring the task to the device; one from the meta device gets its memory later, block by block."""
+        """Move the task to the device; one from the meta device gets its memory later, block by block."""
         if not has_meta(task):
             super().place(task)

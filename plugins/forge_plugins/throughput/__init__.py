@@ -1,4 +1,4 @@
-"""How fast a run is, and what it takes."""
+"""Throughput, step times, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, 
 logger = logging.getLogger("forge")
 
 RECENT = 10_000
-"""How many updates the percentiles of the last line are over."""
+"""Updates that the percentiles of the final line cover."""
 
 
 class Throughput(forge.Plugin):
     """Measure samples per second, step times, FLOP/s, MFU and memory.
 
-    Every log has `throughput/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the part of the
-    time in which the host waited for the loader. A step lasts from the beginning of that wait to its end; logs,
-    validations and checkpoints are not in it. On CUDA the device notes the time at the end of each step, and the host
-    reads it when the device has passed it: nothing is waited for, and a log is about the steps that are over by then.
-    The first update warms things up, the second is looked into; both are left out. After a resume rates start anew.
+    Every log has `throughput/samples_per_s`, `step_ms_p50`, `_p95` and `_max`, and `data_wait_share`: the share of time
+    in which the host waited for the loader. A step lasts from the beginning of that wait to its end, without logs,
+    validations and checkpoints. On CUDA an event marks the end of each step, and the host reads it once the device has
+    passed it: nothing waits, and a log covers the steps finished by then. The first update is a warm-up, the second is
+    inspected; both are left out. After a resume the rates start again.
 
-    `tokens_per_s` is logged where a batch begins with a two-dimensional tensor of whole numbers. A task that defines
-    `num_items` counts by itself: its rate is called `tokens_per_s` there, and elsewhere `items_per_s`, or whatever
-    `items` says.
+    `tokens_per_s` is logged if a batch begins with a two-dimensional tensor of integers. A task that defines
+    `num_items` counts itself: its rate is then called `tokens_per_s`, and otherwise `items_per_s`, or by the name in
+    `items`.
 
-    FLOPs are counted with the formulas of torch's flop counter in the second update of each optimizer, and taken to
-    grow with the number of samples. `throughput/tflops` is what was computed per second, in 10¹² FLOPs, and
-    `throughput/mfu` is FLOP/s ÷ the device's peak: what its data sheet says of dense products in the type of number
-    that most is computed in. The log names that peak; for a device that is not in the table say it with `peak`. What
-    activation checkpointing computes again is counted: the device does compute it. Inside compiled code nothing can be
-    counted, so there forward and backward run once on a copy of the task without numbers in it; where that does not
-    work, the log says why. Operations without a formula are named; kernels that torch does not know of cannot be.
+    FLOPs are counted with the formulas of torch's flop counter in the second update of each optimizer, and scaled by
+    the number of samples. `throughput/tflops` is the rate in 10¹² FLOPs per second, and `throughput/mfu` is FLOP/s ÷
+    the device's peak: the data sheet's value for dense products in the type of most FLOPs. The log names that peak; for
+    a device outside of the table, set `peak`. Recomputation by activation checkpointing is counted, since the device
+    does it. Inside compiled code nothing can be counted, so forward and backward run once on a copy of the task with
+    fake tensors; if that fails, the log gives the reason. Operations without a formula are listed; kernels unknown to
+    torch cannot be.
 
     `throughput/peak_gb` (10⁹ bytes) and its parts are logged too: parameters (with buffers), gradients, optimizer
-    state, activations. On CUDA the peak is what torch allocated at most since the run began (its counter of the peak is
-    reset at the start), activations are what is left at the peak, temporary tensors included, and `other` is what is
-    held between steps beside the rest. On a CPU activations are what backward keeps.
+    state, activations. On CUDA the peak is the most that torch allocated since the run began (its peak counter is reset
+    at the start), activations are the rest at the peak, including temporary tensors, and `other` is everything else
+    that is held between steps. On a CPU activations are the tensors that backward keeps.
 
     It costs a few µs per update.
 
@@ -60,11 +60,11 @@ class Throughput(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         items: str | None = None
-        "What the task's num_items counts, such as tokens: the name of its rate; null: tokens or items, as it seems."
+        "Name of what num_items counts, such as tokens, for its rate; null: tokens or items, by the batch."
         flops: bool = True
         "Count FLOPs."
         peak: float | None = None
-        "What the device can do at most, in TFLOP/s, instead of what the table of data sheets says."
+        "The device's peak in TFLOP/s, instead of the table of data sheets."
         memory: bool = True
         "Measure memory."
 
@@ -103,14 +103,14 @@ class Throughput(forge.Plugin):
         self._items = Items(config.items, trainer.task_defines_num_items)
         self._look = StepInspection(trainer, config.flops, activations=config.memory and not on_cuda)
         self._step: forge.Step | None = None
-        "The step under way."
+        "The current step."
         self._flops: float | None = None
-        "What it has computed so far."
+        "Its FLOPs so far."
         self._counts = False
         "Whether its time counts."
         self._updates = 0
         self._peak: float | None = None
-        "What the device can do at most, in FLOP/s."
+        "The device's peak, in FLOP/s."
         self._breakdown: memory_use.Breakdown | None = None
         self._total = Summary.of([])
         self._times: deque[float] = deque(maxlen=RECENT)
@@ -137,14 +137,14 @@ class Throughput(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        if self._step is not step:  # a window that is left out is no step
+        if self._step is not step:  # a skipped window is not a step
             return
         self._step = None
         self._updates += 1
         done = Done(0.0, step.data_wait, step.samples, self._items.of(step), self._flops)
         self._steps.end(done, self._counts)
         if self._look.fresh:
-            self._tell_flops(step.trainer)
+            self._log_flops(step.trainer)
         if step.ends_interval:
             self._record(step)
 
@@ -154,11 +154,11 @@ class Throughput(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
-        if not self._running:  # the run was no fit, or ended before it began
+        if not self._running:  # not a fit, or ended before it began
             return
         self._running = False
         if not self._failed:
-            trainer.env.synchronize()  # the run is over: what the device still does can be waited for
+            trainer.env.synchronize()  # the run is over, so waiting for the device is fine
         self._take()
         if self._total.updates and trainer.env.is_main:
             text = summary.of_run(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
@@ -209,8 +209,8 @@ class Throughput(forge.Plugin):
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
-    def _tell_flops(self, trainer: forge.Run) -> None:
-        """What was counted, and what it is compared with."""
+    def _log_flops(self, trainer: forge.Run) -> None:
+        """Log the counted FLOPs and the peak."""
         self._look.fresh = False
         dtype, name = self._look.dtype, summary.device_name(trainer.env.device)
         given = self.config.peak
