@@ -120,7 +120,7 @@ class Activations:
             calls.largest = torch.maximum(calls.largest, largest)
 
     def _follow(self, module: nn.Module) -> None:
-        """Which dimension holds the units: a layer says it of itself and of what comes behind it."""
+        """Update the dimension that holds the units: a layer defines it for itself and following modules."""
         if isinstance(module, LAST):
             self._unit_dim = -1
         else:
@@ -131,7 +131,7 @@ class Activations:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Tensor]:
-        """What is to be read."""
+        """Return the tensors to read."""
         device, found = self._step.trainer.env.device, {}
         for name, calls in self._calls.items():
             if calls.numbers and calls.largest is not None:
@@ -142,7 +142,7 @@ class Activations:
         return found
 
     def read(self, contents: Contents) -> dict[str, Activation]:
-        """What `pack` has become on the host, in the order in which the modules were called."""
+        """Return the activations from the contents of `pack`, in call order."""
         return {
             name: self._merged(calls, contents[f"activation/{name}"])
             for name, calls in self._calls.items()
@@ -167,20 +167,20 @@ class Activations:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether there is something to look at, and looking at it now is allowed."""
+    """Whether a tensor has values that can be read now."""
     return (
         tensor.is_floating_point()
         and tensor.numel() > 0
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
-        # inside of torch.func a tensor must not outlive its transform
+        # inside torch.func a tensor must not outlive its transform
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
 def _saturated(module: nn.Module, values: Tensor) -> Tensor:
-    """The share of values near an end of the module's range; -1 where it has none."""
+    """Return the share of values near an end of the module's range; -1 without a range."""
     ends = RANGES.get(type(module))
     if ends is None:
         return values.new_full((), -1.0)
@@ -189,7 +189,7 @@ def _saturated(module: nn.Module, values: Tensor) -> Tensor:
 
 
 def _by_unit(values: Tensor, unit_dim: int) -> Tensor:
-    """The largest magnitude of each unit over all samples and places."""
+    """Return the largest magnitude of each unit over all samples and positions."""
     if values.ndim < 2:
         return torch.linalg.vector_norm(values, math.inf).reshape(1)
     units = values.ndim + (unit_dim if -unit_dim < values.ndim else -1)

@@ -1,4 +1,4 @@
-"""The model as a table: each module's output, parameters and memory, seen in the first micro-batch."""
+"""The model as a table: output, parameters and memory of each module, from the first micro-batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from forge_plugins.monitor.modules import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 LONGEST = 8
-"""How many rows in a row can be folded together."""
+"""Longest sequence of rows that can be folded."""
 
 
 @dataclass(slots=True)
 class ModuleRow:
-    """A module, and how often the like of it stands there in a row."""
+    """A module, and the number of equal neighbours."""
 
     name: str
     kind: str
@@ -40,13 +40,13 @@ class ModuleRow:
     times: int = 1
 
     def like(self) -> tuple[Any, ...]:
-        """Equal for two modules that look the same in the table."""
+        """Return a key equal for modules that look the same in the table."""
         mine = (self.kind, self.output, self.parameters, self.frozen, self.weights, self.activations, self.times)
         return (*mine, tuple(part.like() for part in self.parts))
 
 
 class Shapes:
-    """Looks at what modules put out in the first micro-batch; no forward is run for it."""
+    """Records the outputs of modules in the first micro-batch, without an extra forward."""
 
     def __init__(self, step: forge.Step):
         self._step, self._task = step, step.trainer.task
@@ -54,7 +54,7 @@ class Shapes:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Put hooks on modules, until `close`; with several optimizers, for the turn of each."""
+        """Place hooks on modules until `close`; with several optimizers, for the turn of each."""
         for name, module in modules:
             self._handles.append(module.register_forward_hook(lambda *seen, name=name: self._see(name, seen[-1])))
 
@@ -67,13 +67,13 @@ class Shapes:
         self._outputs[name] = (shown + more, sum(_bytes(tensor) for tensor in tensors))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def tree(self, depth: int) -> ModuleRow:
-        """The task with its parts, down to `depth`; equal neighbours are folded into one row."""
+        """Return the task with its parts, down to `depth`; equal neighbours are folded into one row."""
         return self._row("", self._task, depth)
 
     def _row(self, path: str, module: nn.Module, depth: int) -> ModuleRow:
@@ -95,13 +95,13 @@ class Shapes:
         return row
 
     def activations(self) -> int:
-        """Bytes of what all modules without parts put out: about what backward keeps."""
+        """Return the bytes of the outputs of all leaf modules: about what backward keeps."""
         leaves = [name for name, module in self._task.named_modules() if not module._modules]
         return sum(self._outputs[name][1] for name in leaves if name in self._outputs)
 
 
 def folded(rows: list[ModuleRow]) -> list[ModuleRow]:
-    """What stands there several times in a row as one: "0 to 11", or a few rows and how often they come again."""
+    """Fold repeated rows: "0 to 11", or a few rows and the number of repetitions."""
     found: list[ModuleRow] = []
     at = 0
     while at < len(rows):
@@ -118,7 +118,7 @@ def folded(rows: list[ModuleRow]) -> list[ModuleRow]:
 
 
 def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
-    """How many rows come again at once, and how often they are there in all; (1, 1) where nothing does."""
+    """Return the number of rows that repeat together, and their count in all; (1, 1) without repetition."""
     for period in range(1, LONGEST + 1):
         times = 1
         while looks[:period] == looks[period * times : period * (times + 1)]:
@@ -129,7 +129,7 @@ def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
 
 
 def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
-    """The cells of a row and of its parts."""
+    """Yield the cells of a row and of its parts."""
     times = f" ×{row.times}" if row.times > 1 else ""
     frozen = "" if not row.frozen else " frozen" if row.frozen == row.parameters else f" ({row.frozen:,} frozen)"
     yield (
@@ -145,7 +145,7 @@ def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
 
 
 def as_text(row: ModuleRow, ending: str) -> str:
-    """For a terminal or a file."""
+    """Return the table for a terminal or a file."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in COLUMNS[:3] else "right")
@@ -158,7 +158,7 @@ def as_text(row: ModuleRow, ending: str) -> str:
 
 
 def as_markdown(row: ModuleRow, ending: str) -> str:
-    """For TensorBoard."""
+    """Return the table as Markdown, for TensorBoard."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|---:|---:|---:|"]
     for name, *rest in lines(row):
         indent = len(name) - len(name.lstrip())
@@ -167,7 +167,7 @@ def as_markdown(row: ModuleRow, ending: str) -> str:
 
 
 def ending(row: ModuleRow, activations: int) -> str:
-    """The sum of it all."""
+    """Return the line of totals."""
     trained = row.parameters - row.frozen
     return (
         f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take "
