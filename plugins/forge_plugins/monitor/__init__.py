@@ -199,13 +199,13 @@ class Monitor(forge.Plugin):
     @forge.hookimpl
     def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any]:
         self._deliver(trainer)  # so that a run resumed from here loses nothing
-        return {"shown": self._shown, "told": dict(self._judge.told) if self._judge is not None else {}}
+        return {"shown": self._shown, "told": dict(self._judge.reported) if self._judge is not None else {}}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
-        self._judge.told = dict(state["told"])
+        self._judge.reported = dict(state["told"])
         self._sent, self._looks = None, []  # of an abandoned course
 
     @forge.hookimpl(wrapper=True)

@@ -91,9 +91,9 @@ TEXTS = {
 class Judge:
     """Finds alarms, and reports each once; again only when it has become ten times worse."""
 
-    def __init__(self, limits: Limits, task: nn.Module, told: Mapping[str, float] | None = None):
+    def __init__(self, limits: Limits, task: nn.Module, reported: Mapping[str, float] | None = None):
         self._limits, self._task = limits, task
-        self.told: dict[str, float] = dict(told or {})
+        self.reported: dict[str, float] = dict(reported or {})
         "Reported alarms, with their severity."
 
     def say(self, readings: Readings, activations: Mapping[str, Activation], samples: int) -> list[str]:
@@ -108,9 +108,9 @@ class Judge:
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
-        if key in self.told and alarm.worse_by < self.told[key] + 1:
+        if key in self.reported and alarm.worse_by < self.reported[key] + 1:
             return False
-        self.told[key] = alarm.worse_by
+        self.reported[key] = alarm.worse_by
         return True
 
     def _named(self, alarm: Alarm) -> str:
