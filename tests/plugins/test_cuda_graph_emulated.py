@@ -434,7 +434,7 @@ def test_batches_with_a_plain_value_that_always_changes_are_named(caplog: pytest
     graph = CudaGraph()
     run([graph], data, Numbered(), max_epochs=1)
     assert graph.replayed == 0
-    assert "a plain number or string in a batch changes with every one" in caplog.text
+    assert "a plain number or string in a batch changes every time" in caplog.text
 
 
 def test_the_optimizer_is_handed_back_as_it_was() -> None:

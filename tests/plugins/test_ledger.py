@@ -426,7 +426,7 @@ def test_the_trainer_is_handed_back_as_it_was_even_after_an_error() -> None:
 def test_another_instrument_is_refused() -> None:
     trainer = forge.Trainer(plugins=[Ledger()], max_epochs=1, run_dir=False)
     trainer.instrument = lambda hook, impl: impl.function
-    with pytest.raises(StackError, match=r"trainer\.instrument, but something else is set"):
+    with pytest.raises(StackError, match=r"trainer\.instrument, but it is set already"):
         trainer.fit(Classifier(), make_batches())
 
 
