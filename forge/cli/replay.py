@@ -134,7 +134,7 @@ def _run_again(tree: Mapping[str, Any], task: TaskModule, device: str | None) ->
     except NonFiniteError:
         if not anomaly.findings:
             raise
-    return (anomaly.findings[0] if anomaly.findings else None), anomaly.told
+    return (anomaly.findings[0] if anomaly.findings else None), anomaly.as_text
 
 
 def _stack(recorded: list[Mapping[str, Any]]) -> list[Plugin]:

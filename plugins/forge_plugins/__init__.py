@@ -1,6 +1,6 @@
-"""forge's own plugins, one file each, discovered through entry points like a third party's.
+"""Built-in plugins, found through entry points like those of third parties.
 
-`from forge_plugins import Clip` imports only that plugin's file.
+`from forge_plugins import Clip` imports only the module of that plugin.
 """
 
 from __future__ import annotations

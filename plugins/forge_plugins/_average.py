@@ -1,4 +1,4 @@
-"""An average of a task's weights beside the weights themselves: what `ema` and `swa` share."""
+"""A running average of a task's weights, shared by `ema` and `swa`."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from torch import Tensor, nn
 import forge
 from forge.checkpoint.weights import noted_as_average
 from forge.errors import ForgeError, TaskError
-from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._run_lengths import check_length, updates_of
 from forge_plugins._sharded import is_distributed, local, whole
 
 logger = logging.getLogger("forge")
 
 
 class Average:
-    """A running average of a task's parameters, and of its buffers where asked for, under the task's own names.
+    """A running average of a task's parameters, and optionally its buffers, under the task's own names.
 
-    The first weights taken are the average; those that follow move it. A frozen parameter costs nothing: the average of
-    what does not change is what it is. `wake`, called before every update, lets it in once it is trained.
+    It starts as a copy of the first weights; later weights move it. Frozen parameters cost nothing, since their average
+    is their value. `include_thawed`, called before every update, adds them once they are trained.
 
-    Half precision is averaged in float32, because the small steps of an average would be lost in rounding. Of what is
-    divided among ranks each averages its own part.
+    Half precision is averaged in float32, because the small steps of an average would be lost in rounding. Each rank
+    averages its own part of sharded parameters.
     """
 
     def __init__(self, task: nn.Module, buffers: bool = False):
         self.task, self.with_buffers = task, buffers
         self.count = 0
-        "How many weights the average is made of; 0: there is none yet."
+        "Number of weights averaged so far; 0: no average yet."
         self.tensors: dict[str, Tensor] = {}
         "The averages by name: parameters first, then buffers."
         self._parameters: list[nn.Parameter] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        "(averages, parameters) of one device and dtype each: what one kernel can move."
+        "(averages, parameters) by device and dtype: one kernel moves each."
         self._sharded = False
-        "Whether ranks have a part of the parameters each."
+        "Whether parameters are sharded."
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
-        "Where the averaged buffers are: a module may put another tensor in the place of a buffer."
-        self.resting: list[tuple[str, nn.Parameter]] = []
-        "The frozen parameters, once there is an average."
+        "Owners of the averaged buffers: a module may replace the tensor of a buffer."
+        self.frozen: list[tuple[str, nn.Parameter]] = []
+        "The frozen parameters, once an average exists."
 
     def take(self, weight: float) -> None:
-        """Move the average towards the weights as they are now by this share of the way."""
+        """Move the average towards the current weights by this share of the way."""
         if not self.count:
             self._begin()
             return
-        if self.resting:
-            self.wake()
+        if self.frozen:
+            self.include_thawed()
         grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # a third of the time of torch.no_grad(), after every update
         try:
@@ -70,17 +70,17 @@ class Average:
             torch._C._set_grad_enabled(grad)
         self.count += 1
 
-    def wake(self) -> None:
-        """Let in what is trained from this update on, with the value it has had so far."""
-        thawed = {name: _copied(parameter) for name, parameter in self.resting if parameter.requires_grad}
+    def include_thawed(self) -> None:
+        """Add parameters that are trained from this update on, with their value so far."""
+        thawed = {name: _copied(parameter) for name, parameter in self.frozen if parameter.requires_grad}
         if thawed:
             self.tensors = {**thawed, **self.tensors}
             self._find_live()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The task holds the average meanwhile, in the very memory that holds its weights, which are put back bit for
-        bit, whatever happens."""
+        """Hold the average in the task, in the memory of its weights, inside the `with`; then restore the weights bit
+        for bit, even after an error."""
         if not self.count:
             yield
             return
@@ -91,16 +91,16 @@ class Average:
             yield
         finally:
             for (owner, name), buffer in zip(self._buffers, buffers, strict=True):
-                owner[name] = buffer  # a forward may have put another one there
+                owner[name] = buffer  # a forward may have replaced it
             self._put(held)
 
     def copy_to(self, task: nn.Module) -> None:
-        """Give this task the averaged weights for good, or another one these and all else that is saved with this."""
+        """Copy the averaged weights to this task, or to another task, which also gets everything else that is saved."""
         given = self.tensors if task is self.task else {**self.tensors, **self._not_averaged()}
         there = _tensors(task)
         odd = [name for name, tensor in given.items() if getattr(there.get(name), "shape", None) != tensor.shape]
         if odd:
-            raise TaskError(f"{type(task).__name__} has no {odd[0]} of the shape that was fitted: it is another task.")
+            raise TaskError(f"{type(task).__name__} has no {odd[0]} of the fitted shape: it is a different task.")
         for name, tensor in given.items():
             values = tensor if is_distributed(there[name]) else whole(tensor)
             with torch.inference_mode():  # as in _put
@@ -109,11 +109,11 @@ class Average:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is averaged, under the key that makes an average of it for `forge ckpt export --weights`."""
+        """Return the average under the key that `forge ckpt export --weights` looks for."""
         return {"weights": dict(self.tensors), "updates": self.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; tensors that are here already keep their memory."""
+        """Load a state; existing tensors keep their memory."""
         self.count, saved = state["updates"], state["weights"]
         here = {name: p for name, p in self.task.named_parameters() if name in saved}
         here |= dict(self._named_buffers()) if self.count else {}
@@ -122,7 +122,7 @@ class Average:
             local(tensor).copy_(local(saved.get(name, here[name].detach())))
         self._find_live()
 
-    # -- what there is to average -------------------------------------------------------------------------------------
+    # -- the averaged tensors -----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.count = 1
@@ -131,11 +131,11 @@ class Average:
         self._find_live()
 
     def _find_live(self) -> None:
-        """What each average belongs to; the rest of the parameters is frozen."""
+        """Find the tensor of each average; all other parameters are frozen."""
         named = dict(self.task.named_parameters())
         self._parameters = [named[name] for name in self.tensors if name in named]
         self._buffers = [_owner(self.task, name) for name in self.tensors if name not in named]
-        self.resting = [(name, p) for name, p in named.items() if name not in self.tensors] if self.count else []
+        self.frozen = [(name, p) for name, p in named.items() if name not in self.tensors] if self.count else []
         groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for average, parameter in zip(self.tensors.values(), self._parameters, strict=False):
             averages, parameters = groups.setdefault((parameter.device, parameter.dtype), ([], []))
@@ -145,14 +145,14 @@ class Average:
         self._groups = list(groups.values())
 
     def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that are averaged: floats that are saved with the task."""
+        """Yield the averaged buffers: floats that are saved with the task."""
         saved = self.task.state_dict().keys() if self.with_buffers else ()
         return (
             (n, b) for n, b in self.task.named_buffers() if n in saved and (b.is_floating_point() or b.is_complex())
         )
 
     def _not_averaged(self) -> dict[str, Tensor]:
-        """The frozen parameters and the saved buffers that stay as training has them."""
+        """Return the frozen parameters and the saved buffers that are not averaged."""
         saved = {name for name, _ in self.task.named_parameters()} | self.task.state_dict().keys()
         return {n: tensor for n, tensor in _tensors(self.task).items() if n in saved and n not in self.tensors}
 
@@ -163,15 +163,15 @@ class Average:
         parameters = map(local, self._parameters) if self._sharded else self._parameters
         return [*parameters, *self._live_buffers()]
 
-    @torch.inference_mode()  # only so can a buffer be written that a forward replaced in an evaluation
+    @torch.inference_mode()  # required to write a buffer that a forward replaced in an evaluation
     def _put(self, values: list[Tensor]) -> None:
         torch._foreach_copy_(self._live(), values)
 
 
 class Averaging(forge.Plugin):
-    """Keeps an Average over a fit, saves it, and puts it in the weights' place for evaluation and export.
+    """Keeps an Average over a fit, saves it, and uses it in place of the weights for evaluation and export.
 
-    A subclass has the options `start` and `evaluate`, and says in `forge_step_end` when weights are taken.
+    A subclass has the options `start` and `evaluate`, and calls `take` in its `forge_step_end`.
     """
 
     capturable = True
@@ -183,29 +183,29 @@ class Averaging(forge.Plugin):
             self.provides = ("averaged_weights",)
         else:
             self.forge_evaluate = self.forge_export = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._average = Average(nn.Module())  # of nothing, until a fit begins
-        self._start, self._told = 0, False
+        self._average = Average(nn.Module())  # empty until a fit begins
+        self._start, self._announced = 0, False
 
     def apply_to(self, task: nn.Module) -> None:
-        """Give a task the averaged weights of the last fit, for good; the fit itself leaves it the trained ones.
+        """Copy the averaged weights of the last fit to a task; the fit itself leaves it the trained ones.
 
-        Another task than the fitted one also gets what is not averaged: frozen parameters, and buffers. On several
-        ranks all of them call this.
+        A task other than the fitted one also gets the parts that are not averaged: frozen parameters, and buffers. On
+        several ranks all of them must call this.
         """
         if not self._average.count:
             raise ForgeError(f"{self.name} has averaged nothing yet: fit with it first, beyond {self.name}.start.")
         self._average.copy_to(task)
 
     def averages_buffers(self) -> bool:
-        """Whether buffers are averaged too, rather than left as training has them."""
+        """Whether buffers are averaged too."""
         raise NotImplementedError
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        if trainer.verb == "fit":  # any other verb leaves the last fit's average where it is, for apply_to
+        if trainer.verb == "fit":  # other verbs keep the last fit's average for apply_to
             self._average = Average(trainer.task, self.averages_buffers())
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
-            self._told = False
+            self._announced = False
             planned = trainer.planned_updates
             if planned and self._start >= planned:
                 text = "%s.start is %d updates, but the run has only %d: nothing will be averaged."
@@ -213,16 +213,16 @@ class Averaging(forge.Plugin):
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:
-        if self._average.resting:
-            self._average.wake()
+        if self._average.frozen:
+            self._average.include_thawed()
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: forge.Run) -> Generator[None, Any, Any]:
         if trainer.verb != "fit" or not self._average.count:
             return (yield)
-        if not self._told:
-            logger.info("%s: the averaged weights are evaluated from update %d on.", self.name, trainer.progress.update)
-            self._told = True
+        if not self._announced:
+            logger.info("%s: evaluates the averaged weights from update %d on.", self.name, trainer.progress.update)
+            self._announced = True
         with self.in_place(trainer):
             return (yield)
 
@@ -238,7 +238,7 @@ class Averaging(forge.Plugin):
             return (yield)
 
     def in_place(self, trainer: forge.Run, over: bool = False) -> AbstractContextManager[None]:
-        """The averaged weights in the task, meanwhile; `over` says that training has ended."""
+        """Hold the averaged weights in the task inside the `with`; `over`: training has ended."""
         return self._average.in_place()
 
     @forge.hookimpl
@@ -251,7 +251,7 @@ class Averaging(forge.Plugin):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy in the same layout, wide enough to average in."""
+    """Return a copy in the same layout, at least float32."""
     low = tensor.is_floating_point() and tensor.itemsize < 4
     return tensor.detach().to(torch.float32 if low else tensor.dtype, copy=True)
 

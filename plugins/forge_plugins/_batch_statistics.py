@@ -1,5 +1,4 @@
-"""BatchNorm's statistics for weights that were not trained with: estimated from the training data, in the middle of a
-run or at its end, without a trace in the run."""
+"""Estimate BatchNorm's statistics for averaged weights from the training data, without side effects on the run."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from forge.snapshot.sandbox import kept_buffers, uncompiled
 
 
 def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
-    """The modules whose statistics training moves; frozen ones are in evaluation mode and keep theirs."""
+    """Return the BatchNorm modules whose statistics training updates; frozen ones are in evaluation mode."""
     return [
         module
         for module in task.modules()
@@ -29,34 +28,32 @@ def batch_norms(task: torch.nn.Module) -> list[_BatchNorm]:
 
 
 def unreadable(trainer: forge.Run, over: bool) -> str | None:
-    """Why the training data cannot be read a second time now, or None; once training is over, nothing is in the way."""
+    """Return why the training data cannot be read a second time now, or None. After training (`over`) it always can."""
     loader, step = trainer.loaders["train"][None], trainer.step
     if over:
         return None
     if has_single_position(loader):
-        return f"{type(loader).__name__} keeps its place, which a second pass would move."
+        return f"{type(loader).__name__} keeps its position, which a second pass would move."
     if resumable_reason(loader) is not None:
         return (
-            "this loader may give another order each time it is read. Use forge.data.Loader, forge.data.TensorLoader "
+            "this loader may give another order on each pass. Use forge.data.Loader, forge.data.TensorLoader "
             "or a torch DataLoader."
         )
     inner = loader
     while hasattr(inner, "loader"):
         inner = inner.loader
     if getattr(inner, "persistent_workers", False) and step is not None and not step.ends_epoch:
-        return (
-            "persistent workers serve one pass at a time. Validate at ends of epochs, or set persistent_workers=False."
-        )
+        return "persistent workers serve one pass at a time. Validate at epoch ends, or set persistent_workers=False."
     return None
 
 
 def estimate(
     trainer: forge.Run, modules: list[_BatchNorm], limit: int | None, seed: int
 ) -> tuple[int, list[tuple[Tensor, Tensor]]]:
-    """The mean over the batches of what each module sees: (batches, [(buffer, its value)]); nothing else is changed.
+    """Return the number of batches and, for each buffer, its mean over them; nothing else is changed.
 
-    As torch.optim.swa_utils.update_bn, but through the hooks of a training step, with gradients on, since a training
-    step may ask for some, and with each module in the mode it trains in.
+    Like torch.optim.swa_utils.update_bn, but through the hooks of a training step, with gradients enabled, since a
+    training step may need them, and with each module in its training mode.
     """
     loader, means = trainer.loaders["train"][None], trainer.means.savepoint()
     moving: list[Any] = [buffer for module in modules for buffer in (module.running_mean, module.running_var)]
@@ -69,13 +66,13 @@ def estimate(
                 module.momentum = None  # the mean of all batches instead of the last few
             set_epoch(loader, 0)
             for raw in itertools.islice(loader, limit):
-                borrowed = isinstance(raw, Portion) and not raw.samples
-                # a sample of another rank, which counts it: it runs here for company, since a forward may wait for all
-                with kept_buffers(nn.ModuleList(modules)) if borrowed else nullcontext():
+                is_padding = isinstance(raw, Portion) and not raw.samples
+                # a padding batch runs, since a forward may wait for all ranks, but another rank counts it
+                with kept_buffers(nn.ModuleList(modules)) if is_padding else nullcontext():
                     _forward(trainer, raw.batch if isinstance(raw, Portion) else raw)
-                seen += not borrowed
+                seen += not is_padding
             found = [(buffer, _over_ranks(trainer, buffer, seen)) for buffer in moving]
-            seen = trainer.env.all_max([seen])[0]  # a rank that only borrowed knows what the others found
+            seen = trainer.env.all_max([seen])[0]  # a rank with padding batches only takes the number of the others
     finally:
         for module, momentum in zip(modules, momenta, strict=True):
             module.momentum = momentum
@@ -84,7 +81,7 @@ def estimate(
 
 
 def _over_ranks(trainer: forge.Run, value: Tensor, seen: int) -> Tensor:
-    """The mean over all ranks, each by the batches that it saw."""
+    """Return the mean over all ranks, weighted by their batches."""
     if trainer.env.world == 1:
         return value.clone()
     weight = torch.tensor(float(seen), device=value.device)
@@ -92,7 +89,7 @@ def _over_ranks(trainer: forge.Run, value: Tensor, seen: int) -> Tensor:
 
 
 def _forward(trainer: forge.Run, raw: Any) -> None:
-    """What training does with a batch before it goes backward, once for each optimizer."""
+    """Run the forward of training on a batch, once for each optimizer."""
     step = forge.Step(trainer, "train", [raw])
     batch = trainer.hooks.forge_prepare_batch(step, raw)
     for name in trainer.optimizers:

@@ -1,4 +1,4 @@
-"""The blocks that a task repeats."""
+"""Repeated blocks of a task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def repeated(task: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a task repeats: modules of one class, with layers in them, in one list; the outermost ones."""
+    """Return the outermost repeated blocks by name: modules of one class, with layers in them, in one container."""
     blocks: dict[str, nn.Module] = {}
     for name, module in task.named_modules():
         if any(name.startswith(f"{block}.") or name == block for block in blocks):

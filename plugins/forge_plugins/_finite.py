@@ -1,4 +1,4 @@
-"""Is everything finite? What `guard` and `anomaly` share: looking at tensors, and saying where the run was."""
+"""Checks for NaN and infinity, shared by `guard` and `anomaly`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from forge_plugins._sharded import local
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether no entry is NaN or infinite, as far as this rank has them. One read of the device, however many tensors
-    there are."""
+    """Whether no entry of this rank's parts is NaN or infinite. Reads the device once for all tensors."""
     if not tensors:
         return True
     tensors = [local(tensor) for tensor in tensors]
@@ -33,15 +32,15 @@ def all_finite(tensors: list[Tensor]) -> bool:
             return True
     except (RuntimeError, TypeError):  # sparse and complex gradients
         pass
-    # the sum is the cheapest look there is, but large finite numbers can overflow in it, so only an
-    # exact look may raise an alarm
+    # the sum is the cheapest check, but large finite numbers can overflow in it, so only an exact check may report
+    # a problem
     return all(bool(_finite(tensor)) for tensor in tensors)
 
 
 def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
-    """Set `flag` to 1 on the device if any entry is NaN or infinite: one kernel per dtype, and nothing is read.
+    """Set `flag` to 1 on the device if any entry is NaN or infinite: one kernel per dtype, without a read.
 
-    It is torch's kernel for unscaling gradients, with a scale of 1: the tensors keep their bits.
+    It uses torch's kernel for unscaling gradients, with a scale of 1, which leaves the tensors unchanged.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -52,12 +51,12 @@ def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
 
 
 def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """The names whose tensors hold a NaN or an infinity."""
+    """Return the names of the tensors with a NaN or an infinity."""
     return [name for name, tensor in named if tensor is not None and not bool(_finite(tensor))]
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """What there is to look at: this rank's part, the entries that a sparse tensor has, both parts of complex ones."""
+    """Return the real values to check: this rank's part, a sparse tensor's entries, both parts of complex numbers."""
     tensor = local(tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
@@ -69,24 +68,24 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def gradients(step: forge.Step) -> list[Tensor]:
-    """The gradients of the current optimizer's parameters."""
+    """Return the gradients of the current optimizer's parameters."""
     groups = step.optimizer.param_groups
     return [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
 
 
 def gradients_are_scaled(trainer: forge.Run) -> bool:
-    """Whether somebody owns the backward pass, as a loss scaler does: gradients that overflow are its business then."""
+    """Whether a plugin owns the backward pass, as a loss scaler does: it then handles gradients that overflow."""
     return any(call.role == "own" for call in trainer.stack.calls()["forge_backward"])
 
 
 def bad_gradients(step: forge.Step) -> list[str]:
-    """The task's names of the current optimizer's parameters whose gradients are not finite."""
+    """Return the names of the current optimizer's parameters whose gradients are not finite."""
     own = {id(parameter) for parameter in step.parameters()}
     return not_finite((name, p.grad) for name, p in step.trainer.task.named_parameters() if id(p) in own)
 
 
 def moving_buffers(task: torch.nn.Module) -> list[Owned]:
-    """Where the buffers are that a forward may change: floats, and counters such as BatchNorm's."""
+    """Return the owners of buffers that a forward may change: floats, and counters such as BatchNorm's."""
     return [
         (module._buffers, name)
         for module in task.modules()
@@ -96,7 +95,7 @@ def moving_buffers(task: torch.nn.Module) -> list[Owned]:
 
 
 def last_checkpoint(trainer: forge.Run) -> Path | None:
-    """The newest checkpoint of the run, if it has any."""
+    """Return the newest checkpoint of the run, if any."""
     if trainer.run_dir is None:
         return None
     there = Checkpoints(trainer.run_dir / "checkpoints").all()

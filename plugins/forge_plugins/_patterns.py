@@ -1,4 +1,4 @@
-"""Parts of a task by patterns of their names, and what to say of those parts, and of a pattern that matches nothing."""
+"""Select parts of a task by name patterns, list them in messages, and refuse patterns without a match."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 from forge.errors import RecipeError
 
 FEW, MANY = 3, 12
-"""How many names a message lists: to tell what it is about, or what there is to choose from."""
+"""Number of names that a message lists: as examples, or as the choices."""
 
 
 def as_list(patterns: str | list[str] | None) -> list[str]:
-    """An option that takes one pattern or several."""
+    """Return an option of one pattern or several as a list."""
     return [patterns] if isinstance(patterns, str) else patterns or []
 
 
 def parents(name: str) -> Iterator[str]:
-    """The names of the modules that a part is in, outermost first."""
+    """Yield the names of the modules around a part, outermost first."""
     words = name.split(".")
     for end in range(1, len(words)):
         yield ".".join(words[:end])
 
 
 def listed(names: Iterable[str], most: int = FEW) -> str:
-    """Names as a message shows them, those of one list as one: "blocks.0-7, head and 9 more"."""
+    """Format names for a message, numbered neighbours as a range: "blocks.0-7, head and 9 more"."""
     shown = [*_ranges(names)]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
@@ -38,7 +38,7 @@ def listed(names: Iterable[str], most: int = FEW) -> str:
 
 
 def names_of_parameters(task: nn.Module) -> dict[int, list[str]]:
-    """Every name that a parameter goes by, by identity: one that is used in two places has two."""
+    """Return all names of each parameter, by its id: a shared parameter has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in task.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -46,18 +46,18 @@ def names_of_parameters(task: nn.Module) -> dict[int, list[str]]:
 
 
 def covers(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether a pattern matches one of these names, or a module that it is in."""
+    """Whether a pattern matches one of these names, or a module around one."""
     around = {part for name in names for part in (*parents(name), name)}
     return any(fnmatchcase(name, pattern) for pattern in patterns for name in around)
 
 
 def parts(task: nn.Module) -> list[str]:
-    """The modules that have parameters of their own, and the parameters of the task itself."""
+    """Return the modules that have parameters of their own, and the parameters of the task itself."""
     return list(dict.fromkeys(name.rpartition(".")[0] or name for name, _ in task.named_parameters()))
 
 
 def unknown(pattern: str, option: str, task: nn.Module) -> RecipeError:
-    """What to say of an option's pattern that matches nothing: the nearest name, and the modules there are."""
+    """Return the error for a pattern without a match: with the nearest name, and all modules with parameters."""
     known = {part for name, _ in task.named_parameters() for part in (*parents(name), name)}
     return RecipeError(
         f"{option}: {pattern!r} matches no parameter of {type(task).__name__}.{_meant(pattern, sorted(known))} "
@@ -70,9 +70,9 @@ def unknown(pattern: str, option: str, task: nn.Module) -> RecipeError:
 
 
 def chosen(task: nn.Module, patterns: Iterable[str], option: str) -> dict[str, nn.Module]:
-    """The modules that the patterns name, by name and in the task's order; a pattern that names none is refused.
+    """Return the modules that match the patterns, by name, in the task's order; raise RecipeError for one without.
 
-    A pattern is a class, or a pattern of module names. Of modules inside each other the outermost is taken. One that is
+    A pattern is a class name, or a pattern of module names. Of nested modules the outermost is taken. A module that is
     never called itself, such as nn.ModuleList, stands for its children.
     """
     inner = {name: module for name, module in task.named_modules() if name}
@@ -107,7 +107,7 @@ def _unknown_module(pattern: str, option: str, task: nn.Module, inner: dict[str,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In words
+# Text
 
 
 def _meant(pattern: str, known: list[str]) -> str:
@@ -116,7 +116,7 @@ def _meant(pattern: str, known: list[str]) -> str:
 
 
 def _ranges(names: Iterable[str]) -> Iterator[str]:
-    """Numbered names in a row, joined."""
+    """Yield names, with consecutive numbers joined to a range."""
     begun: tuple[str, int, int] | None = None
     for name in names:
         stem, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a part: one's own part, and what is true of all parts together."""
+"""Sharded tensors (DTensors): the local part, the whole tensor, and norms over all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["clip_norm_", "is_distributed", "local", "total_norm", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory: all of it, unless it is a DTensor."""
+    """Return this rank's part of a tensor, in the same memory: the tensor itself unless it is a DTensor."""
     if not is_distributed(tensor):
         return tensor
     with torch.no_grad():
@@ -24,14 +24,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor put together from all ranks, each of which must ask for it; on the device where its part is."""
+    """Return the tensor gathered from all ranks, on the device of the local part. A collective call."""
     if not is_distributed(tensor):
         return tensor
     return sharding.whole(tensor).to(local(tensor).device)
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """`get_total_norm` over all ranks, also of tensors on several meshes, as tensor parallelism makes them."""
+    """`get_total_norm` over all ranks, for tensors on several meshes too, as with tensor parallelism."""
     norms: list[Tensor] = [get_total_norm(group, norm_type) for group in _by_mesh(tensors).values()]
     norms = [norm.full_tensor() if is_distributed(norm) else norm for norm in norms]
     if not norms:
@@ -40,7 +40,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
-    """`clip_grad_norm_`, which cannot take parameters on several meshes, and gives what must be put together."""
+    """`clip_grad_norm_` for parameters on several meshes too; returns the norm over all ranks."""
     if not parameters or not is_distributed(parameters[0]):
         return clip_grad_norm_(parameters, max_norm, norm_type)
     trained = [parameter for parameter in parameters if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""Who makes the host wait for the CUDA device? What `ledger` and `cuda_graph` share: hearing of it, and the line."""
+"""Find where the host waits for the CUDA device; shared by `ledger` and `cuda_graph`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from forge.util.frames import is_library
 from forge.util.text import short_path
 
 SYNC = "called a synchronizing CUDA operation"
-"""What torch's sync debug mode says."""
+"""Part of the warning of torch's sync debug mode."""
 ERROR = 2
 """torch's number for the mode in which a wait is an error."""
 
 
 class Listener:
-    """Listens to torch's sync debug mode. torch warns of each synchronizing call from inside that call, so the Python
-    stack still shows where it is: `hear` is given the innermost frame."""
+    """Listens to torch's sync debug mode. torch warns from inside each synchronizing call, so the Python stack still
+    shows the call: `hear` gets the innermost frame."""
 
     def __init__(self, hear: Callable[[FrameType], None]):
         self._hear = hear
@@ -31,20 +31,20 @@ class Listener:
         self._before: tuple[int, Callable[..., Any]] | None = None
         self._filter: Any = None
         self._synchronize: tuple[Any, Any] | None = None
-        "torch.cuda.synchronize, of which torch does not warn, and what is in its place."
+        "torch.cuda.synchronize, for which torch does not warn, and its replacement."
 
     def start(self) -> None:
-        """Have torch warn of every wait, and hear it; where it is an error already, that is left alone."""
+        """Make torch warn of every wait, and listen. Does nothing where a wait is an error already."""
         mode = torch.cuda.get_sync_debug_mode()
         if mode == ERROR or self.listening:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns once that the mode itself is young
+            warnings.simplefilter("ignore")  # torch warns once that the mode itself is a prototype
             torch.cuda.set_sync_debug_mode("warn")
         self.listen(mode)
 
     def listen(self, mode: int = 0) -> None:
-        """Hear torch's warnings; others go where they went, and so does everything if somebody listens already."""
+        """Receive torch's warnings. Other warnings, and all of them if another Listener is active, are passed on."""
         self._before, self.listening = (mode, warnings.showwarning), True
         warnings.filterwarnings("always", message=SYNC, category=UserWarning)
         self._filter = warnings.filters[0]
@@ -61,7 +61,7 @@ class Listener:
         return call
 
     def stop(self) -> None:
-        """Put everything back."""
+        """Restore warnings, torch.cuda.synchronize and the debug mode."""
         if self._before is None:
             return
         (mode, show), self._before, self.listening = self._before, None, False

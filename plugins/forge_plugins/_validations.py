@@ -1,4 +1,4 @@
-"""What to say where no validation comes, which `early_stop` and `checkpoint.best` wait for."""
+"""Warnings of `early_stop` and `checkpoint.best` about runs without a validation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ logger = logging.getLogger("forge")
 
 
 def warn_of_none_planned(trainer: forge.Run, who: str) -> None:
-    """At a fit's start: nothing is validated by itself."""
+    """Warn at the start of a fit that no validation is planned."""
     if trainer.validate_every is None and trainer.env.is_main:
-        logger.warning("%s: validate_every is null, so nothing is compared unless a validation is asked for.", who)
+        logger.warning("%s: validate_every is null, so nothing is compared unless a validation is requested.", who)
 
 
 def warn_of_nothing_compared(trainer: forge.Run, who: str, why: str | None = None) -> None:
-    """At a fit's end: no validation came, as where `validate_every` is longer than the run, or `why` none counted."""
+    """Warn at the end of a fit that nothing was compared: no validation ran, or none counted (`why`)."""
     if trainer.env.is_main:
         logger.warning("%s compared nothing: %s", who, why or "this run ended before its first validation.")

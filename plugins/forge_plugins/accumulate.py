@@ -9,7 +9,7 @@ from forge.errors import RecipeError
 
 
 class Accumulate(forge.Plugin):
-    """Make each update from several micro-batches: their gradients are averaged before one optimizer step.
+    """Accumulate gradients: average them over several micro-batches before each optimizer step.
 
     The mean is exact for micro-batches of different sizes and for the last, shorter window of an epoch; `num_items` on
     the task sets the weight of each micro-batch. Clipping, schedules and logs count updates, not micro-batches.

@@ -22,16 +22,16 @@ logger = logging.getLogger("forge")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALING = ("forge_backward", "forge_finalize_grads", "forge_optimizer_step", "forge_step_end")
-"""The hooks of the loss scaler: what fp16 has, and bf16 has not."""
+"""The hooks of the loss scaler, used by fp16 only."""
 SLOW = {
     ("cuda", "bf16"): "this device has no bf16 and emulates it, which is slow. Use amp.dtype=fp16.",
     ("cpu", "fp16"): "few CPUs compute in fp16: it is likely to be slow. bf16 needs no loss scale either.",
 }
-"""What to say of a type that is not the best one on its device."""
+"""Warnings about a dtype that is not the best one of its device."""
 HOPELESS = (
-    "Gradients overflow however little the loss is scaled: they are NaN or infinite before any scaling, or activations "
-    "are above 65504, the largest number in fp16. Use amp.dtype=bf16, where guard and anomaly look at the gradients "
-    "too, or a lower learning rate."
+    "Gradients overflow at any loss scale: they are NaN or infinite before scaling, or activations exceed 65504, the "
+    "largest number in fp16. Use amp.dtype=bf16, where guard and anomaly check the gradients too, or a lower learning "
+    "rate."
 )
 
 
@@ -67,11 +67,11 @@ class AMP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         dtype: Literal["auto", "bf16", "fp16"] = "auto"
-        "Type of the forward pass; auto is bf16 if the device supports it, else fp16."
+        "Type of forwards; auto is bf16 where the device supports it, else fp16."
         init_scale: float = 2.0**16
-        "fp16: initial factor of the loss."
+        "fp16: the first factor of the loss."
         growth_interval: int = 2000
-        "fp16: double the scale after this many updates in a row without an overflow."
+        "fp16: updates in a row without overflow after which the scale is doubled."
 
     config: Config
 
@@ -82,17 +82,17 @@ class AMP(forge.Plugin):
         if self.config.growth_interval < 1:
             raise RecipeError(f"amp.growth_interval is {self.config.growth_interval}; it must be at least 1.")
         self.scaler: GradScaler | None = None
-        "fp16: the loss scaler of the run, for a task that makes gradients by itself."
+        "fp16: the loss scaler of the run, for a task that computes gradients itself."
         self._begin()
         self._take("fp16" if self.config.dtype == "fp16" else "bf16")
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self.scaler = None
         self._skipped, self._overflowed, self._warned = 0, False, False
 
     def _take(self, dtype: str) -> None:
-        """Decide for a type, and so for what this instance owns: nothing with bf16."""
+        """Choose the dtype, and with it the hooks of this instance: bf16 owns none of the scaler's."""
         self.dtype, self.capturable = dtype, dtype == "bf16"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
@@ -105,29 +105,29 @@ class AMP(forge.Plugin):
 
     @forge.hookimpl
     def forge_configure(self, trainer: forge.Run) -> None:
-        """The last moment at which ownership may change: `auto` looks for the device that there will be."""
+        """Resolve `auto` by the device to come: ownership cannot change later."""
         if self.config.dtype == "auto":
             self._take(best_dtype(pick_device(trainer.device)))
 
     @forge.hookimpl(wrapper=True)
     def forge_setup_env(self, trainer: forge.Run) -> Generator[None, Env, Env]:
-        """As early as this, because others may run the model while they start."""
+        """Set up autocast this early because other plugins may run the model when they start."""
         env = yield
         device = env.device
         self._begin()
         self._kind, self._another = device.type, partial(torch.autocast, device.type, DTYPES[self.dtype])
-        self._autocast = self._another()  # to make one costs as much as to enter it
+        self._autocast = self._another()  # making one costs as much as entering it
         if self.dtype == "fp16" and trainer.verb == "fit":
             options = {"init_scale": self.config.init_scale, "growth_interval": self.config.growth_interval}
             self.scaler = GradScaler(device.type, **options)
-            self.scaler.scale(torch.zeros((), device=device))  # it has its state from the first scaling on
+            self.scaler.scale(torch.zeros((), device=device))  # creates the scaler's state
         return env
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         if self.scaler is not None:
             self._refuse_what_cannot_be_unscaled(trainer)
-        self._tell(trainer)
+        self._log_setup(trainer)
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
@@ -142,7 +142,7 @@ class AMP(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_forward(self) -> Generator[None, Any, Any]:
-        # entered within itself, an autocast would forget what was before it
+        # an autocast entered within itself would forget the outer state
         with self._another() if torch.is_autocast_enabled(self._kind) else self._autocast:
             return (yield)
 
@@ -159,7 +159,7 @@ class AMP(forge.Plugin):
         assert scaler is not None
         scaler.unscale_(optimizer)
         found = scaler._found_inf_per_device(optimizer)
-        if not found:  # nothing has a gradient: nothing to tell the scaler
+        if not found:  # no gradients at all: the scaler must not count this update
             del scaler._per_optimizer_states[id(optimizer)]
         elif any(flag.item() for flag in found.values()):
             self._skipped, self._overflowed = self._skipped + 1, True
@@ -168,7 +168,7 @@ class AMP(forge.Plugin):
 
     @forge.hookimpl
     def forge_optimizer_step(self, step: forge.Step) -> bool:
-        # not the scaler's step, which would read a second time what forge_finalize_grads has read: nothing overflows
+        # not the scaler's step: it would read the device again, and forge_finalize_grads has found no overflow
         step.optimizer.step()
         return True
 
@@ -176,7 +176,7 @@ class AMP(forge.Plugin):
     def forge_step_end(self, step: forge.Step) -> None:
         scaler = self.scaler
         assert scaler is not None
-        if scaler._per_optimizer_states:  # a window that was left out has told it nothing
+        if scaler._per_optimizer_states:  # empty after a skipped window
             scaler.update()
             if self._overflowed:
                 self._overflowed = False
@@ -186,7 +186,7 @@ class AMP(forge.Plugin):
             step.record("amp/skipped", self._skipped)
 
     def _warn_if_hopeless(self, scale: float, step: forge.Step) -> None:
-        """A scale below 1 makes gradients smaller than they are: what overflows then was not finite before it."""
+        """Warn at a scale below 1: it makes gradients smaller, so an overflow was not caused by the scale."""
         if scale >= 1:
             self._warned = False
             return
@@ -208,18 +208,18 @@ class AMP(forge.Plugin):
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
-        # where the option itself has changed, the Trainer says so
+        # the Trainer reports a change of the option itself
         if self.config.dtype == "auto" and state["dtype"] != self.dtype:
             logger.warning("amp: the run was in %s; auto is %s on this device.", state["dtype"], self.dtype)
         if self.scaler is None or "scale" not in state:
             return
-        own = self.scaler.state_dict()  # its options are those of this run
+        own = self.scaler.state_dict()  # keep the options of this run
         self.scaler.load_state_dict({**own, "scale": state["scale"], "_growth_tracker": state["growth_tracker"]})
         self._skipped = state["skipped"]
 
-    # -- what is said and refused -------------------------------------------------------------------------------------
+    # -- messages and refusals ----------------------------------------------------------------------------------------
 
-    def _tell(self, trainer: forge.Run) -> None:
+    def _log_setup(self, trainer: forge.Run) -> None:
         device = trainer.env.device
         took = f"{self.dtype} (auto)" if self.config.dtype == "auto" else self.dtype
         kept = sorted({_name(p.dtype) for p in trainer.task.parameters() if p.is_floating_point()})
@@ -235,34 +235,30 @@ class AMP(forge.Plugin):
         if self.scaler is None:
             return
         logger.info(
-            "amp: the loss is scaled by %.10g at first; updates are skipped until no gradient overflows at its scale.",
+            "amp: the loss scale starts at %.10g; updates are skipped until no gradient overflows.",
             self.config.init_scale,
         )
         if device.type != "cpu":
-            logger.info(
-                "amp reads the device once per update: whether a gradient has overflown decides whether the update is "
-                "made. bf16 needs no such read."
-            )
+            logger.info("amp reads the device once per update, to skip those whose gradients overflow; bf16 does not.")
 
     def _refuse_what_cannot_be_unscaled(self, trainer: forge.Run) -> None:
         for entry in trainer.optimizers.entries.values():
             if entry.needs_closure:
                 raise StackError(
                     f"amp in fp16 cannot train with {type(entry.optimizer).__name__}, which computes the loss several "
-                    "times per step: scaled gradients are unscaled once. Use amp.dtype=bf16 or another optimizer."
+                    "times per step, while gradients are unscaled only once. Use amp.dtype=bf16 or another optimizer."
                 )
         named = trainer.task.named_parameters()
         halves = [name for name, p in named if p.requires_grad and p.dtype is torch.float16]
         if halves:
             raise TaskError(
-                f"amp in fp16: the weights of {listed(halves)} are float16 themselves, and so would be their scaled "
-                "gradients, which cannot be unscaled. Leave the task in float32 (no .half()): amp runs its forward in "
-                "float16."
+                f"amp in fp16: the weights of {listed(halves)} are float16, so their scaled gradients could not "
+                "be unscaled. Keep the task in float32 (no .half()); amp runs its forward in float16."
             )
 
 
 def best_dtype(device: torch.device) -> str:
-    """bf16 where a device computes in it; emulated it would be slower than float32."""
+    """Return bf16 if the device supports it; emulated bf16 is slower than float32."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

@@ -22,14 +22,14 @@ logger = logging.getLogger("forge")
 
 @dataclass(kw_only=True, slots=True)
 class Best:
-    """Which checkpoints are worth keeping however old they are."""
+    """The best checkpoints, kept whatever their age."""
 
     monitor: str
-    "The validation metric to compare by, as it is logged: val/accuracy."
+    "The validation metric to compare by, by its logged name: val/accuracy."
     mode: Literal["max", "min"]
     "Whether a larger or a smaller value is better."
     keep: int = 1
-    "How many of the best to keep."
+    "Number of best checkpoints to keep."
 
 
 class Checkpoint(forge.Plugin):
@@ -62,12 +62,12 @@ class Checkpoint(forge.Plugin):
         "How often to save: 500 updates, 1 epoch, 10 min, or a list of these; null: only the best, and at the end."
         keep: int = 2
         "Number of latest checkpoints to keep."
-        best: Best | str | None = None  # a str only to answer it with the right form
-        "Keep the best too: {monitor: val/accuracy, mode: max}; mode min for a loss, keep: 3 for the best three."
+        best: Best | str | None = None  # a str only to answer with the right form
+        "Keep the best too: {monitor: val/accuracy, mode: max}, mode min for a loss; keep: 3 for the best three."
         background: bool = True
         "Write while training continues; needs host memory for one copy of the state."
         on_failure: Literal["stop", "warn"] = "stop"
-        "If a write fails: stop the run at its next update, or log an error and try again next time (warn)."
+        "After a failed write: stop the run at its next update, or log an error and save again when due."
 
     config: Config
     observer = True
@@ -91,15 +91,15 @@ class Checkpoint(forge.Plugin):
         self._writers: Writers | None = None
         self._writer: BackgroundWriter | None = None
         self._values: dict[int, float] = {}
-        "What the monitor gave, by update, for the checkpoints that there are."
+        "The monitored value by update, of the checkpoints that exist."
         self._written: set[int] = set()
         "Updates saved since the run began, or was last restored."
         self._inherited: set[int] | None = set()
-        "Updates saved before that, and still there; None until rank 0 has looked."
+        "Updates saved before that and still on disk; None until rank 0 has listed them."
         self._writing: int | None = None
-        "The update saved last: perhaps not on disk yet."
+        "The update saved last, possibly not on disk yet."
         self._compared, self._failing = False, False
-        "Whether a validation was compared, in this life or one before it; whether the run has failed."
+        "Whether a validation was compared, in this attempt or an earlier one; whether the run has failed."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -127,9 +127,11 @@ class Checkpoint(forge.Plugin):
         if self._folder is None:
             return
         if self._writer is not None and (self._writers is None or self.config.on_failure == "stop"):
-            # several ranks hear of a failure at different updates: what they do about it must wait for the next save
-            self._look(self._writer.check)
-        due = [interval for interval in self._every if interval.due(step)]  # all are asked: a clock starts when it is
+            # ranks learn of a failure at different updates, so they act on it together at the next save
+            self._check(self._writer.check)
+        due = [
+            interval for interval in self._every if interval.due(step)
+        ]  # evaluate all: a clock starts with its first check
         if due:
             trainer.request_checkpoint(f"every {due[0]}", everywhere=True, by=self.name)
 
@@ -141,7 +143,7 @@ class Checkpoint(forge.Plugin):
         return metrics
 
     def _compare(self, trainer: forge.Run, metrics: dict[str, Any]) -> None:
-        """Ask for a checkpoint of this update if it is among the best; of equals, the earlier stays."""
+        """Request a checkpoint of this update if it is among the best; of equal values the earlier wins."""
         best, update = self._watched, trainer.progress.update
         assert best is not None
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
@@ -160,9 +162,9 @@ class Checkpoint(forge.Plugin):
                 )
 
     def _standing(self, trainer: forge.Run) -> dict[int, float]:
-        """The values whose checkpoint was saved, the same on all ranks; another folder has none of what a state names.
+        """Return the values whose checkpoint exists, equal on all ranks; a new run folder has none of the state's.
 
-        Only rank 0 looks into the folder, and once: its writer removes old ones there meanwhile.
+        Only rank 0 lists the folder, and only once, since its writer removes old checkpoints meanwhile.
         """
         assert self._folder is not None
         if self._inherited is None:
@@ -172,7 +174,7 @@ class Checkpoint(forge.Plugin):
         return {update: value for update, value in self._values.items() if update in saved}
 
     def _best(self) -> list[int]:
-        """The updates to keep for their value, best first."""
+        """Return the updates to keep for their value, best first."""
         best = self._watched
         return ranking(self._values, best.mode)[: best.keep] if best is not None else []
 
@@ -184,7 +186,7 @@ class Checkpoint(forge.Plugin):
             return
         began = time.perf_counter()
         if self._writer is not None:
-            self._look(self._writer.wait)  # what became of the last one decides what this one may remove
+            self._check(self._writer.wait)  # the result of the last write decides which checkpoints may be removed
         update = self._writing = trainer.progress.update
         self._values = self._standing(trainer)
         then = self._tidying(trainer, update) if trainer.env.is_main else None
@@ -200,10 +202,10 @@ class Checkpoint(forge.Plugin):
             logger.log(level, "checkpoint of update %d: training waited %.0f ms", update, 1e3 * waited)
 
     def _tidying(self, trainer: forge.Run, update: int) -> Callable[[], None]:
-        """What to do in the folder once this checkpoint is there."""
+        """Return the clean-up to run once this checkpoint is written."""
         assert self._folder is not None
         before = -1 if trainer.resumed_from is None else trainer.resumed_from
-        # what is neither this life's nor from before it was restored belongs to a course that was given up
+        # checkpoints neither of this attempt nor from before its restore belong to an abandoned course
         lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
         best = self._best()
         folder, keep = self._folder, {*[*lineage, update][-self.config.keep :], *best}
@@ -229,29 +231,31 @@ class Checkpoint(forge.Plugin):
             warn_of_nothing_compared(trainer, "checkpoint.best")
         try:
             if self._writer is not None:
-                self._look(self._writer.close)
+                self._check(self._writer.close)
         finally:
             self._folder = self._writer = None
 
-    def _look(self, ask: Callable[[], None]) -> None:
-        """Hear what became of the last write."""
+    def _check(self, ask: Callable[[], None]) -> None:
+        """Check the result of the last write."""
         try:
             ask()
         except Exception as error:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """A write that failed is no checkpoint: nothing counts on it."""
+        """Forget the checkpoint whose write failed, then stop or log, as configured."""
         assert self._folder is not None
         update, self._writing = self._writing, None
         if update is not None:
             self._written.discard(update)
             self._values.pop(update, None)
-        text = f"There is no checkpoint of update {update} in {self._folder.folder}. {error}"
+        text = f"The checkpoint of update {update} in {self._folder.folder} was not written. {error}"
         if self.config.on_failure == "stop":
-            raise CheckpointError(f"{text} The run stops here; with checkpoint.on_failure=warn it goes on.") from error
+            raise CheckpointError(
+                f"{text} The run stops here; with checkpoint.on_failure=warn it continues."
+            ) from error
         if self._writers is None or self._writers.is_main:
-            logger.error("%s The run goes on, and saves when it is due again.", text)
+            logger.error("%s The run continues, and saves again when due.", text)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -273,23 +277,23 @@ class Checkpoint(forge.Plugin):
 
 
 def writers_of(env: Env) -> Writers | None:
-    """The ranks that save together; None where there is one process."""
+    """Return the ranks that save together; None for a single process."""
     if env.world == 1:
         return None
     if env.store is None:
         raise StackError(
-            f"{env.world} ranks save their state together through a torch.distributed Store, and the Env of this run's "
-            "strategy has none. Let it set `store`."
+            f"{env.world} ranks save their state together through a torch.distributed Store, but the Env of this run's "
+            "strategy has none. Set its `store`."
         )
     return Writers(env.rank, env.world, env.store)
 
 
 def watched(best: Best | str | None) -> Best | None:
-    """What `best` names; a metric alone does not say whether more of it is better."""
+    """Return the option `best`; refuse a metric alone, which leaves open whether larger is better."""
     if isinstance(best, str):
         mode = "min" if "loss" in best else "max"
         raise RecipeError(
-            f"checkpoint.best is {best!r}, but it takes a metric and whether a larger or a smaller value is better. "
+            f"checkpoint.best is {best!r}, but it needs a metric and a mode: max if larger is better, else min. "
             f"Write best: {{monitor: {best}, mode: {mode}}}, or checkpoint.best.monitor={best} "
             f"checkpoint.best.mode={mode}."
         )
@@ -297,18 +301,18 @@ def watched(best: Best | str | None) -> Best | None:
 
 
 def ranking(values: Mapping[int, float], mode: str) -> list[int]:
-    """Updates by value, best first; of equals the earlier is better."""
+    """Return updates by value, best first; of equal values the earlier first."""
     sign = -1.0 if mode == "max" else 1.0
     return sorted(values, key=lambda update: (sign * values[update], update))
 
 
 def updates(folder: Checkpoints) -> list[int]:
-    """The updates that a folder has checkpoints of, in order."""
+    """Return the updates of a folder's checkpoints, in order."""
     return [SavedState(path).update for path in folder.all()]
 
 
 def tidy(folder: Checkpoints, update: int, best: list[int], keep: set[int]) -> None:
-    """Once a checkpoint is published: point at it, then remove what is kept no longer. Runs in the writer's thread."""
+    """Link to a new checkpoint, then remove those not in `keep`. Runs in the writer's thread."""
     try:
         folder.point("latest", folder.path(update))
         if best:

@@ -33,11 +33,11 @@ class Clip(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         max_norm: float | None = 1.0
-        "Largest allowed global gradient norm; null does not limit the norm."
+        "Largest allowed global gradient norm; null: no limit."
         max_value: float | None = None
-        "Largest allowed magnitude of a single gradient entry; null does not limit entries."
+        "Largest allowed magnitude of a single gradient entry; null: no limit."
         norm_type: float = 2.0
-        "Which norm: 2 is the usual one, .inf the largest entry."
+        "Order of the norm: 2 is usual, .inf is the largest entry."
 
     config: Config
     provides = ("clip",)
@@ -49,9 +49,9 @@ class Clip(forge.Plugin):
         for name in ("max_norm", "max_value"):
             limit = getattr(self.config, name)
             if limit is not None and limit <= 0:
-                raise RecipeError(f"clip.{name} is {limit:g}; it must be above 0 (or null to leave it out).")
+                raise RecipeError(f"clip.{name} is {limit:g}; it must be above 0, or null for no limit.")
         if self.config.max_norm is None and self.config.max_value is None:
-            raise RecipeError("clip has neither max_norm nor max_value: there is nothing to clip. Set one.")
+            raise RecipeError("clip has neither max_norm nor max_value, so it clips nothing. Set one of them.")
 
     @forge.hookimpl
     def forge_edit_grads(self, step: forge.Step) -> None:

@@ -53,9 +53,9 @@ class DDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         backend: str | None = None
-        "Backend for gradients: nccl, gloo, ...; null chooses by device."
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
         bucket_mb: float | None = None
-        "Size in MiB of the buckets that gradients are sent in during the backward pass; null: 25, the first one 1."
+        "Size in MiB of the buckets that are sent during the backward pass; null: 25, the first one 1."
         static_graph: bool = False
         "Promise that every step uses the same parameters in the same way: slightly faster, and remat may be reentrant."
         find_unused: bool | None = None
@@ -65,11 +65,11 @@ class DDP(forge.Plugin):
         compress: Literal["bf16", "fp16"] | None = None
         "Send gradients in a shorter type: half the traffic, rounded sums."
         split_graphs: bool | None = None
-        "Split compiled code at the ends of buckets, to send them during the backward pass; null: with several ranks."
+        "Split compiled code at bucket ends, to send buckets during the backward pass; null: with several ranks."
         sync_batchnorm: bool = False
         "Compute BatchNorm's statistics over the batches of all ranks."
         watchdog: float = 120.0
-        "Seconds without progress after which a run counts as stalled: it reports which rank waits for which, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
 
     config: Config
     provides = ("strategy",)
@@ -116,9 +116,9 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        """Optimizers are known now, and with them whether parameters rest in some turns."""
+        """Rebuild the wrapper for several optimizers, which are known only now."""
         if trainer.verb == "fit" and len(trainer.optimizers) > 1 and self.config.find_unused is None:
-            logger.info("ddp: several optimizers, so parameters without a gradient are looked for in every step.")
+            logger.info("ddp: several optimizers, so every step searches for parameters without a gradient.")
             self._finds_unused = True
             trainer.replace_model(self._wrapped(trainer.task))
 
@@ -128,7 +128,7 @@ class DDP(forge.Plugin):
     def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
         model, trainer = self._model, step.trainer
         if model is not None and trainer.env.world > 1:
-            # gradients travel with the window's last micro-batch; a forward outside of the step has none
+            # gradients are sent with the window's last micro-batch; a forward outside of the step has none
             sync = step.micro == len(step.window) - 1 and step is trainer.step
             if model.require_backward_grad_sync is not sync:
                 model.require_backward_grad_sync = sync
@@ -136,9 +136,9 @@ class DDP(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        """A parameter that was thawed since the wrapper was made would never be averaged."""
+        """Rebuild the wrapper if parameters were frozen or thawed: it would not average new ones."""
         if [p.requires_grad for p in self._parameters] != self._trained:
-            logger.info("ddp: other parameters are trained from here on, so the wrapper is made anew.")
+            logger.info("ddp: the set of trained parameters has changed, so the wrapper is rebuilt.")
             step.trainer.replace_model(self._wrapped(step.trainer.task))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class DDP(forge.Plugin):
     def _wrapped(self, task: nn.Module) -> nn.Module:
         config, inner = self.config, self._inner
         assert inner is not None
-        self._parameters = list(task.parameters())  # looked at after every update, which need not walk the modules
+        self._parameters = list(task.parameters())  # compared after every update without walking the modules
         self._trained = [p.requires_grad for p in self._parameters]
         self._model = None
         if not any(self._trained):
@@ -175,7 +175,7 @@ class DDP(forge.Plugin):
             init_sync=False,  # rank 0's weights are everywhere already
         )
         if self._env is not None and self._env.world == 1:
-            self._model.require_backward_grad_sync = False  # there is nothing to average
+            self._model.require_backward_grad_sync = False  # one rank: nothing to average
         elif config.compress is not None:
             self._model.register_comm_hook(None, HOOKS[config.compress])
         return self._model
@@ -186,7 +186,7 @@ class DDP(forge.Plugin):
 
 
 class Synchronised(DistributedDataParallel):
-    """DDP for training; in every other stage the module itself runs, since there is nothing to average."""
+    """DDP for training; other stages run the module itself, since they average nothing."""
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
         if stage != "train":

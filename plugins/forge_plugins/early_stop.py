@@ -1,4 +1,4 @@
-"""An end to runs that have stopped getting better."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge_plugins._moment import moment, reached
+from forge_plugins._run_lengths import moment, reached
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
@@ -20,9 +20,9 @@ logger = logging.getLogger("forge")
 MORE_IS_BETTER = frozenset(
     {"acc", "accuracy", "ap", "auc", "auroc", "bleu", "dice", "f1", "iou", "map", "miou", "precision", "r2", "recall"}
 )
-"""Words in a metric's name that say that it should grow,"""
+"""Words in the name of a metric of which more is better."""
 LESS_IS_BETTER = frozenset({"loss", "error", "err"})
-"""and words that say that it should not, whatever else is in it."""
+"""Words in the name of a metric of which less is better; they take precedence."""
 
 
 class EarlyStop(forge.Plugin):
@@ -51,15 +51,15 @@ class EarlyStop(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         monitor: str = "val/loss"
-        "The validation metric to watch, by its logged name."
+        "The validation metric to monitor, by its logged name."
         mode: Literal["min", "max"] | None = None
-        "Whether smaller (min) or larger (max) is better; null: min. Required for a metric such as an accuracy."
+        "Whether smaller (min) or larger (max) is better. null: min, refused for a name such as accuracy."
         patience: int = 3
-        "Stop after this many validations in a row without improvement."
+        "Validations in a row without improvement after which the run stops."
         min_delta: float = 0.0
-        "By how much a value must be better than the best so far to count as an improvement."
+        "Smallest difference from the best value that counts as an improvement."
         target: float | None = None
-        "Stop as soon as the metric is as good as this."
+        "Stop as soon as the metric reaches this value."
         after: str | None = None
         "Ignore validations before this point: 1000 updates, 2 epochs."
 
@@ -81,7 +81,7 @@ class EarlyStop(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._best: float | None = None
         self._best_at = 0
         "The update of the best value."
@@ -90,7 +90,7 @@ class EarlyStop(forge.Plugin):
         self._last: float | None = None
         "The value of the last validation that was compared."
         self._early, self._failed = False, False
-        "Whether a validation came before `after`; whether the run has failed."
+        "Whether a validation ran before `after`; whether the run has failed."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -99,8 +99,8 @@ class EarlyStop(forge.Plugin):
             return
         if "val" not in trainer.loaders:
             raise StackError(
-                f"early_stop watches {self.config.monitor!r}, but this fit has no val loader. Pass one, or leave "
-                "early_stop out."
+                f"early_stop watches {self.config.monitor!r}, but this fit has no val loader. Pass one, or "
+                "remove early_stop."
             )
         warn_of_none_planned(trainer, "early_stop")
 
@@ -108,11 +108,11 @@ class EarlyStop(forge.Plugin):
     def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
         metrics = yield
         if trainer.verb == "fit" and stage == "val":
-            self._look(trainer, metrics)
+            self._compare(trainer, metrics)
         return metrics
 
-    def _look(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
-        """Compare one validation with the best so far; ask for a stop when it is time."""
+    def _compare(self, trainer: forge.Run, metrics: Mapping[str, Any]) -> None:
+        """Compare one validation with the best so far, and request a stop if due."""
         config, progress, value = self.config, trainer.progress, self._value(metrics)
         done = {"updates": progress.update, "epochs": progress.epoch, "samples": progress.sample}
         if self._after is not None and not reached(self._after, **done):
@@ -125,9 +125,9 @@ class EarlyStop(forge.Plugin):
             self._waited += 1
             if not math.isfinite(value):
                 logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
-        self._stop_if_it_is_time(trainer)
+        self._stop_if_due(trainer)
 
-    def _stop_if_it_is_time(self, trainer: forge.Run) -> None:
+    def _stop_if_due(self, trainer: forge.Run) -> None:
         config, value = self.config, self._last
         if value is None:
             return
@@ -148,8 +148,8 @@ class EarlyStop(forge.Plugin):
         near = difflib.get_close_matches(monitor, numbers, n=1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise RecipeError(
-            f"early_stop.monitor is {monitor!r}, which this validation does not give.{meant} It gives "
-            f"{', '.join(sorted(numbers)) or 'nothing'}."
+            f"early_stop.monitor is {monitor!r}, which this validation does not give.{meant} Metrics: "
+            f"{', '.join(sorted(numbers)) or 'none'}."
         )
 
     def _improves(self, value: float) -> bool:
@@ -173,7 +173,7 @@ class EarlyStop(forge.Plugin):
     def forge_end(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit" or self._failed or self._last is not None:
             return
-        after = f"early_stop.after is {self.config.after!r}, and every validation of this run came before it."
+        after = f"early_stop.after is {self.config.after!r}, and every validation of this run ran before it."
         warn_of_nothing_compared(trainer, "early_stop", after if self._early else None)
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -189,25 +189,24 @@ class EarlyStop(forge.Plugin):
         if (state["monitor"], state["mode"]) == (self.config.monitor, "max" if self._sign > 0 else "min"):
             self._best, self._best_at = state["best"], state["best_at"]
             self._waited, self._last = state["waited"], state["last"]
-            self._stop_if_it_is_time(trainer)
+            self._stop_if_due(trainer)
 
 
 def check_monitor(monitor: str) -> None:
-    """Refuse what no validation gives."""
+    """Refuse a metric that is not of a validation."""
     if not monitor.startswith("val/"):
         name = re.sub(r"^(val|valid|validation|train|training|test)[/_](?=.)", "", monitor)
         raise RecipeError(
-            f"early_stop.monitor is {monitor!r}, but it is the metrics of a validation that are compared: "
-            f"write val/{name}."
+            f"early_stop.monitor is {monitor!r}, but only validation metrics are compared. Write val/{name}."
         )
 
 
 def sign(monitor: str, mode: str | None) -> float:
-    """1.0 where a larger value is better, -1.0 where a smaller one is; what is in doubt has to be said."""
+    """Return 1.0 if a larger value is better, else -1.0; refuse to guess for names such as accuracy."""
     words = re.split(r"[^a-z0-9]+", monitor.rsplit("/", 1)[-1].lower())
     if mode is None and not MORE_IS_BETTER.isdisjoint(words) and LESS_IS_BETTER.isdisjoint(words):
         raise RecipeError(
-            f"early_stop.monitor is {monitor!r}, of which more seems to be better, and early_stop.mode is not set. "
-            "Write early_stop.mode=max, or early_stop.mode=min if less is better."
+            f"early_stop.monitor is {monitor!r}, where larger seems better, but early_stop.mode is not set. "
+            "Write early_stop.mode=max, or early_stop.mode=min if smaller is better."
         )
     return 1.0 if mode == "max" else -1.0

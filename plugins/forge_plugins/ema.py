@@ -16,27 +16,23 @@ logger = logging.getLogger("forge")
 class EMA(Averaging):
     """Keep an exponential moving average of the weights, and evaluate and export it in their place.
 
-    After every update the average moves by a share of 1 - decay towards the weights, so about the last 1 / (1 - decay)
-    updates count. For a half-life of n updates use decay = 0.5 ** (1 / n). A skipped update does not count. The average
-    starts as a copy of the weights after the first update beyond `start`. With `warmup` the n-th step uses a decay of
-    at most (1 + n) / (10 + n), so that the initial weights are forgotten sooner.
+    After every update the average moves towards the weights by a share of 1 - decay, so it covers about the last
+    1 / (1 - decay) updates. For a half-life of n updates set decay = 0.5 ** (1 / n). Skipped updates do not count. The
+    average starts as a copy of the weights after the first update beyond `start`. With `warmup` the n-th step uses a
+    decay of at most (1 + n) / (10 + n), so that the first weights do not hold the average back.
 
-    When to use it: for better validation results at almost no cost: one copy of the weights, one kernel per update, and
-    two copies around each evaluation.
+    Training is bit for bit the same as without it. Validation inside a fit, and RUN/weights.safetensors at its end, use
+    the average: it is copied into the memory of the weights, and the weights are restored afterwards, even after an
+    error. This works with compiled and captured models. The task itself, and `model` in every checkpoint, hold the
+    trained weights. To load the average: `Task.from_checkpoint(run)` of a finished run; `forge ckpt export CHECKPOINT
+    OUT --weights ema` or `Task.from_checkpoint(checkpoint, weights="ema")` of any checkpoint; `plugin.apply_to(task)`
+    after a fit in Python.
 
-    Training does not change, bit for bit. Validation inside a fit, and RUN/weights.safetensors at its end, use the
-    average: it is copied into the memory of the weights, which are restored afterwards, even after an error. So it
-    works with compiled and captured models. The task itself, and `model` in every checkpoint, keep the trained weights.
-
-    What you see: the log says from which update on the average is evaluated. To load it: `Task.from_checkpoint(run)`
-    for a finished run; `forge ckpt export CHECKPOINT OUT --weights ema` or `Task.from_checkpoint(checkpoint,
-    weights="ema")` for any checkpoint; `plugin.apply_to(task)` after a fit in Python.
-
-    All parameters of the task are averaged, for any number of optimizers; frozen ones take neither time nor memory
-    until they are unfrozen. bf16 and fp16 weights are averaged in float32.
-
-    Together with: a second average, `ema@slow`, works beside the first with evaluate=false; it is saved and can be
-    exported.
+    All parameters of the task are averaged, whatever the number of optimizers; frozen ones take neither time nor memory
+    until they are thawed. bf16 and fp16 weights are averaged in float32. The cost is one copy of the weights, one
+    kernel per update, and two copies around each evaluation. A second average, `ema@slow`, can run beside the first
+    with evaluate=false; it is saved and can be exported. The log states the first update at which the average is
+    evaluated.
 
     ::
 
@@ -47,17 +43,17 @@ class EMA(Averaging):
     @dataclass(kw_only=True, slots=True)
     class Config:
         decay: float = 0.999
-        "Share of the average that is kept at each update, from 0 to below 1."
+        "Share of the average that stays at each update: at least 0, below 1."
         start: int | float | str = 0
         "When averaging begins: updates (500), a share of the run (0.1), '500 updates' or '2 epochs'."
         warmup: bool = False
-        "Start with a smaller decay: (1 + n) / (10 + n) at the n-th step, while that is less."
+        "Start with a smaller decay: (1 + n) / (10 + n) at the n-th step, while that is smaller."
         every: int = 1
-        "Move the average every so many updates."
+        "Updates between two moves of the average."
         buffers: Literal["copy", "average"] = "copy"
         "BatchNorm's statistics and other buffers: copied from training, or averaged like weights."
         evaluate: bool = True
-        "Evaluate and export the average; false only keeps it, beside another one."
+        "Evaluate and export the average; false: only keep it, beside another average."
 
     config: Config
 
@@ -83,7 +79,7 @@ class EMA(Averaging):
             self._warn_of_short_run(trainer.planned_updates - self._start)
 
     def _warn_of_short_run(self, updates: int) -> None:
-        """An average that the run is too short for is evaluated all the same, and looks like bad training."""
+        """Warn if the run is too short for the average: it is evaluated anyway, and looks like bad training."""
         reach = round(self.config.every / (1 - self.config.decay))
         if 0 < updates < reach:
             text = "%s: a decay of %g averages over about %d updates, but this run averages only %d: set %s.warmup=true"

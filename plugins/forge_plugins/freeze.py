@@ -1,4 +1,4 @@
-"""Frozen parameters, for good or for a while."""
+"""Frozen parameters, for the whole run or a part of it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from torch import nn
 
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
-from forge_plugins._moment import moment, reached
 from forge_plugins._patterns import as_list, covers, listed, names_of_parameters, parts, unknown
+from forge_plugins._run_lengths import moment, reached
 
 logger = logging.getLogger("forge")
 
 
 class Freeze(forge.Plugin):
-    """Train only a part of the task: parameters chosen by name keep their values, for good or until they are unfrozen.
+    """Freeze parameters by name, for the whole run or until they are thawed: for fine-tuning parts of a task.
 
-    A pattern is matched against the names of parameters and of the modules that contain them: `backbone` and
-    `backbone.*` match all of it, `encoder.layers.[0-3]` the first four layers, `*.bias` every bias. `*` matches any
-    text, including dots. Parameters that also match `keep` stay trained. A pattern that matches nothing is refused.
-
-    When to use it: to fine-tune a pretrained model, with gradual unfreezing if wanted.
+    Patterns are matched against the names of parameters and of the modules around them: `backbone` and `backbone.*`
+    are all of the backbone, `encoder.layers.[0-3]` the first four layers, `*.bias` every bias. `*` stands for any text,
+    dots included. Parameters that also match `keep` stay trained. A pattern without a match is refused.
 
     A frozen parameter has `requires_grad` off: no gradient, no step, no weight decay, no optimizer state. A frozen
-    BatchNorm stays in evaluation mode, so that its statistics stay fixed too, unless `norm` is false; dropout stays
-    active. If other code switches such a module to training mode, it is corrected after that update, with a warning.
+    BatchNorm stays in evaluation mode, so that its statistics stay fixed too, unless `norm` is false; dropout is
+    unchanged. If a frozen BatchNorm is switched to training mode during the run, it is switched back after that update,
+    with a warning.
 
-    `thaw` says when to unfreeze: one time for all, or times by pattern, for gradual unfreezing from the top. A
-    parameter that several patterns match is unfrozen at the first of their times; one that no pattern matches stays
-    frozen. Parameters to be unfrozen must be in an optimizer from the start: pass it all of `self.parameters()`,
-    because parameters without a gradient are skipped. When they are unfrozen, they train at the learning rate of the
-    schedule at that time.
+    `thaw` sets when frozen parts begin to train: one moment for all, or moments by pattern, for gradual unfreezing from
+    the top. A parameter that matches several patterns thaws at the earliest of their moments; one that matches none
+    stays frozen. Parameters to be thawed must be in an optimizer from the start: pass it all of `self.parameters()`;
+    parameters without a gradient are skipped. The learning rate at the thaw is the schedule's at that update.
 
-    It acts only in `fit`, and restores `requires_grad` at the end. The unfrozen parameters are saved with the run, so a
-    resume is exact; on resume, `thaw` may change for parameters that are still frozen.
+    It acts in `fit` only, and restores the task's flags at the end. Thawed parameters are saved with the run, so a
+    resume is exact; `thaw` may be changed for parts that are still frozen.
 
     ::
 
@@ -49,11 +47,11 @@ class Freeze(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         modules: str | list[str]
-        "What to freeze: patterns of module or parameter names, such as backbone.*, or '*.bias' (quoted, for YAML)."
+        "Patterns of modules or parameters to freeze, such as backbone.* or '*.bias' (quoted, for YAML)."
         keep: str | list[str] = field(default_factory=list)
-        "Patterns of parameters that stay trained nevertheless."
+        "Patterns of modules or parameters that stay trained."
         thaw: str | dict[str, str] | None = None
-        "When to unfreeze: '3 epochs', '500 updates', or times by pattern; null: never."
+        "When to thaw: '3 epochs', '500 updates', or moments by pattern; null: never."
         norm: bool = True
         "Keep frozen BatchNorm, and other modules with running statistics, in evaluation mode."
 
@@ -64,7 +62,7 @@ class Freeze(forge.Plugin):
         config = self.config
         self._patterns, self._keep = as_list(config.modules), as_list(config.keep)
         if not self._patterns:
-            raise RecipeError("freeze.modules is empty: there is nothing to freeze. Name some, as in backbone.*.")
+            raise RecipeError("freeze.modules is empty, so nothing is frozen. Name some, such as backbone.*.")
         thaw = {"*": config.thaw} if isinstance(config.thaw, str) else config.thaw or {}
         self._thaw = {pattern: moment(text, "freeze.thaw") for pattern, text in thaw.items()}
         if not self._thaw and not config.norm:
@@ -72,15 +70,15 @@ class Freeze(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._chosen: dict[str, list[forge.Interval]] = {}
-        "Parameters and norms by name, with the moments at which they thaw: all that was changed in the task."
+        "Parameters and norms changed in the task, by name, with the moments at which they thaw."
         self._thawed: set[str] = set()
         self._ahead: list[forge.Interval] = []
-        "Moments that have not come yet."
-        self._resting: list[nn.Module] = []
+        "Moments not reached yet."
+        self._frozen_norms: list[nn.Module] = []
         "The norms that are kept in evaluation mode."
-        self._told = False
+        self._warned = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -91,7 +89,7 @@ class Freeze(forge.Plugin):
             self._chosen = self._choose(trainer.task)
             self._apply(trainer.task)
             self._refuse_all(trainer.task)
-            self._tell(trainer.task)
+            self._log_frozen(trainer.task)
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -102,9 +100,9 @@ class Freeze(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        for module in self._resting:
+        for module in self._frozen_norms:
             if module.training:
-                self._put_right(step)
+                self._restore_eval(step)
         if self._ahead:
             epochs, samples = step.epoch + step.ends_epoch, step.samples_before + step.samples
             come = [at for at in self._ahead if reached(at, updates=step.index + 1, epochs=epochs, samples=samples)]
@@ -119,7 +117,7 @@ class Freeze(forge.Plugin):
     # -- what to freeze -----------------------------------------------------------------------------------------------
 
     def _choose(self, task: nn.Module) -> dict[str, list[forge.Interval]]:
-        """What is trained now and shall not be, with the moments at which it shall again."""
+        """Return the trained parameters and norms to freeze, with the moments at which they thaw."""
         names = names_of_parameters(task)
         norms = {name: module for name, module in with_statistics(task) if name} if self.config.norm else {}
         there = [*(name for every in names.values() for name in every), *norms]
@@ -152,29 +150,29 @@ class Freeze(forge.Plugin):
         if self._chosen and not any(parameter.requires_grad for parameter in task.parameters()):
             last = parts(task)[-1]
             raise RecipeError(
-                f"freeze.modules={self.config.modules!r} leaves {type(task).__name__} nothing to train: all of its "
-                f"parameters are frozen. Name fewer, or say what stays trained, as in freeze.keep={last!r}."
+                f"freeze.modules={self.config.modules!r} freezes every parameter of {type(task).__name__}. Name fewer, "
+                f"or keep some trained, for example with freeze.keep={last!r}."
             )
 
     def _refuse_undone(self, task: nn.Module) -> None:
-        """Whoever changed layers after they were frozen has put trained ones in their place."""
+        """Refuse a run in which another plugin replaced frozen layers by trained ones."""
         there = {**dict(task.named_modules()), **dict(task.named_parameters())}
         undone = [name for name in self._chosen if name not in there or is_on(there[name])]
         if undone:
             raise StackError(
-                f"freeze froze {listed(undone)}, but a plugin that came later has replaced or switched on what was "
-                "frozen. Let that plugin stand before freeze in the stack."
+                f"freeze froze {listed(undone)}, but a later plugin has replaced them or made them trainable. Move "
+                "that plugin before freeze in the stack."
             )
 
     def _refuse_untrained(self, trainer: forge.Run) -> None:
-        """What is thawed later has to be in an optimizer by now: nobody would add it then."""
+        """Refuse a thaw of parameters that no optimizer has: they cannot be added later."""
         task, trained = trainer.task, {id(parameter) for parameter in trainer.optimizers.parameters(None)}
         lost = [n for n, parameter in task.named_parameters() if self._chosen.get(n) and id(parameter) not in trained]
         if lost:
             raise TaskError(
                 f"freeze.thaw is to train {listed(lost)} later, but {type(task).__name__}.configure_optimizers leaves "
                 f"{'it' if len(lost) == 1 else 'them'} out. Give the optimizer all parameters, not only those with "
-                "requires_grad: what has no gradient it passes over."
+                "requires_grad; it skips parameters without a gradient."
             )
 
     def _warn_of_never(self, trainer: forge.Run) -> None:
@@ -183,18 +181,21 @@ class Freeze(forge.Plugin):
             limit = limits.get(at.unit)
             if limit is not None and at.count >= limit:
                 logger.warning(
-                    "freeze.thaw: this run is over after %d %ss, so what thaws at %s never trains.", limit, at.unit, at
+                    "freeze.thaw: this run ends after %d %ss, so parameters that thaw at %s never train.",
+                    limit,
+                    at.unit,
+                    at,
                 )
 
-    def _tell(self, task: nn.Module) -> None:
+    def _log_frozen(self, task: nn.Module) -> None:
         parameters = dict(task.named_parameters())
         frozen = [name for name in self._chosen if name in parameters]
         if not frozen:
-            logger.warning("freeze: what freeze.modules matches was not trained before either.")
+            logger.warning("freeze: everything that freeze.modules matches was frozen already.")
             return
         norms = len(self._chosen) - len(frozen)
         logger.info(
-            "freeze holds %d of %d parameters, %s of %s values%s: %s.",
+            "freeze: froze %d of %d parameters, %s of %s values%s: %s.",
             len(frozen),
             len(parameters),
             f"{sum(parameters[name].numel() for name in frozen):,}",
@@ -203,7 +204,7 @@ class Freeze(forge.Plugin):
             listed(frozen),
         )
 
-    # -- on the way ---------------------------------------------------------------------------------------------------
+    # -- during the run -----------------------------------------------------------------------------------------------
 
     def _thaw_now(self, come: list[forge.Interval], step: forge.Step) -> None:
         self._ahead = [at for at in self._ahead if at not in come]
@@ -211,10 +212,10 @@ class Freeze(forge.Plugin):
         if due:
             self._thawed |= due
             switch(step.trainer.task, due, on=True)
-            self._resting = self._norms(step.trainer.task)
+            self._frozen_norms = self._norms(step.trainer.task)
             thawed = {name: p for name, p in step.trainer.task.named_parameters() if name in due}
             logger.info(
-                "freeze thaws %d parameter%s after update %d, %s values: %s.",
+                "freeze: thawed %d parameter%s after update %d, %s values: %s.",
                 len(thawed),
                 "" if len(thawed) == 1 else "s",
                 step.index + 1,
@@ -222,30 +223,30 @@ class Freeze(forge.Plugin):
                 listed(list(thawed)),
             )
 
-    def _put_right(self, step: forge.Step) -> None:
-        """Somebody's `train()` has reached frozen norms."""
-        task, astray = step.trainer.task, {id(module) for module in self._resting if module.training}
-        for module in self._resting:
+    def _restore_eval(self, step: forge.Step) -> None:
+        """Switch frozen norms back to evaluation mode after some `train()` call."""
+        task, astray = step.trainer.task, {id(module) for module in self._frozen_norms if module.training}
+        for module in self._frozen_norms:
             module.training = False
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "freeze: something called train() on %s in or after update %d, so frozen statistics may have moved; "
-                "freeze puts them back into eval() after each update. To have them move, set freeze.norm=false.",
+                "freeze switches them back to eval() after each update. To let them move, set freeze.norm=false.",
                 listed([name for name, module in task.named_modules() if id(module) in astray]),
                 step.index,
             )
 
     def _apply(self, task: nn.Module) -> None:
-        """Every flag as it is to be now."""
+        """Set every flag for the current state."""
         switch(task, self._chosen.keys() - self._thawed, on=False)
         switch(task, self._thawed, on=True)
-        self._resting = self._norms(task)
+        self._frozen_norms = self._norms(task)
         self._ahead = list(dict.fromkeys(at for moments in self._chosen.values() for at in moments))
 
     def _norms(self, task: nn.Module) -> list[nn.Module]:
-        resting = self._chosen.keys() - self._thawed
-        return [module for name, module in task.named_modules() if name in resting]
+        frozen = self._chosen.keys() - self._thawed
+        return [module for name, module in task.named_modules() if name in frozen]
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -258,9 +259,9 @@ class Freeze(forge.Plugin):
         then = set(state["frozen"])
         if then != self._chosen.keys() and not trainer.allow_inexact:
             raise CheckpointError(
-                "freeze: the run that is to be continued froze other parts than freeze.modules and freeze.keep say "
-                f"now: they differ in {listed(sorted(then ^ self._chosen.keys()))}. Use the same (freeze.thaw may "
-                "change), start a new run from its weights, or say allow_inexact=True "
+                "freeze: the run to be resumed froze other parts than freeze.modules and freeze.keep name "
+                f"now; they differ in {listed(sorted(then ^ self._chosen.keys()))}. Use the same (freeze.thaw may "
+                "change), start a new run from its weights, or set allow_inexact=True "
                 "(trainer.allow_inexact=true on the command line)."
             )
         switch(trainer.task, then - self._chosen.keys(), on=True)
@@ -269,7 +270,7 @@ class Freeze(forge.Plugin):
 
 
 def switch(task: nn.Module, names: Collection[str], on: bool) -> None:
-    """Train these parameters, and these modules' statistics, or leave them as they are."""
+    """Switch training of these parameters, and of these modules' statistics, on or off."""
     for name, parameter in task.named_parameters():
         if name in names:
             parameter.requires_grad_(on)
@@ -284,7 +285,7 @@ def is_on(thing: nn.Parameter | nn.Module) -> bool:
 
 
 def with_statistics(task: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """BatchNorm and its kin, by name: every module with a buffer `running_...` of its own."""
+    """Yield BatchNorm and similar modules by name: every module with a buffer `running_...` of its own."""
     for name, module in task.named_modules():
         if any(key.startswith("running_") and buffer is not None for key, buffer in module._buffers.items()):
             yield name, module

@@ -1,4 +1,4 @@
-"""What happens when a loss or a gradient is NaN or infinite."""
+"""Protection from a loss or gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -32,31 +32,23 @@ from forge_plugins._sharded import is_distributed, local
 logger = logging.getLogger("forge")
 
 READS = {
-    "skip": "policy skip must know before every update whether to make it",
-    "owner": "{name!r} owns the optimizer's step, so no update can be left out on the device",
-    "optimizer": "{names} cannot be told on the device to leave an update out (fused=True can, in Adam, AdamW and SGD)",
+    "skip": "policy skip must decide before every update",
+    "owner": "{name!r} owns the optimizer step, so no update can be skipped on the device",
+    "optimizer": "{names} cannot skip an update on the device (Adam, AdamW and SGD can with fused=True)",
 }
 
 
 class Guard(forge.Plugin):
-    """Keep a NaN or infinite loss or gradient from the weights, and from everything that is saved.
+    """Protect weights and checkpoints from a loss or gradient that is NaN or infinite.
 
-    `stop` ends the run with a NonFiniteError that says where it happened and what to do. `skip` skips the update and
-    continues: weights, optimizer, buffers (BatchNorm's statistics) and logged means are as if the window had not been
-    there. `rewind` restores the newest checkpoint and skips the bad window this time.
+    `stop` ends the run with a NonFiniteError that names the update and the next steps. `skip` skips the update and
+    continues: weights, optimizer, buffers (BatchNorm's statistics) and logged means are as if the window had not
+    existed. `rewind` goes back to the newest checkpoint and skips the bad window this time.
 
-    When to use it: always; it is part of the recipe `default`. Choose `skip` or `rewind` for long runs that should
-    survive a bad batch.
-
-    With finite numbers nothing changes, bit for bit. On a CUDA device with fused optimizers, `stop` and `rewind` wait
-    for nothing: the update and all after it become no-ops on the device, and the host learns of it one update later,
-    always before a checkpoint is written. Otherwise the device is read once per update.
-
-    What you see: the update, the parameters and the policy, in the log or in the error. Add `anomaly` to find the
-    cause.
-
-    Together with: with fp16 in `amp`, the loss scaler handles gradients, and guard checks only the loss. On several
-    ranks, all ranks act on what one of them finds.
+    With finite numbers the run is bit for bit unchanged. On a CUDA device with fused optimizers, `stop` and `rewind`
+    never wait: the bad update and all after it become no-ops on the device, and the host learns of it one update later,
+    always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
+    owns are left to the scaler; the loss is checked anyway. A finding of one rank is acted upon by all.
 
     ::
 
@@ -66,13 +58,13 @@ class Guard(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         policy: Literal["stop", "skip", "rewind"] = "stop"
-        "What to do: stop the run, skip the update, or rewind to the newest checkpoint."
+        "Stop the run, skip the update, or rewind to the newest checkpoint."
         max_skips: int = 10
-        "skip: stop the run after this many skipped updates in a row; 0 allows any number."
+        "skip: updates in a row that may be skipped before the run stops; 0: any number."
         leave_out: int = 1
-        "rewind: number of windows to skip, the bad one and those right before it (a spike often begins earlier)."
+        "rewind: windows to skip: the bad one and those right before it (a spike often begins earlier)."
         max_rewinds: int = 3
-        "rewind: stop the run after this many rewinds in one process."
+        "rewind: rewinds of one process before the run stops."
 
     config: Config
     provides = ("guard",)
@@ -84,22 +76,23 @@ class Guard(forge.Plugin):
             if value < least:
                 raise RecipeError(f"guard.{name} is {value}; it must be at least {least}.")
         if self.config.policy != "skip":
-            # nothing has to be put back, so core can run its step written out
+            # nothing has to be restored, so the wrapper is not needed
             self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
-        self._flag: Flag | None = None
+        self._flag: DeviceFlag | None = None
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._flag = None
-        self._sent: Sent | None = None
-        self._told: set[str | None] = set()
+        self._pending: Pending | None = None
+        self._on_device: set[str | None] = set()
+        "Optimizers that skip an update on the device."
         self._last: tuple[int, str | None] | None = None
         self._skipped, self._rewinds, self._bad_turn = 0, 0, False
         self._in_a_row: dict[str, int] = {}
         self._held: list[Tensor] | None = None
         self._plain: list[float] = []
-        "Losses of the last update that are plain numbers, no tensors."
+        "Losses of the last update that are plain numbers, not tensors."
         self._sharded = self._together = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -112,47 +105,47 @@ class Guard(forge.Plugin):
         self._only_loss = gradients_are_scaled(trainer)
         self._buffers = moving_buffers(trainer.task)
         self._sharded = any(map(is_distributed, trainer.task.parameters()))
-        # losses differ by rank, and so do gradients that are divided; one rank alone can stop the run, but do no more
+        # losses and sharded gradients differ by rank; one rank alone can only stop the run
         self._together = trainer.env.world > 1 and (self._sharded or self.config.policy != "stop")
         device = trainer.env.device
         self.capturable = False
         if device.type == "cpu":
             return
-        deaf = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
+        unfit = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
         owners = [call.plugin for call in trainer.stack.calls()["forge_optimizer_step"] if call.role == "own"]
         if self.config.policy != "skip" and device.type == "cuda" and not owners:
-            self._told = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
-        if self._told:
-            self._flag = Flag(device)
-            self.capturable = self._told == set(trainer.optimizers) and not self._together
+            self._on_device = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
+        if self._on_device:
+            self._flag = DeviceFlag(device)
+            self.capturable = self._on_device == set(trainer.optimizers) and not self._together
         if self.config.policy == "skip":
             logger.info("guard reads the device once per update: %s.", READS["skip"])
         elif owners:
             logger.info("guard reads the device once per update: %s.", READS["owner"].format(name=owners[0]))
-        elif len(self._told) < len(trainer.optimizers):
-            names = listed(sorted({type(o).__name__ for o in deaf or trainer.optimizers.values()}))
+        elif len(self._on_device) < len(trainer.optimizers):
+            names = listed(sorted({type(o).__name__ for o in unfit or trainer.optimizers.values()}))
             logger.warning("guard reads the device once per update: %s.", READS["optimizer"].format(names=names))
 
     @forge.hookimpl
     def forge_inspect_grads(self, step: forge.Step) -> None:
-        if step.name in self._told and self._flag is not None:
-            self._look_later(step, self._flag)
+        if step.name in self._on_device and self._flag is not None:
+            self._check_on_device(step, self._flag)
             return
         means, loss = step.trainer.means, step.prefix + "loss"
         again, self._last = self._last == (step.index, step.name), (step.index, step.name)
         finite = means.on_host and math.isfinite(self._total(step, means.total(loss)))
         if finite and not self._in_a_row and not self._together:
             return
-        bad_loss, bad_gradient = (False, False) if finite else self._look(step, loss)
+        bad_loss, bad_gradient = (False, False) if finite else self._check(step, loss)
         if self._together:
             bad_loss, bad_gradient = map(bool, step.trainer.env.all_max([bad_loss, bad_gradient]))
         if not bad_loss and not bad_gradient:
             self._in_a_row.pop(step.name or "", None)
             return
-        self._act(step, Bad(step.index, step.epoch, bad_loss, self._names(step)), again)
+        self._act(step, NonFinite(step.index, step.epoch, bad_loss, self._names(step)), again)
 
-    def _look(self, step: forge.Step, loss: str) -> tuple[bool, bool]:
-        """Exactly: whether the loss, and whether a gradient, is not finite, as far as this rank has them."""
+    def _check(self, step: forge.Step, loss: str) -> tuple[bool, bool]:
+        """Return exactly whether the loss, and whether a gradient of this rank, is not finite."""
         means = step.trainer.means
         if means.on_host:
             bad_loss = not math.isfinite(means.total(loss))
@@ -162,7 +155,7 @@ class Guard(forge.Plugin):
         return bad_loss, bad_gradient
 
     def _names(self, step: forge.Step) -> list[str]:
-        """The parameters whose gradients are not finite, on any rank."""
+        """Return the parameters whose gradients are not finite on any rank."""
         names = bad_gradients(step)
         if not self._together:
             return names
@@ -170,8 +163,8 @@ class Guard(forge.Plugin):
         return [name for name, _ in step.trainer.task.named_parameters() if name in found]
 
     def _total(self, step: forge.Step, total: float) -> float:
-        """The sum of everything there is to look at: finite where all of it is. The cheapest look, and on every update,
-        so it is written out; where it is not finite, large numbers may have overflown, and an exact look follows."""
+        """Return the sum of loss and gradients, finite if all of them are: the cheapest check, made on every update. If
+        it is not finite, large numbers may have overflowed, and an exact check follows."""
         if self._only_loss:
             return total
         if self._sharded:
@@ -188,7 +181,7 @@ class Guard(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """Policy skip only: a window that is skipped leaves no trace in buffers and means."""
+        """Policy skip only: restore buffers and means after a skipped window."""
         now: Any = [owner[name] for owner, name in self._buffers]
         if self._held is None:
             self._held = [buffer.detach().clone() for buffer in now]
@@ -204,20 +197,22 @@ class Guard(forge.Plugin):
                     torch._foreach_copy_(now, self._held)
         return result
 
-    # -- what to do about it ------------------------------------------------------------------------------------------
+    # -- policies -----------------------------------------------------------------------------------------------------
 
-    def _act(self, step: forge.Step, bad: Bad, again: bool = False) -> None:
-        """`again`: inside a closure, where the optimizer has begun its step and it cannot be skipped any more."""
+    def _act(self, step: forge.Step, bad: NonFinite, again: bool = False) -> None:
+        """Apply the policy. `again`: inside a closure, where the step has begun and cannot be skipped any more."""
         if self.config.policy == "stop":
-            raise self._error(step.trainer, bad, "" if again else "The weights are as they were before it.")
+            raise self._error(step.trainer, bad, "" if again else "The weights are unchanged.")
         if self.config.policy == "rewind":
             self._rewind(step, bad)
         elif again:
-            raise self._error(step.trainer, bad, "It came up inside the optimizer's closure: too late to skip.")
+            raise self._error(
+                step.trainer, bad, "It happened inside the optimizer's closure, where an update cannot be skipped."
+            )
         else:
             self._skip(step, bad)
 
-    def _skip(self, step: forge.Step, bad: Bad) -> None:
+    def _skip(self, step: forge.Step, bad: NonFinite) -> None:
         in_a_row = self._in_a_row[step.name or ""] = self._in_a_row.get(step.name or "", 0) + 1
         if self.config.max_skips and in_a_row > self.config.max_skips:
             reason = f"It is number {in_a_row} in a row, more than guard.max_skips={self.config.max_skips}."
@@ -226,15 +221,15 @@ class Guard(forge.Plugin):
         logger.warning("guard skips update %d: %s.", bad.index, bad)
         step.skip_update(str(bad), quiet=True, by=self.name)
 
-    def _rewind(self, step: forge.Step, bad: Bad) -> None:
+    def _rewind(self, step: forge.Step, bad: NonFinite) -> None:
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
-            raise self._error(trainer, bad, "Policy rewind has nothing to go back to: add -p checkpoint.")
+            raise self._error(trainer, bad, "Policy rewind needs checkpoints: add -p checkpoint.")
         wait_until_written()
         if not trainer.env.broadcast(last_checkpoint(trainer) is not None):
-            raise self._error(trainer, bad, "There is no checkpoint to go back to yet: save more often.")
+            raise self._error(trainer, bad, "No checkpoint exists yet to rewind to: save more often.")
         if self._rewinds == self.config.max_rewinds:
-            reason = f"The run has gone back {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
+            reason = f"The run has been rewound {self._rewinds} times already (guard.max_rewinds={self._rewinds})."
             raise self._error(trainer, bad, reason)
         self._rewinds += 1
         step.skip_update(str(bad), quiet=True, by=self.name)  # the request to rewind is logged
@@ -242,27 +237,27 @@ class Guard(forge.Plugin):
         skipped = range(first, bad.index + 1)
         trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
-    def _error(self, trainer: forge.Run, bad: Bad, why: str) -> NonFiniteError:
-        self._sent = None  # it has been told
+    def _error(self, trainer: forge.Run, bad: NonFinite, why: str) -> NonFiniteError:
+        self._pending = None  # it is being reported
         saved = last_checkpoint(trainer)
-        told = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
+        text = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
         watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
         if not watched:
-            told.append("To see which module, operation and samples it came from, run it again with -p anomaly.")
+            text.append("To see which module, operation and samples it came from, run again with -p anomaly.")
         if saved is not None and not watched:
-            told.append(f"--resume -p anomaly goes on from {saved} and meets it again, because a resume is exact.")
+            text.append(f"--resume -p anomaly continues from {saved} and reproduces it, because a resume is exact.")
         if self.config.policy == "stop":
-            told.append("To leave such updates out, set guard.policy=skip.")
-        return NonFiniteError(" ".join(filter(None, told)))
+            text.append("To skip such updates, set guard.policy=skip.")
+        return NonFiniteError(" ".join(filter(None, text)))
 
-    # -- on a CUDA device, one update late ----------------------------------------------------------------------------
+    # -- on a CUDA device, one update later ---------------------------------------------------------------------------
 
-    def _look_later(self, step: forge.Step, flag: Flag) -> None:
-        """Have the device look, and leave the update out if it must. This may run inside a CUDA graph: what the host
-        has to do comes in forge_step_end then."""
-        if flag.is_heard_now() and self._sent is not None and self._sent.index != step.index:
+    def _check_on_device(self, step: forge.Step, flag: DeviceFlag) -> None:
+        """Let the device check, and skip the update if needed. This may run inside a CUDA graph; the host's part then
+        follows in forge_step_end."""
+        if flag.can_be_read() and self._pending is not None and self._pending.index != step.index:
             self._receive(step, flag)
-            if step.skip_reason is not None:  # this window goes too: what it would mark is void
+            if step.skip_reason is not None:  # this window is skipped as well, so its values do not matter
                 return
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
         tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
@@ -277,28 +272,28 @@ class Guard(forge.Plugin):
         if self._flag is None or step.skip_reason is not None:
             return
         self._receive(step, self._flag)
-        self._sent, self._plain = Sent(step.index, step.epoch, self._plain_loss_is_bad()), []
+        self._pending, self._plain = Pending(step.index, step.epoch, self._plain_loss_is_bad()), []
         self._flag.send()
 
     def _plain_loss_is_bad(self) -> bool:
-        """A loss that is a plain number never passes through the device."""
+        """Check losses that are plain numbers: they never pass through the device."""
         return any(not math.isfinite(loss) for loss in self._plain)
 
-    def _receive(self, step: forge.Step, flag: Flag) -> None:
-        """Hear of the last update that was looked at, and act."""
-        sent, self._sent = self._sent, None
-        if sent is None or not (flag.arrived() or sent.plain_loss_is_bad):
+    def _receive(self, step: forge.Step, flag: DeviceFlag) -> None:
+        """Read the flag of the last checked update, and act on it."""
+        pending, self._pending = self._pending, None
+        if pending is None or not (flag.arrived() or pending.plain_loss_is_bad):
             return
-        bad = Bad(sent.index, sent.epoch, sent.plain_loss_is_bad or flag.loss_was_bad(), None)
-        flag.clear()  # what comes now is stopped or rewound anyhow, and a restored run starts clean
+        bad = NonFinite(pending.index, pending.epoch, pending.plain_loss_is_bad or flag.loss_was_bad(), None)
+        flag.clear()  # what follows is stopped or rewound anyway, and a restored run starts with a clean flag
         self._act(step, bad)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        if self._flag is None or self._sent is None:
+        if self._flag is None or self._pending is None:
             return
-        # whatever is asked for, a checkpoint or an end, would act on what is not known yet; what one of several ranks
-        # asks for is not granted now, and the others do not know of it
+        # a requested checkpoint or stop must not act on an unknown result; a request of one of several ranks is not
+        # granted now, and the others do not know of it
         asked = any(request.everywhere or not self._together for request in trainer.requests.open.values())
         if asked or step.ends_epoch or trainer.progress.update == trainer.max_updates:
             self._receive(step, self._flag)
@@ -307,7 +302,7 @@ class Guard(forge.Plugin):
     def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any] | None:
         if self.config.policy == "rewind" and self._flag is not None and trainer.step is not None:
             self._receive(trainer.step, self._flag)  # the Trainer goes back instead of saving
-        self._refuse_unheard(trainer, "No checkpoint was written of it.")
+        self._raise_pending(trainer, "No checkpoint of it was written.")
         return {"skipped": self._skipped, "in_a_row": dict(self._in_a_row)} if self._skipped else None
 
     @forge.hookimpl
@@ -324,20 +319,20 @@ class Guard(forge.Plugin):
             if getattr(optimizer, "found_inf", None) is self._flag.value:
                 del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            self._refuse_unheard(trainer, "It was the run's last update, and changed no weight.")
+            self._raise_pending(trainer, "It was the run's last update, and changed no weight.")
         finally:
             self._flag = None
 
-    def _refuse_unheard(self, trainer: forge.Run, why: str) -> None:
-        sent, flag = self._sent, self._flag
-        if sent is not None and flag is not None and (flag.arrived() or sent.plain_loss_is_bad):
-            bad_loss = sent.plain_loss_is_bad or flag.loss_was_bad()
-            raise self._error(trainer, Bad(sent.index, sent.epoch, bad_loss, None), why)
+    def _raise_pending(self, trainer: forge.Run, why: str) -> None:
+        pending, flag = self._pending, self._flag
+        if pending is not None and flag is not None and (flag.arrived() or pending.plain_loss_is_bad):
+            bad_loss = pending.plain_loss_is_bad or flag.loss_was_bad()
+            raise self._error(trainer, NonFinite(pending.index, pending.epoch, bad_loss, None), why)
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """What is wrong with an update. `parameters` is None where their gradients are gone by the time it is known."""
+class NonFinite:
+    """What is not finite in an update. `parameters` is None if the gradients are gone by the time it is known."""
 
     index: int
     epoch: int
@@ -357,17 +352,17 @@ class Bad:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """The last update whose flag is on its way to the host."""
+class Pending:
+    """The last update whose flag is being copied to the host."""
 
     index: int
     epoch: int
     plain_loss_is_bad: bool
 
 
-class Flag:
-    """A number on the device that becomes 1 when something is not finite, stays so, and is read without waiting; beside
-    it one for the loss alone."""
+class DeviceFlag:
+    """A number on the device that becomes 1 when something is not finite, and stays 1, and another for the loss alone;
+    both are read without waiting."""
 
     def __init__(self, device: torch.device):
         self._both = torch.zeros(2, device=device)
@@ -382,11 +377,11 @@ class Flag:
         mark_bad(losses, self._loss, self._one)
 
     def clear(self) -> None:
-        """Nothing was found."""
+        """Reset both flags."""
         self._both.zero_()
 
     def share(self, env: Env, bad: bool) -> None:
-        """Take over what any rank has found, without waiting for it."""
+        """Combine the flags of all ranks, without waiting."""
         if bad:
             self.value.fill_(1)
         self.value.copy_(env.sum(self.value).clamp(max=1))
@@ -396,22 +391,22 @@ class Flag:
         self._here.copy_(self._both, non_blocking=True)
         self._event.record()
 
-    def is_heard_now(self) -> bool:
-        """Whether this is no capture, in which nothing can be waited for."""
+    def can_be_read(self) -> bool:
+        """Whether no CUDA graph is being captured, in which the host cannot wait."""
         return not torch.cuda.is_current_stream_capturing()
 
     def arrived(self) -> bool:
-        """What was sent; waits for it where it must."""
+        """Return the flag that was sent; wait for the copy if needed."""
         self._event.synchronize()
         return bool(self._here[0].item())
 
     def loss_was_bad(self) -> bool:
-        """Of what has arrived: whether it was the loss."""
+        """Whether the loss was not finite, as of the last `arrived`."""
         return bool(self._here[1].item())
 
 
 def takes_flag(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether an optimizer leaves its update out where `found_inf` says so, on the device, as torch's fused ones do."""
+    """Whether an optimizer skips its update on the device if `found_inf` is set, as torch's fused ones do."""
     groups = optimizer.param_groups
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -46,7 +46,7 @@ class JSONL(forge.Plugin):
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._file: TextIOWrapper | None = None
         self._started: float | None = None
         self._restores = 0
@@ -88,7 +88,7 @@ class JSONL(forge.Plugin):
         return self._file
 
     def _open(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
-        """The file, without what a life that was given up has written there."""
+        """Open the file, without the lines of an abandoned attempt."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
             drop_after(folder / name, trainer.resumed_from or 0)
@@ -109,21 +109,23 @@ class JSONL(forge.Plugin):
             file.close()
 
     def _give_up(self, error: OSError) -> None:
-        """Metrics are not worth a run."""
+        """Log the error once: metrics are not worth a run."""
         self._gave_up = True
-        with suppress(OSError):  # what it could not write before it cannot write now
+        with suppress(OSError):  # closing flushes, which fails again
             self._close()
-        logger.error("jsonl: metrics.jsonl cannot be written: %s. The run goes on, without further lines in it.", error)
+        logger.error(
+            "jsonl: metrics.jsonl cannot be written: %s. The run continues without further lines in it.", error
+        )
 
 
 def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> None:
-    """Texts are few: the file is opened for each."""
+    """Append texts; they are few, so the file is opened each time."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(as_json({**where, "name": name, "text": text}) + "\n" for name, text in texts.items())
 
 
 def drop_after(path: Path, update: int) -> None:
-    """Take the lines of later updates out of a file, and a last line that a kill has cut short."""
+    """Remove the lines of later updates from a file, and a last line that a kill has cut short."""
     if not path.exists():
         return
     kept = []
@@ -138,7 +140,7 @@ def drop_after(path: Path, update: int) -> None:
 
 
 def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
-    """(epochs, samples) done after `update`; a log can arrive one update late, and within the step or after it."""
+    """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
     progress, step = trainer.progress, trainer.step
     if step is None:
         return progress.epoch, progress.sample
@@ -148,7 +150,7 @@ def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
 
 
 def as_json(record: dict[str, Any]) -> str:
-    """One line of valid JSON, whatever the numbers are."""
+    """Return one line of valid JSON, with null for NaN and infinity."""
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Batches on the device before they are asked for."""
+"""Prefetching of batches to the device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Prefetch(forge.Plugin):
         self._wrapped.clear()
 
     def _ahead(self, loader: Any, device: Any) -> Any:
-        """The loader, prefetched; one that serves two stages stays one, so that checks for that still see it."""
+        """Return the loader, prefetched. A loader of two stages stays one object, for the checks that compare them."""
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__") or isinstance(loader, DevicePrefetch):
-            return loader  # nothing to iterate, a one-shot iterator (reading ahead would lose data), or done already
+            return loader  # not iterable, a one-shot iterator (prefetching would lose data), or prefetched already
         return self._wrapped.setdefault(id(loader), DevicePrefetch(loader, device, self.config.depth))

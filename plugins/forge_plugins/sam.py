@@ -17,7 +17,7 @@ from forge_plugins._finite import moving_buffers
 from forge_plugins._sharded import local, total_norm
 
 TINY = 1e-12
-"""Added to the gradient's norm, as in the authors' code: a gradient of 0 climbs nowhere."""
+"""Added to the gradient's norm, as in the authors' code, so that a gradient of 0 does not move the weights."""
 ETA = 0.01
 """adaptive: added to every |w|, as in the paper, so that a weight of 0 moves too."""
 
@@ -49,11 +49,11 @@ class SAM(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         rho: float = 0.05
-        "Length of the climbing step."
+        "Length of the climb."
         adaptive: bool = False
-        "Let each weight climb in proportion to its size (ASAM)."
+        "Move each weight in proportion to its size (ASAM)."
         freeze_norm: bool = True
-        "Keep the second pass from changing buffers, such as BatchNorm's statistics."
+        "Restore buffers that the second pass changes, such as BatchNorm's statistics."
 
     config: Config
     conflicts = {"grad_scaler": "Use amp.dtype=bf16, which needs none."}
@@ -74,8 +74,8 @@ class SAM(forge.Plugin):
             if entry.needs_closure:
                 kind = type(entry.optimizer).__name__
                 raise StackError(
-                    f"sam cannot train with {kind}, which runs the window by itself as often as it likes, where sam "
-                    "runs it exactly twice. Use another optimizer, or leave sam out."
+                    f"sam cannot train with {kind}, which runs the window itself, any number of times, where sam "
+                    "runs it exactly twice. Use another optimizer, or remove sam."
                 )
         self._buffers = moving_buffers(trainer.task) if self.config.freeze_norm else []
 
@@ -84,7 +84,7 @@ class SAM(forge.Plugin):
         step.run_window()
         finalize = step.trainer.hooks.forge_finalize_grads
         if finalize is not None:
-            finalize(step)  # a direction is read off these gradients, so they must be true; finish() sees to the others
+            finalize(step)  # the direction needs finalized gradients; finish() finalizes those of the second pass
         climbing = [parameter for parameter in step.parameters() if parameter.grad is not None]
         if climbing:
             self._run_above(step, climbing)
@@ -96,7 +96,7 @@ class SAM(forge.Plugin):
         self._buffers = []
 
     def _run_above(self, step: forge.Step, climbing: list[nn.Parameter]) -> None:
-        """Put the gradient at the end of the climb into `.grad`; weights and buffers are as before."""
+        """Replace `.grad` by the gradient at the end of the climb; restore weights and buffers."""
         below = step.loss
         with kept(climbing, self._buffers):
             self._climb(climbing)
@@ -107,7 +107,7 @@ class SAM(forge.Plugin):
 
     @torch.no_grad()
     def _climb(self, parameters: list[nn.Parameter]) -> None:
-        """Move along the gradient by `rho`. It is not needed any more, so its memory becomes the step."""
+        """Move along the gradient by `rho`. The gradient is not needed afterwards, so its memory holds the step."""
         sparse_or_not: list[Any] = [parameter.grad for parameter in parameters]
         whole = [grad if grad.layout is torch.strided else grad.to_dense() for grad in sparse_or_not]
         gradients, weights = [local(grad) for grad in whole], [local(parameter) for parameter in parameters]

@@ -15,10 +15,10 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge.optim import optimizers
 from forge.optim.optimizers import Optimizers
-from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._run_lengths import check_length, updates_of
 
 Factor = Callable[[int], float]
-"""Updates done by an optimizer -> what its learning rate is multiplied with for the next one."""
+"""Maps the updates done by an optimizer to the factor of its learning rate for the next one."""
 
 USES = {
     "cosine": {"warmup", "min_ratio"},
@@ -28,7 +28,7 @@ USES = {
     "one_cycle": {"warmup", "min_ratio"},
     "task": set(),
 }
-"""The options that mean something for each kind."""
+"""The options that each kind uses."""
 
 
 class Schedule(forge.Plugin):
@@ -37,7 +37,7 @@ class Schedule(forge.Plugin):
     The optimizer's own lr (of each parameter group) is the peak. With N planned updates and W of them warm-up, update i
     (from 0) uses the peak times a factor:
 
-    - warm-up, i < W: (i + 1) / W. The first update moves, the W-th has the peak.
+    - warm-up, i < W: (i + 1) / W. The first update is not 0, the W-th has the peak.
       Without warm-up the first update has the peak.
     - cosine, linear: from 1 at the update of the peak to min_ratio at update N, one
       after the last, so that no update has lr 0. Without warm-up they are torch's
@@ -100,12 +100,12 @@ class Schedule(forge.Plugin):
     # -- what to build ------------------------------------------------------------------------------------------------
 
     def _recipe_for(self, trainer: forge.Run) -> Callable[[Optimizer], LRScheduler]:
-        """How to make a schedule for an optimizer of this run."""
+        """Return the function that makes a schedule for an optimizer of this run."""
         config, planned = self.config, trainer.planned_updates
         if planned is None and (config.kind in ("cosine", "linear", "one_cycle") or _is_share(config.warmup)):
             what = config.kind if not _is_share(config.warmup) else f"a warm-up of {config.warmup:g} of the run"
             raise ForgeError(
-                f"schedule: {what} needs to know how many updates the run has. Set max_updates, or use a train loader "
+                f"schedule: {what} needs the number of updates of the run. Set max_updates, or use a train loader "
                 "with a length and max_epochs."
             )
         warmup = updates_of(config.warmup, trainer, "schedule.warmup")
@@ -121,7 +121,7 @@ class Schedule(forge.Plugin):
         return lambda optimizer: LambdaLR(optimizer, factor)
 
     def _decay(self, trainer: forge.Run, peak: int) -> Factor:
-        """The factor after the warm-up, whose last update was `peak`."""
+        """Return the factor after the warm-up, whose last update was `peak`."""
         config = self.config
         if config.kind == "constant":
             return lambda i: 1.0
@@ -142,7 +142,9 @@ class Schedule(forge.Plugin):
         config = self.config
         check_length(config.warmup, "schedule.warmup")
         if not 0 <= config.min_ratio <= 1:
-            raise RecipeError(f"schedule.min_ratio is {config.min_ratio:g}; it is a share of the peak, from 0 to 1.")
+            raise RecipeError(
+                f"schedule.min_ratio is {config.min_ratio:g}; it must be a share of the peak, from 0 to 1."
+            )
         if config.gamma <= 0:
             raise RecipeError(f"schedule.gamma is {config.gamma:g}; it must be above 0.")
         if isinstance(config.step_size, str):
@@ -153,7 +155,7 @@ class Schedule(forge.Plugin):
             raise RecipeError("schedule: kind 'step' needs a step_size: updates (1000), or an interval ('30 epochs').")
 
     def _warn_of_unused(self, given: dict[str, Any]) -> None:
-        """A recipe's options may stay while its kind is overridden, so this is no error."""
+        """Only warn: the options of a recipe may remain while its kind is overridden."""
         default = type(self.config)()
         meant = USES[self.config.kind] | {"kind"}
         unused = [f"{k}={v!r}" for k, v in given.items() if k not in meant and v != getattr(default, k)]
@@ -175,7 +177,7 @@ class Schedule(forge.Plugin):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The shapes. All are pure functions of the updates done, so a restored run continues where it was.
+# Shapes: pure functions of the updates done, so a restored run continues exactly.
 
 
 def with_warmup(decay: Factor, warmup: int) -> Factor:
@@ -206,7 +208,7 @@ def one_cycle(optimizer: Optimizer, planned: int, warmup: int, lowest: float) ->
         optimizer,
         max_lr=[float(group["lr"]) for group in optimizer.param_groups],
         total_steps=planned,
-        # torch puts the peak at update pct_start * planned - 1, and divides by what is before it and after it
+        # torch's peak is at update pct_start * planned - 1, and it divides by the numbers of updates before and after
         pct_start=min(max(warmup, 2), planned - 1) / planned if warmup and planned > 2 else 0.3,
         cycle_momentum=in_use,
         div_factor=start,

@@ -23,7 +23,7 @@ from forge.rng import combine_seeds
 from forge.snapshot.sandbox import kept_buffers
 from forge_plugins._average import Averaging
 from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
-from forge_plugins._lengths import check_length, updates_of
+from forge_plugins._run_lengths import check_length, updates_of
 
 logger = logging.getLogger("forge")
 
@@ -64,15 +64,15 @@ class SWA(Averaging):
         start: int | float | str = 0.75
         "When averaging begins: a share of the run (0.75), updates (500), '500 updates' or '3 epochs'."
         every: str = "1 epoch"
-        "How often weights enter the mean: '1 epoch', '100 updates', '10000 samples'."
+        "How often weights are added to the average: '1 epoch', '100 updates', '10000 samples'."
         lr: float | None = None
-        "Learning rate from the start of averaging on, for all parameters; null keeps the run's schedule."
+        "The learning rate from `start` on, for all parameters; null: keep the run's schedule."
         anneal: int | float | str = "1 epoch"
-        "How long the learning rate takes to get there: updates, a share of the run or an interval; 0: at once."
+        "How long the learning rate takes to reach `lr`: updates, a share of the run or an interval; 0: at once."
         update_bn: bool | int = True
         "Estimate BatchNorm's statistics again for the average: from the whole training data, or from so many batches."
         evaluate: bool = True
-        "Evaluate and export the average; false only keeps it, beside another one."
+        "Evaluate and export the average; false: only keep it, beside another average."
 
     config: Config
 
@@ -82,20 +82,18 @@ class SWA(Averaging):
         check_length(config.anneal, "swa.anneal")
         self._every = forge.Interval(config.every)
         if self._every.unit == "second":
-            raise RecipeError(
-                f"swa.every is {config.every!r}: it is counted in updates, epochs or samples, not in time."
-            )
+            raise RecipeError(f"swa.every is {config.every!r}; write it in updates, epochs or samples, not in time.")
         if config.lr is not None and config.lr <= 0:
-            raise RecipeError(f"swa.lr is {config.lr:g}; it must be above 0 (or null to leave the schedule alone).")
+            raise RecipeError(f"swa.lr is {config.lr:g}; it must be above 0, or null to keep the schedule.")
         if config.update_bn is not True and config.update_bn is not False and config.update_bn < 1:
-            raise RecipeError(f"swa.update_bn is {config.update_bn}; it is true, false or a number of batches.")
+            raise RecipeError(f"swa.update_bn is {config.update_bn}; it must be true, false or a number of batches.")
         self._forget()
 
     def _forget(self) -> None:
         self._moved = False
-        "Whether the weights have changed since they were last taken."
+        "Whether the weights have changed since they were last averaged."
         self._estimated = False
-        "Whether BatchNorm's statistics belong to the average as it is."
+        "Whether BatchNorm's statistics belong to the current average."
         self._warned = False
 
     def averages_buffers(self) -> bool:
@@ -115,18 +113,18 @@ class SWA(Averaging):
         whole = self.config.update_bn is True and self.config.evaluate
         if whole and length_of(trainer.loaders["train"][None]) is None and batch_norms(trainer.task):
             raise ForgeError(
-                f"{self.name}.update_bn=true reads the training data once, but their loader has no length, so nobody "
-                f"knows when that ends. Say how many batches to use: {self.name}.update_bn=200."
+                f"{self.name}.update_bn=true reads all training data once, but the loader has no length. Give the "
+                f"number of batches to use, for example {self.name}.update_bn=200."
             )
 
     def _add_schedules(self, trainer: forge.Run, lr: float) -> None:
-        """Behind whatever schedules there are, so that the rate from the start on is this one's."""
+        """Add a schedule after all others, so that it sets the rate from `start` on."""
         anneal = updates_of(self.config.anneal, trainer, f"{self.name}.anneal")
         for name, entry in trainer.optimizers.entries.items():
             if any(item.monitor is not None for item in entry.schedules):
                 raise StackError(
                     f"{self.name}.lr sets the learning rate, and so does the ReduceLROnPlateau of the task, after each "
-                    f"validation. Leave one out: {self.name}.lr=null, or another schedule."
+                    f"validation. Remove one: {self.name}.lr=null, or another schedule."
                 )
             schedule = ToRate(entry.optimizer, lr, anneal, self._start, trainer.progress)
             trainer.optimizers.add_schedule(name, optimizers.ScheduledLR(schedule))
@@ -161,15 +159,15 @@ class SWA(Averaging):
             yield
 
     def _estimate(self, trainer: forge.Run, modules: list[_BatchNorm]) -> str | None:
-        """Put the statistics of the averaged weights into the average, and into the task, which holds it now.
+        """Store the statistics of the averaged weights in the average, and in the task, which holds it now.
 
-        Returns why that was not possible, if so.
+        Return the reason if that was not possible.
         """
         began = time.perf_counter()
         limit = None if self.config.update_bn is True else self.config.update_bn
         seen, found = estimate(trainer, modules, limit, combine_seeds(torch.initial_seed(), self._average.count))
         if not seen:
-            return "the training loader has nothing more to give."
+            return "the training loader has no more batches."
         names = {id(buffer): name for name, buffer in trainer.task.named_buffers()}
         with torch.no_grad():
             for buffer, value in found:
@@ -185,13 +183,13 @@ class SWA(Averaging):
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
-            text = "%s: BatchNorm's statistics are the mean of those that were averaged, not estimated anew: %s"
+            text = "%s: BatchNorm's statistics are the mean of the averaged ones, not estimated again: %s"
             logger.warning(text, self.name, reason)
         self._warned = True
 
 
 class ToRate:
-    """A schedule that does nothing until the averaging begins, then takes every group's rate to one value and holds it.
+    """A schedule that does nothing until averaging begins, then moves every group's rate to one value and holds it.
 
     It is torch's SWALR with cosine annealing, counted in updates of the run.
     """
@@ -199,9 +197,9 @@ class ToRate:
     def __init__(self, optimizer: Optimizer, lr: float, anneal: int, start: int, progress: Any):
         self.optimizer, self.lr, self.anneal, self.start, self.progress = optimizer, lr, anneal, start, progress
         self.before: list[float] = []
-        "Each group's rate when the averaging began."
+        "Each group's rate when averaging began."
         for group in optimizer.param_groups:
-            if "lr" in group:  # as torch's schedules do: a resume compares it with what the task asks for
+            if "lr" in group:  # as torch's schedules do: a resume compares it with the task's
                 group.setdefault("initial_lr", float(group["lr"]))
         if start == 0:
             self.step()

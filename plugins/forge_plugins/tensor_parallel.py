@@ -1,4 +1,4 @@
-"""Layers that are divided among ranks."""
+"""Tensor parallelism."""
 
 from __future__ import annotations
 
@@ -33,40 +33,34 @@ Kind = Literal["column", "row", "gather", "sequence", "replicate"]
 AXIS = "tensor"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 APPLIED = "_distribute_module_applied"
-"""Where torch notes that a module was divided, which it refuses to do twice."""
+"""Attribute by which torch marks a divided module, to refuse a second time."""
 CUT: dict[tuple[type[nn.Module], Kind], str] = {
     (nn.Linear, "column"): "out_features",
     (nn.Linear, "gather"): "out_features",
     (nn.Linear, "row"): "in_features",
     (nn.Embedding, "gather"): "embedding_dim",
 }
-"""What of a layer is divided."""
+"""The size of a layer that is divided."""
 
 
 class TensorParallel(forge.Plugin):
-    """Divide layers among ranks that train on the same samples: for layers too large or too slow for one device.
+    """Divide layers among ranks that train on the same samples: for layers too large, or too slow, for one rank.
 
-    It works together with `fsdp`, on a two-dimensional mesh: `size` neighbouring ranks share each layer, ideally inside
-    one host, and the other dimension divides batches and shards. Weights, checkpoints and random numbers are those of
-    one process; ranks that share layers draw the same numbers.
+    It works together with `fsdp`, on a mesh of both: `size` neighbouring ranks share each layer, ideally within one
+    host, and the remaining dimension divides batches and shards. Weights, checkpoints and random numbers are those of a
+    single process; ranks that share layers draw the same numbers.
 
-    When to use it: if single layers do not fit, or if the batch is down to one sample per rank.
+    `plan` assigns a style to layers, by class or by pattern of module names. `column` divides a Linear by its outputs:
+    each rank gets its part of the hidden size. `row` divides the Linear after it by its inputs, and sums over the
+    ranks. `gather` is a column whose outputs are gathered again, for a head with many classes, or for an Embedding. A
+    block's MLP is a column and a row; in its attention the layers for queries, keys and values are columns, each a
+    separate layer, and the output layer is a row. Heads are divided, so a block must not hard-code their number: write
+    `q.view(batch, length, -1, head_size)`. With `sequence`, for a norm or a dropout between row and column, each rank
+    computes a part of the positions, which are dimension `sequence_dim`; with `replicate` all ranks compute the same.
+    Other layers stay unchanged, which is right where every rank has the whole input. Dropout between a column and its
+    row draws the same numbers in every part.
 
-    `plan` says what happens to a layer, by class or by pattern of module names:
-
-    - `column` divides a Linear by its outputs: each rank gets a part of them, so the hidden size is divided.
-    - `row` divides the Linear after it by its inputs, and sums the results of the ranks.
-    - `gather` is a column whose outputs are combined again, for a head with many classes, or for an Embedding.
-    - `sequence`, for a norm or a dropout between row and column, lets each rank compute a part of the positions,
-      which are dimension `sequence_dim`.
-    - `replicate` lets all ranks compute the same.
-
-    The MLP of a block is a column and a row. In its attention the layers for queries, keys and values are columns, each
-    a separate layer, and the output layer is a row. Heads are divided, so the code of a block must not assume their
-    number: write `q.view(batch, length, -1, head_size)`. Layers that no pattern names are not changed, which is correct
-    if every rank has the whole input. Dropout between a column and its row draws the same numbers in every part.
-
-    A pattern that matches nothing, and a size that does not divide a layer, are refused.
+    A pattern without a match, and a size that does not divide a layer, are refused.
 
     ::
 
@@ -78,7 +72,7 @@ class TensorParallel(forge.Plugin):
         size: int = 2
         "Number of ranks that share each layer; it divides the number of processes."
         plan: dict[str, Kind] = field(default_factory=dict)
-        "What happens to which layers: column, row, gather, sequence or replicate, by class or pattern of names."
+        "Style of layers: column, row, gather, sequence or replicate, by class or pattern of names."
         sequence_dim: int = 1
         "For sequence: the dimension of a layer's input that holds the positions."
 
@@ -92,7 +86,7 @@ class TensorParallel(forge.Plugin):
             raise RecipeError(f"tensor_parallel.size is {self.config.size}; it must be at least 2.")
         if not self.config.plan:
             raise RecipeError(
-                "tensor_parallel.plan is empty: say which layers to divide, as in "
+                "tensor_parallel.plan is empty. Name the layers to divide, for example "
                 '"tensor_parallel.plan={blocks.*.fc1: column, blocks.*.fc2: row}".'
             )
         if self.config.sequence_dim < 0:
@@ -114,7 +108,7 @@ class TensorParallel(forge.Plugin):
         mesh = trainer.env.mesh
         assert mesh is not None
         if not any(tensor.is_meta for tensor in (*build.task.parameters(), *build.task.buffers())):
-            trainer.env.copy_from_first(build.task)  # a norm's weights are taken for equal
+            trainer.env.copy_from_first(build.task)  # the weights of a norm are assumed equal
         for module, kind in planned.values():
             self._divide(module, kind, mesh[AXIS])
         kinds = {kind: [name for name, (_, k) in planned.items() if k == kind] for _, kind in planned.values()}
@@ -123,7 +117,7 @@ class TensorParallel(forge.Plugin):
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        """Ranks that share layers must drop the same of what all of them hold."""
+        """Seed ranks that share layers equally, so that their dropout agrees."""
         if trainer.seed is None and trainer.env.world > 1:
             seeds = trainer.env.gather(torch.initial_seed())
             seed_all(seeds[trainer.env.rank - trainer.env.rank % self.config.size])
@@ -137,12 +131,12 @@ class TensorParallel(forge.Plugin):
     # -- layers -------------------------------------------------------------------------------------------------------
 
     def _planned(self, task: nn.Module) -> dict[str, tuple[nn.Module, Kind]]:
-        """What happens to which module; what cannot happen is refused."""
+        """Return the style of each module; refuse what cannot be divided."""
         planned: dict[str, tuple[nn.Module, Kind]] = {}
         for pattern, kind in self.config.plan.items():
             for name, module in chosen(task, [pattern], "tensor_parallel.plan").items():
                 if planned.get(name, (module, kind))[1] != kind:
-                    raise RecipeError(f"tensor_parallel.plan: {name} is to be {planned[name][1]} and {kind}.")
+                    raise RecipeError(f"tensor_parallel.plan: {name} is given both {planned[name][1]} and {kind}.")
                 self._refuse_undividable(name, module, kind)
                 planned[name] = module, kind
         return planned
@@ -152,7 +146,7 @@ class TensorParallel(forge.Plugin):
             if kind == "sequence" and next(module.children(), None) is not None:
                 raise RecipeError(
                     f"tensor_parallel.plan: {name} is a {type(module).__name__} with layers in it; sequence is for "
-                    "layers that compute each position for itself, such as a LayerNorm."
+                    "layers that compute each position independently, such as a LayerNorm."
                 )
             return
         dimension = next((cut for (layer, k), cut in CUT.items() if k == kind and isinstance(module, layer)), None)
@@ -174,7 +168,7 @@ class TensorParallel(forge.Plugin):
         for style in self._styles(kind):
             parallelize_module(module, mesh, style)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(trained[name])  # torch makes new ones, all of them trained
+            parameter.requires_grad_(trained[name])  # torch makes new parameters, all of them trained
 
         def undo() -> None:
             for name, before in hooks.items():
@@ -186,7 +180,7 @@ class TensorParallel(forge.Plugin):
         self._undo.append(undo)
 
     def _styles(self, kind: Kind) -> list[ParallelStyle]:
-        """torch's styles, one inside the other; between layers everybody has plain tensors."""
+        """Return torch's styles, one inside the other; between layers all tensors are plain."""
         whole, part = Replicate(), Shard(self.config.sequence_dim)
         if kind == "column":
             return [ColwiseParallel()]
@@ -204,7 +198,7 @@ class TensorParallel(forge.Plugin):
 
 
 class Whole(ParallelStyle):
-    """A layer that every rank has all of."""
+    """A layer that every rank holds completely."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         from torch.distributed.tensor import distribute_module

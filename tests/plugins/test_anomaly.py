@@ -226,7 +226,7 @@ def test_what_became_of_an_infinity_is_told_too() -> None:
 
 def test_a_mask_over_everything_is_told_as_what_it_is() -> None:
     _, text = found(Net(mask_over_everything))
-    assert "its infinite input was put there by masked_fill" in text
+    assert "its infinite input was made by masked_fill" in text
 
 
 def test_the_bad_micro_batch_of_a_window_is_named() -> None:
@@ -301,7 +301,7 @@ def test_the_error_of_guard_carries_the_report_wherever_it_stands(order: int) ->
     with pytest.raises(NonFiniteError) as caught:
         fit([anomaly, Guard()][::order], with_bad(math.nan), run_dir="run")
     assert "guard.policy=skip" in str(caught.value)
-    assert "run it again with -p anomaly" not in str(caught.value)
+    assert "run again with -p anomaly" not in str(caught.value)
     assert len(anomaly.findings) == len(caught.value.__notes__) == 1
     assert "batch[0], as the loader gave it" in caught.value.__notes__[0]
 

@@ -469,7 +469,7 @@ def test_a_failed_write_stops_the_run_and_names_path_and_cause(
     Broken(monkeypatch, 3)
     with pytest.raises(forge.CheckpointError, match=r"update-00000003 could not be written: No space left") as error:
         fit(train=make_batches(50), plugins=[Checkpoint("1 updates", background=background)], run_dir=tmp_path)
-    assert "There is no checkpoint of update 3" in str(error.value)
+    assert "The checkpoint of update 3" in str(error.value)
     assert kept(tmp_path) == [1, 2]
 
 
@@ -486,7 +486,7 @@ def test_a_failed_write_stops_the_run_at_the_next_update_not_at_the_next_save(
         if writer._thread is not None:
             writer._thread.join()
 
-    with pytest.raises(forge.CheckpointError, match="There is no checkpoint of update 3"):
+    with pytest.raises(forge.CheckpointError, match="The checkpoint of update 3"):
         fit(train=make_batches(6), plugins=[plugin, wait], run_dir=tmp_path)
     assert seen == [0, 1, 2, 3]
 
@@ -501,14 +501,14 @@ def test_with_warn_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
     assert result.updates == 5
     assert kept(tmp_path) == [4, 5]
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert any("There is no checkpoint of update 3" in text and "No space left" in text for text in errors)
+    assert any("The checkpoint of update 3" in text and "No space left" in text for text in errors)
 
 
 def test_a_write_that_fails_at_the_very_end_does_not_pass_for_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Broken(monkeypatch).now = True
-    with pytest.raises(forge.CheckpointError, match="There is no checkpoint of update 4"):
+    with pytest.raises(forge.CheckpointError, match="The checkpoint of update 4"):
         fit(plugins=[Checkpoint(every=None)], run_dir=tmp_path)
     assert kept(tmp_path) == []
 

@@ -18,7 +18,7 @@ from forge_plugins import AMP, DDP, SAM, Compile, CudaGraph
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
-from forge_plugins.cuda_graph.window import Unsuitable, Window
+from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 from tests.support.tasks import Classifier, fit
 
 
@@ -31,11 +31,11 @@ def test_on_a_cpu_it_says_so_once_and_changes_nothing(caplog: pytest.LogCaptureF
     with caplog.at_level("INFO", logger="forge"):
         fit(task, plugins=[CudaGraph()])
     assert_same_weights(task, plain)
-    assert caplog.text.count("there are graphs on CUDA only, and the run is on cpu") == 1
+    assert caplog.text.count("graphs run on CUDA only, and the run is on cpu") == 1
 
 
 def test_strict_refuses_a_cpu() -> None:
-    with pytest.raises(StackError, match=r"on cpu\. Mend that, remove cuda_graph, or set cuda_graph\.strict=false"):
+    with pytest.raises(StackError, match=r"on cpu\. Fix that, remove cuda_graph, or set cuda_graph\.strict=false"):
         fit(plugins=[CudaGraph(strict=True)])
 
 
@@ -86,9 +86,9 @@ def test_torchs_optimizers_are_made_fused_and_capturable() -> None:
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
-def window(*batches: Any, items: Any = None) -> Window:
+def window(*batches: Any, items: Any = None) -> GraphWindow:
     trainer = forge.Trainer(max_updates=1, plugins=[])
-    return Window(Step(trainer, window=batches, items=items or [1] * len(batches)), torch.device("cpu"))
+    return GraphWindow(Step(trainer, window=batches, items=items or [1] * len(batches)), torch.device("cpu"))
 
 
 def test_windows_of_one_shape_share_a_key_whatever_their_numbers() -> None:

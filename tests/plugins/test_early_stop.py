@@ -231,10 +231,10 @@ def test_a_metric_that_there_is_not_is_refused_with_those_that_there_are() -> No
     with pytest.raises(RecipeError) as caught:
         fit([EarlyStop("val/los")])
     assert str(caught.value) == (
-        "early_stop.monitor is 'val/los', which this validation does not give. Did you mean 'val/loss'? It gives "
+        "early_stop.monitor is 'val/los', which this validation does not give. Did you mean 'val/loss'? Metrics: "
         "val/loss, val/other."
     )
-    with pytest.raises(RecipeError, match=r"does not give\. It gives val/loss, val/other\."):
+    with pytest.raises(RecipeError, match=r"does not give\. Metrics: val/loss, val/other\."):
         fit([EarlyStop("val/perplexity", after="9 epochs")])
 
 
@@ -278,7 +278,7 @@ def test_a_fit_that_was_compared_in_another_life_or_that_fails_says_nothing(
 
 @pytest.mark.parametrize("monitor", ["val/accuracy", "val/hard/F1", "val/top-5 acc", "val/mAP@50"])
 def test_a_metric_that_should_grow_needs_its_mode(monitor: str) -> None:
-    with pytest.raises(RecipeError, match=r"more seems to be better, .* Write early_stop\.mode=max, or"):
+    with pytest.raises(RecipeError, match=r"larger seems better, .* Write early_stop\.mode=max, or"):
         EarlyStop(monitor)
     EarlyStop(monitor, mode="max")
     EarlyStop(monitor, mode="min")
@@ -298,13 +298,13 @@ def test_any_other_metric_is_to_fall(monitor: str) -> None:
         ({"target": math.inf}, r"early_stop\.target is inf; it must be a finite number"),
         ({"after": "10 min"}, r"early_stop\.after is '10 min': write it in updates, epochs or samples"),
         ({"after": "soon"}, r"early_stop\.after: 'soon' is not an interval"),
-        ({"monitor": "train/loss"}, r"early_stop\.monitor is 'train/loss', .*: write val/loss\."),
-        ({"monitor": "loss"}, r"early_stop\.monitor is 'loss', .*: write val/loss\."),
-        ({"monitor": "hard/loss"}, r"write val/hard/loss\."),
-        ({"monitor": "val_loss"}, r"early_stop\.monitor is 'val_loss', .*: write val/loss\."),
-        ({"monitor": "train_loss"}, r"write val/loss\."),
-        ({"monitor": "valid/hard/loss"}, r"write val/hard/loss\."),
-        ({"monitor": "value"}, r"write val/value\."),
+        ({"monitor": "train/loss"}, r"early_stop\.monitor is 'train/loss', .* Write val/loss\."),
+        ({"monitor": "loss"}, r"early_stop\.monitor is 'loss', .* Write val/loss\."),
+        ({"monitor": "hard/loss"}, r"Write val/hard/loss\."),
+        ({"monitor": "val_loss"}, r"early_stop\.monitor is 'val_loss', .* Write val/loss\."),
+        ({"monitor": "train_loss"}, r"Write val/loss\."),
+        ({"monitor": "valid/hard/loss"}, r"Write val/hard/loss\."),
+        ({"monitor": "value"}, r"Write val/value\."),
         ({"mode": "smallest"}, "mode"),
     ],
 )

@@ -364,7 +364,7 @@ def test_before_the_start_the_trained_weights_are_evaluated(caplog: pytest.LogCa
     fit_tiny([], task=plain)
     assert_same_weights(watched.seen[0], plain.seen[0])
     assert first_difference(watched.seen[1], plain.seen[1])
-    assert "ema: the averaged weights are evaluated from update 10 on" in caplog.text
+    assert "ema: evaluates the averaged weights from update 10 on" in caplog.text
 
 
 class Replacing(TinyTask):
@@ -517,7 +517,7 @@ def test_apply_to_gives_the_average_to_any_task_that_fits() -> None:
     assert_same_weights(
         parameters(wide), {name: tensor.double() for name, tensor in parameters(applied(plugin, task)).items()}
     )
-    with pytest.raises(forge.TaskError, match=r"Linear has no net\.0\.weight of the shape"):
+    with pytest.raises(forge.TaskError, match=r"Linear has no net\.0\.weight of the fitted shape"):
         plugin.apply_to(other)
 
 
@@ -562,7 +562,7 @@ def test_apply_to_a_task_whose_frozen_part_is_another_changes_nothing() -> None:
     plugin, other = EMA(0.9), Wider()
     fit_tiny([plugin], task=Marked())
     before = copy.deepcopy(other)
-    with pytest.raises(forge.TaskError, match=r"Wider has no steps of the shape that was fitted: it is another task"):
+    with pytest.raises(forge.TaskError, match=r"Wider has no steps of the fitted shape: it is a different task"):
         plugin.apply_to(other)
     assert_same_weights(other, before)
 
@@ -663,7 +663,7 @@ def test_a_second_average_is_kept_beside_the_first(tmp_path: Path) -> None:
         ({"every": 0}, r"ema\.every is 0"),
         ({"start": -1}, r"ema\.start is -1"),
         ({"start": 1.5}, r"ema\.start is 1\.5.*share of the run"),
-        ({"start": "10 min"}, r"ema\.start is '10 min': it can be counted in updates or epochs"),
+        ({"start": "10 min"}, r"ema\.start is '10 min'; write it in updates or epochs"),
         ({"buffers": "none"}, r"buffers"),
     ],
 )
@@ -682,7 +682,7 @@ class Endless:
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (0.5, r"ema\.start is 0\.5 of the run, but nobody knows how many updates.*Set max_updates"),
+        (0.5, r"ema\.start is 0\.5 of the run, but the run.s number of updates is unknown.*Set max_updates"),
         ("1 epoch", r"ema\.start is '1 epoch', but the train loader has no length.*Give ema\.start in updates"),
     ],
 )

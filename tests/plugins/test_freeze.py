@@ -469,17 +469,19 @@ def test_the_log_says_what_is_frozen_and_what_thaws(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, logger="forge")
     fit_tiny([Freeze("net.[01]", thaw="1 epoch")])
     assert (
-        "freeze holds 4 of 6 parameters, 72 of 99 values, and the statistics of 1 module: "
+        "freeze: froze 4 of 6 parameters, 72 of 99 values, and the statistics of 1 module: "
         "net.0.weight, net.0.bias, net.1.weight and 1 more." in caplog.text
     )
-    assert caplog.text.count("freeze thaws") == 1
-    assert "freeze thaws 4 parameters after update 5, 72 values: net.0.weight" in caplog.text
+    assert caplog.text.count("freeze: thawed") == 1
+    assert "freeze: thawed 4 parameters after update 5, 72 values: net.0.weight" in caplog.text
 
 
 def test_a_moment_that_the_run_never_comes_to_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     fit_tiny([Freeze("net.0", thaw={"*.weight": "2 epochs", "*.bias": "10 updates"})], max_epochs=2)
-    assert "freeze.thaw: this run is over after 2 epochs, so what thaws at 2 epochs never trains" in caplog.text
-    assert "freeze.thaw: this run is over after 10 updates, so what thaws at 10 updates never trains" in caplog.text
+    assert "freeze.thaw: this run ends after 2 epochs, so parameters that thaw at 2 epochs never train" in caplog.text
+    assert (
+        "freeze.thaw: this run ends after 10 updates, so parameters that thaw at 10 updates never train" in caplog.text
+    )
     caplog.clear()
     fit_tiny([Freeze("net.0", thaw={"*.weight": "1 epochs", "*.bias": "9 updates"})], max_epochs=2)
     assert "never trains" not in caplog.text
@@ -489,7 +491,7 @@ def test_freezing_what_is_not_trained_is_told(caplog: pytest.LogCaptureFixture) 
     task = TinyTask()
     task.net[0].requires_grad_(False)  # pyright: ignore
     fit_tiny([Freeze("net.0", thaw="1 epoch")], task=task)
-    assert "what freeze.modules matches was not trained before either" in caplog.text
+    assert "everything that freeze.modules matches was frozen already" in caplog.text
     assert frozen(task) == {"net.0.weight", "net.0.bias"}
 
 
@@ -539,8 +541,8 @@ def test_freezing_everything_is_refused() -> None:
     with pytest.raises(RecipeError) as caught:
         fit_tiny([Freeze("*", thaw="1 epoch")], task=task)
     assert str(caught.value) == (
-        "freeze.modules='*' leaves TinyTask nothing to train: all of its parameters are frozen. Name fewer, or say "
-        "what stays trained, as in freeze.keep='net.4'."
+        "freeze.modules='*' freezes every parameter of TinyTask. Name fewer, or keep some trained, for example with "
+        "freeze.keep='net.4'."
     )
     assert frozen(task) == set()
 
@@ -557,7 +559,7 @@ def test_layers_that_another_plugin_puts_in_place_of_frozen_ones_are_refused_by_
                 task.net[0] = nn.Linear(6, 8)
 
     freeze = Freeze("net.[01]")
-    with pytest.raises(StackError, match="Let that plugin stand before freeze"):
+    with pytest.raises(StackError, match="Move that plugin before freeze"):
         fit_tiny([freeze, Surgeon()])
     fit_tiny([Surgeon(), freeze])
 
@@ -567,7 +569,7 @@ def test_a_thaw_of_what_no_optimizer_has_is_refused_by_name() -> None:
         fit_tiny([Freeze("net.0", thaw={"*.weight": "1 epoch"})], task=Filtered())
     assert str(caught.value) == (
         "freeze.thaw is to train net.0.weight later, but Filtered.configure_optimizers leaves it out. Give the "
-        "optimizer all parameters, not only those with requires_grad: what has no gradient it passes over."
+        "optimizer all parameters, not only those with requires_grad; it skips parameters without a gradient."
     )
     fit_tiny([Freeze("net.0")], task=Filtered())
 

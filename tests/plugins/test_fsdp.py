@@ -392,7 +392,7 @@ def test_a_task_says_what_is_in_weights_that_no_module_draws() -> None:
     ("kind", "said"),
     [
         (Bare, "scaled of Bare has parameters or buffers, and no reset_parameters()"),
-        (Forgetful, "scaled.scale of a task from the meta device has no first values"),
+        (Forgetful, "scaled.scale of a task from the meta device has no initial values"),
         (AllAtOnce, "AllAtOnce.init_weights is called with each module in turn"),
     ],
 )
@@ -679,5 +679,5 @@ def test_one_process_alone_trains_with_it_too(caplog: pytest.LogCaptureFixture) 
     alone = train(deep(), [Clip(0.5)])["weights"]
     for name, value in task.state_dict().items():
         torch.testing.assert_close(value, alone[name], rtol=EXACT, atol=EXACT)
-    assert "fsdp: 512 parameters in 1 shards; each for itself: blocks.0-2, and the rest" in caplog.text
+    assert "fsdp: 512 parameters in 1 shards; sharded separately: blocks.0-2, and the rest" in caplog.text
     assert not any(isinstance(module, FSDPModule) for module in task.modules())

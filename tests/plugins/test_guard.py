@@ -21,7 +21,7 @@ from forge.metrics.means import Means
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
 from forge_plugins._finite import all_finite
-from forge_plugins.guard import Flag
+from forge_plugins.guard import DeviceFlag
 
 POLICIES = ["stop", "skip", "rewind"]
 
@@ -301,24 +301,24 @@ def test_several_bad_windows_are_left_out_one_after_the_other(tmp_path: Path) ->
 
 
 def test_more_rewinds_than_allowed_stop_the_run(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"gone back 2 times already \(guard\.max_rewinds=2\)"):
+    with pytest.raises(NonFiniteError, match=r"been rewound 2 times already \(guard\.max_rewinds=2\)"):
         fit([Guard("rewind", max_rewinds=2), saving("2 updates")], batches(2, 3, 5), run_dir=tmp_path)
 
 
 def test_rewind_without_a_checkpoint_plugin_says_so() -> None:
-    with pytest.raises(NonFiniteError, match="Policy rewind has nothing to go back to: add -p checkpoint"):
+    with pytest.raises(NonFiniteError, match="Policy rewind needs checkpoints: add -p checkpoint"):
         fit([Guard("rewind")], batches(3))
 
 
 def test_rewind_before_the_first_checkpoint_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match="no checkpoint to go back to yet"):
+    with pytest.raises(NonFiniteError, match="No checkpoint exists yet to rewind to"):
         fit([Guard("rewind"), saving("4 updates")], batches(3), run_dir=tmp_path)
 
 
 # -- one update late, as on a CUDA device -----------------------------------------------------------------------------
 
 
-class HostFlag(Flag):
+class HostFlag(DeviceFlag):
     """The device's flag in host memory; what was sent arrives when it is asked for."""
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ class HostFlag(Flag):
     def send(self) -> None:
         self._here.copy_(self._both)
 
-    def is_heard_now(self) -> bool:
+    def can_be_read(self) -> bool:
         return True
 
     def arrived(self) -> bool:
@@ -342,7 +342,7 @@ class LateGuard(Guard):
     def forge_start(self, trainer: forge.Trainer) -> None:
         super().forge_start(trainer)
         trainer.means.on_host = False
-        self._told, self._flag = set(trainer.optimizers), HostFlag()
+        self._on_device, self._flag = set(trainer.optimizers), HostFlag()
 
 
 class Fused(TinyTask):

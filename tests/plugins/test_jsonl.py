@@ -215,7 +215,7 @@ def test_a_full_disk_is_an_error_in_the_log_once_and_the_run_goes_on(
     assert fit(train=make_batches(6), plugins=[plugin], run_dir=tmp_path, log_every=1).updates == 6
     assert [line["update"] for line in lines_of(tmp_path)] == [1]
     assert errors_in(caplog) == [
-        "jsonl: metrics.jsonl cannot be written: [Errno 28] No space left on device. The run goes on, without further "
+        "jsonl: metrics.jsonl cannot be written: [Errno 28] No space left on device. The run continues without further "
         "lines in it."
     ]
     monkeypatch.undo()

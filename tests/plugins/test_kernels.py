@@ -487,7 +487,7 @@ def test_a_run_whose_kernel_is_gone_is_not_resumed_without_a_word(
 
     run(max_updates=1)
     install("toy_fussy")
-    with pytest.raises(StackError, match="used the kernel 'toy', which is not there any more"):
+    with pytest.raises(StackError, match="used the kernel 'toy', which is not available now"):
         run(max_updates=2, resume="auto")
 
 
@@ -498,7 +498,7 @@ def test_a_run_whose_kernel_is_gone_is_not_resumed_without_a_word(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use": "tooy"}, "kernels.use names 'tooy', which no kernel is called. Did you mean 'toy'?"),
+        ({"use": "tooy"}, "kernels.use names 'tooy', but no kernel has that name. Did you mean 'toy'?"),
         ({"use": ["toy", "autoo"]}, "kernels.use names 'autoo'"),
         ({"use": []}, "kernels.use is an empty list"),
         ({"leave_out": "tooy"}, "kernels.leave_out names 'tooy'"),
@@ -518,7 +518,7 @@ def test_two_named_kernels_for_one_function_are_refused(install: Any) -> None:
 
 def test_naming_a_kernel_that_replaces_nothing_is_refused(install: Any) -> None:
     install("toy_bare")
-    with pytest.raises(RecipeError, match=r"'toy_bare', which replaces nothing by itself: call forge.kernels.toy_bare"):
+    with pytest.raises(RecipeError, match=r"'toy_bare', which replaces no torch function. Call forge.kernels.toy_bare"):
         fit_tiny([Kernels("toy_bare")])
 
 

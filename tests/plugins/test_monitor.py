@@ -25,9 +25,9 @@ from forge.testing import TinyGAN, TinyTask, check_plugin, fit_tiny, tiny_batche
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Monitor, Progress
 from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.gradients import Readings
-from forge_plugins.monitor.look import Look
 from forge_plugins.monitor.parcel import Parcel
-from forge_plugins.monitor.shapes import Row, folded
+from forge_plugins.monitor.shapes import ModuleRow, folded
+from forge_plugins.monitor.turn import TurnStatistics
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
 
@@ -483,12 +483,12 @@ def test_an_update_that_fails_leaves_no_hook_behind() -> None:
 def test_between_intervals_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    class Counted(Look):
+    class Counted(TurnStatistics):
         def __init__(self, step: forge.Step, *rest: Any, **options: Any):
             taken.append(step.index)
             super().__init__(step, *rest, **options)
 
-    monkeypatch.setattr("forge_plugins.monitor.Look", Counted)
+    monkeypatch.setattr("forge_plugins.monitor.TurnStatistics", Counted)
     fit(made(), make_batches(6), plugins=[quiet("7 updates")])
     assert taken == []
     fit(made(), make_batches(6), plugins=[quiet("3 updates")])
@@ -1098,7 +1098,7 @@ class TestTable:
 
     @given(st.lists(st.sampled_from("abc"), max_size=12))
     def test_folding_loses_no_row(self, kinds: list[str]) -> None:
-        rows = folded([Row(str(i), kind) for i, kind in enumerate(kinds)])
+        rows = folded([ModuleRow(str(i), kind) for i, kind in enumerate(kinds)])
         unfolded: list[str] = []
         for row in rows:
             if row.kind.startswith("the same"):

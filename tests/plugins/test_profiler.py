@@ -288,7 +288,7 @@ def test_a_disk_that_takes_nothing_does_not_stop_the_run(tmp_path: Path, caplog:
     (tmp_path / "profile").write_text("a file where the folder should be")
     _, result = fit_tiny([Profiler(**SHORT)], run_dir=tmp_path)
     assert result.stop_reason == "max_epochs"
-    assert "profiler: what was recorded cannot be told" in caplog.text
+    assert "profiler: the report failed" in caplog.text
 
 
 def test_the_error_of_a_sink_is_its_own() -> None:
@@ -456,7 +456,7 @@ def test_a_stop_that_comes_after_the_boundary_is_reported_at_the_end(tmp_path: P
 def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
     fit_tiny([Profiler()], max_updates=6)
     assert (
-        "nothing was recorded: there were 6 updates, and profiler.wait=5 with profiler.warmup=2 let the first 7 pass: "
+        "nothing was recorded: the run had 6 updates, and profiler.wait=5 with profiler.warmup=2 skips the first 7. "
         "set profiler.wait=1 profiler.warmup=0, or train longer." in caplog.text
     )
 
@@ -965,7 +965,7 @@ def test_a_device_that_torch_does_not_record_gets_no_verdict() -> None:
     bare = type(report)("mps", 3, 2, report.trace, None, None, 12)
     for told in (bare.text(), bare.markdown()):
         assert "bound" not in told
-        assert "There is no verdict: torch's profiler does not see what the device mps does." in told
+        assert "No verdict: torch's profiler does not record the device mps." in told
     assert "verdict" not in bare.plain()
 
 

@@ -260,11 +260,11 @@ class TestTheTasksSchedule:
 class TestRefused:
     @pytest.mark.parametrize("kind", ["cosine", "linear", "one_cycle"])
     def test_an_unknown_length_is_refused_with_what_to_set(self, kind: str) -> None:
-        with pytest.raises(ForgeError, match=rf"{kind} needs to know how many updates.*Set max_updates"):
+        with pytest.raises(ForgeError, match=rf"{kind} needs the number of updates.*Set max_updates"):
             rates_of(Schedule(kind), train=iter(make_batches(4)))
 
     def test_a_share_of_an_unknown_length_is_refused(self) -> None:
-        with pytest.raises(ForgeError, match=r"a warm-up of 0\.1 of the run needs to know"):
+        with pytest.raises(ForgeError, match=r"a warm-up of 0\.1 of the run needs the number"):
             rates_of(Schedule("constant", warmup=0.1), train=iter(make_batches(4)))
 
     def test_a_warm_up_in_epochs_of_unknown_length_is_refused(self) -> None:
@@ -281,7 +281,7 @@ class TestRefused:
             ({"kind": "cosin"}, "Did you mean 'cosine'"),
             ({"warmup": -1}, r"schedule\.warmup is -1\. Write updates as a whole number"),
             ({"warmup": 1.5}, r"schedule\.warmup is 1\.5"),
-            ({"warmup": "10 min"}, "can be counted in updates or epochs"),
+            ({"warmup": "10 min"}, "write it in updates or epochs"),
             ({"warmup": "soon"}, "'soon' is not an interval"),
             ({"min_ratio": 1.5}, "a share of the peak, from 0 to 1"),
             ({"kind": "step"}, "needs a step_size"),

@@ -555,7 +555,7 @@ def test_a_stream_that_keeps_its_place_is_read_again_only_at_the_end(
 
     plugin = SWA(0)
     assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
-    assert "keeps its place, which a second pass would move" in caplog.text
+    assert "keeps its position, which a second pass would move" in caplog.text
     assert plugin._estimated
     estimated, means = load_file(tmp_path / "weights.safetensors"), SWA(0, update_bn=False)
     other = applied(means, fit([means]))
@@ -588,7 +588,7 @@ def test_a_loader_that_draws_its_order_is_read_again_only_at_the_end(
 
     plugin = SWA(0, every="2 updates")
     assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
-    assert caplog.text.count("this loader may give another order each time it is read") == 1
+    assert caplog.text.count("this loader may give another order on each pass") == 1
     assert plugin._estimated
 
 
@@ -596,7 +596,7 @@ def test_a_list_of_batches_is_estimated_between(caplog: pytest.LogCaptureFixture
     plugin = SWA(0, every="2 updates")
     fit_tiny([plugin], validate_every="2 updates")
     assert plugin._estimated
-    assert "not estimated anew" not in caplog.text
+    assert "not estimated again" not in caplog.text
 
 
 def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> None:
@@ -604,7 +604,7 @@ def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> 
         def __iter__(self) -> Iterator[Any]:
             return iter(tiny_batches())
 
-    with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads the training data.*swa\.update_bn=200"):
+    with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads all training data.*swa\.update_bn=200"):
         fit_tiny([SWA(0)], train=Stream())
     plugin = SWA(0, update_bn=3)
     fit_tiny([plugin], train=Stream(), run_dir=tmp_path)
@@ -615,7 +615,7 @@ def test_a_loader_with_nothing_left_leaves_the_mean_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit_tiny([SWA(0, update_bn=2)], train=iter(tiny_batches()), max_epochs=1, run_dir=tmp_path)
-    assert "not estimated anew" in caplog.text
+    assert "not estimated again" in caplog.text
     assert (tmp_path / "weights.safetensors").exists()
 
 
@@ -770,7 +770,7 @@ def test_ema_and_swa_can_both_be_kept(tmp_path: Path, evaluated: str) -> None:
     [
         ({"start": 1.0}, r"swa\.start is 1\.0"),
         ({"start": "1 h"}, r"swa\.start is '1 h'"),
-        ({"every": "10 min"}, r"swa\.every is '10 min': it is counted in updates, epochs or samples"),
+        ({"every": "10 min"}, r"swa\.every is '10 min'; write it in updates, epochs or samples"),
         ({"lr": 0.0}, r"swa\.lr is 0; it must be above 0"),
         ({"anneal": -1}, r"swa\.anneal is -1"),
         ({"update_bn": 0}, r"swa\.update_bn is 0"),

@@ -233,7 +233,7 @@ def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) ->
         (5, {"embed": "gather"}, "embed has embedding_dim=8, which 5 ranks"),
         (2, {"last": "row"}, "last is a LayerNorm; column, row and gather divide nn.Linear"),
         (2, {"Block": "sequence"}, "blocks.0 is a Block with layers in it"),
-        (2, {"head": "row", "Linear": "column"}, "head is to be row and column"),
+        (2, {"head": "row", "Linear": "column"}, "head is given both row and column"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(size: int, plan: Any, said: str) -> None:

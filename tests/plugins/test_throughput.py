@@ -21,9 +21,9 @@ import forge
 from forge.errors import RecipeError
 from forge.testing import TinyGAN, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Clip, Throughput
-from forge_plugins.throughput import told
+from forge_plugins.throughput import summary
 from forge_plugins.throughput.flops import Counting, probe
-from forge_plugins.throughput.memory import Saved
+from forge_plugins.throughput.memory_use import Saved
 from forge_plugins.throughput.peaks import PEAKS, as_computed, peak_of
 from forge_plugins.throughput.steps import DeviceSteps, Done, percentile
 from tests.support.tasks import Classifier, fit, make_batches
@@ -240,7 +240,7 @@ def test_what_a_task_counts_has_its_own_rate(kind: Any, given: Any, task: Any, t
 
 def test_items_that_nothing_counts_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     logged(given={"items": "tokens"})
-    assert "throughput.items=tokens has nothing to count: define num_items" in caplog.text
+    assert "throughput.items=tokens has nothing to count. Define num_items" in caplog.text
 
 
 # -- FLOPs ------------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_the_peak_and_the_formula_are_named(caplog: pytest.LogCaptureFixture) ->
 def test_an_unknown_device_says_so_and_has_no_mfu(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     logs = logged(train=make_batches(6))
-    assert "The fp32 peak of CPU is not known: without throughput.peak=TFLOP/s there is no MFU." in caplog.text
+    assert "The fp32 peak of CPU is unknown, so MFU is not logged. Set throughput.peak=TFLOP/s." in caplog.text
     assert "throughput/mfu" not in logs[6]
     assert "throughput/tflops" in logs[6]
 
@@ -531,7 +531,7 @@ def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown
     log = logged(Reads(), train=[torch.ones(5, 6)] * 4)[4]
     assert "throughput/tflops" not in log
     assert "throughput/samples_per_s" in log
-    assert "the FLOPs of Reads are not known: it is compiled" in caplog.text
+    assert "the FLOPs of Reads are unknown: it is compiled" in caplog.text
 
 
 def test_the_copy_leaves_the_task_its_hooks_and_all_random_numbers_alone() -> None:
@@ -652,9 +652,9 @@ def test_memory_can_be_left_out() -> None:
 
 
 def test_rates_and_durations_are_told_without_powers_of_ten() -> None:
-    assert [told.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
-    assert [told.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
-    assert [told.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
+    assert [summary.rate(n) for n in (0.123, 12.34, 123456.7)] == ["0.123", "12.3", "123,457"]
+    assert [summary.duration(n) for n in (0.000123, 0.0456, 14000.0)] == ["0.123 ms", "45.6 ms", "14,000.0 s"]
+    assert [summary.scaled(n) for n in (12.0, 3.4e9, 5.6e16)] == ["12 ", "3.4 G", "56 P"]
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------

@@ -221,9 +221,7 @@ def test_a_loss_that_is_not_finite_ends_it_and_is_no_part_of_the_curve() -> None
     curve = lr_range(Breaks, noise())
     assert curve.diverged == pytest.approx(1e-3, rel=0.3)
     assert all(map(math.isfinite, curve.losses))
-    with pytest.raises(
-        forge.ForgeError, match=r"not finite at the lowest rate, 0\.01, so the learning rate"
-    ):
+    with pytest.raises(forge.ForgeError, match=r"not finite at the lowest rate, 0\.01, so the learning rate"):
         lr_range(Breaks, noise(), lowest=0.01)
 
 

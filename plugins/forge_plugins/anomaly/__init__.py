@@ -1,4 +1,4 @@
-"""Where a NaN came from: module, operation, line and samples."""
+"""Find the origin of a NaN: module, operation, line and samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Anomaly(forge.Plugin):
         if self.config.max_reports < 1:
             raise RecipeError(f"anomaly.max_reports is {self.config.max_reports}; it must be at least 1.")
         self.findings: list[dict[str, Any]] = []
-        "What was found in the last run, as plain data."
+        "The findings of the last run, as plain data."
         self._before: Before | None = None
         self._analysis: Analysis | None = None
         self._losses: list[Tensor] = []
@@ -61,8 +61,8 @@ class Anomaly(forge.Plugin):
         self._fresh = False
 
     @staticmethod
-    def told(finding: dict[str, Any], title: str = "") -> str:
-        """A finding as text, for `forge replay` and whoever else reads `findings`."""
+    def as_text(finding: dict[str, Any], title: str = "") -> str:
+        """Return a finding as text."""
         return report(finding, title=title)
 
     @forge.hookimpl
@@ -81,7 +81,7 @@ class Anomaly(forge.Plugin):
         self._losses, self._bad = [], False
         try:
             result = yield
-            if self._bad:  # the update was skipped, so nobody was asked to edit its gradients
+            if self._bad:  # the update was skipped before gradients were edited
                 self._analyse(step)
                 self._log()
             return result
@@ -104,20 +104,20 @@ class Anomaly(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_inspect_grads(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """Behind the yield everybody has inspected the gradients, and whether the update is skipped is known."""
+        """Act after all others: only then is it known whether the update is skipped."""
         self._bad = not self._is_finite(step)
         result = yield
         if self._bad:
-            self._tell(step)
+            self._report(step)
         return result
 
-    def _tell(self, step: forge.Step) -> None:
+    def _report(self, step: forge.Step) -> None:
         self._analyse(step)
         self._bad = False
-        # an optimizer that was handed found_inf leaves the update out by itself, and who handed it will speak up
+        # an optimizer with found_inf skips the update itself, and the plugin that set it will report
         if step.skip_reason is None and getattr(step.optimizer, "found_inf", None) is None:
             said = headline(self.findings[-1]) if self._fresh else f"update {step.index} is not finite."
-            error = NonFiniteError(f"{said[0].upper()}{said[1:]} The weights are as they were before it.")
+            error = NonFiniteError(f"{said[0].upper()}{said[1:]} The weights are unchanged.")
             self._note(error)
             raise error
         self._log()

@@ -1,4 +1,4 @@
-"""Analysis: run a window again as it was, watch every operation, and leave no trace of it."""
+"""Run a window again under the same conditions, watch every operation, and restore everything."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import forge
 from forge.data.windows import Feed, batch_size
 from forge.rng import RNGState
 from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
-from forge_plugins.anomaly.trace import find
-from forge_plugins.anomaly.watch import Watch, bad_rows, describe, tensors_in
+from forge_plugins.anomaly.origin import find
+from forge_plugins.anomaly.value_watch import ValueWatch, bad_rows, describe, tensors_in
 
 Buffers = list[tuple[dict[str, Tensor | None], str]]
 
 
 @dataclass(slots=True)
 class Before:
-    """How things stood before a window: random numbers, buffers, counters. Kept for every window, in held memory."""
+    """The state before a window: random state, buffers, counters. Kept for every window, in the same memory."""
 
     buffers: Buffers
     held: list[Tensor]
@@ -44,7 +44,7 @@ class Before:
         self.versions = versions(step.window)
         self.had_batches = step.prepared is not None
 
-    def put_back(self, device: torch.device) -> None:
+    def restore(self, device: torch.device) -> None:
         assert self.rng is not None
         self.rng.restore(device)
         if self.held:
@@ -53,7 +53,7 @@ class Before:
 
 
 class Analysis:
-    """One window, run again. `losses` is filled by the plugin's wrapper around forge_backward."""
+    """The second run of one window. The plugin's wrapper around forge_backward fills `losses`."""
 
     def __init__(self, step: forge.Step, before: Before):
         self.step, self.before = step, before
@@ -61,7 +61,7 @@ class Analysis:
         sources = [(f"parameter {name}", p) for name, p in task.named_parameters()]
         sources += [(f"buffer {name}", b) for name, b in task.named_buffers()]
         sources += [(f"batch {name}", t) for micro in step.window for name, t in named_tensors(micro, "batch")]
-        self.watch = Watch(step, sources)
+        self.watch = ValueWatch(step, sources)
         self.losses: list[Tensor] = []
         self.edges = sample_edges(step)
 
@@ -69,7 +69,7 @@ class Analysis:
         self.losses.append(loss.detach())
 
     def run(self) -> dict[str, Any]:
-        """The finding, as plain data."""
+        """Return the finding as plain data."""
         step, task = self.step, self.step.trainer.task
         finding: dict[str, Any] = {
             "update": step.index,
@@ -83,7 +83,7 @@ class Analysis:
             try:
                 with self.watch.following_modules(), torch.enable_grad(), eagerly(), self.watch:
                     step.run_window(record=False)
-            except Exception as error:  # what it got as far as is worth telling
+            except Exception as error:  # report what was found before the error
                 finding["error"] = f"{type(error).__name__}: {error}"
             own = step.parameters()
             finding["losses"] = [float(loss) for loss in self.losses]
@@ -100,7 +100,7 @@ class Analysis:
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Stand where the window began; then be back where it ended."""
+        """Restore the state before the window; afterwards the state after it."""
         step, trainer = self.step, self.step.trainer
         device, task = trainer.env.device, trainer.task
         now = RNGState.capture(device)
@@ -108,9 +108,9 @@ class Analysis:
         gradients = [(p, p.grad) for p in task.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
-        self.before.put_back(device)
+        self.before.restore(device)
         try:
-            # batches that the first run prepared are prepared again, with the same random numbers
+            # batches are prepared again, with the same random numbers, unless they were prepared before the window
             with step.restored_after(prepare_again=not self.before.had_batches):
                 yield
         finally:
@@ -124,18 +124,18 @@ class Analysis:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def _bad_data(self, micro: int, batch: Any) -> Iterator[dict[str, Any]]:
-        """Tensors of the raw batch that are not finite."""
+        """Yield the tensors of the raw batch that are not finite."""
         for name, tensor in named_tensors(batch, "batch"):
-            told = describe(tensor)
-            if told.get("nan") or told.get("inf"):
+            values = describe(tensor)
+            if values.get("nan") or values.get("inf"):
                 rows, length = bad_rows(tensor)
-                found = {"name": name, "micro": micro, **told}
+                found = {"name": name, "micro": micro, **values}
                 if rows is not None and length == self._size(micro):
                     found |= {"rows": rows, "samples": self._indices(micro, rows)}
                 yield found
 
     def _name_samples(self, finding: dict[str, Any]) -> None:
-        """Turn places in a tensor into rows of the batch, where its first dimension is the batch's."""
+        """Convert indices of a tensor to rows of the batch, if its first dimension is the batch's."""
         rows, length = finding.pop("bad_rows", None), finding.pop("length", 0)
         if finding["kind"] == "batch":
             met = next((found for found in finding["data"] if found["name"] == finding["name"]), None)
@@ -147,19 +147,19 @@ class Analysis:
         if not rows or not size or length % size:
             return
         if length != size != batch_size(self.step.window[finding["micro"]]):
-            return  # samples do not come first in this batch, so which row is whose is not known
-        each = length // size  # tokens of one sample lie side by side
+            return  # samples are not the first dimension of this batch, so rows cannot be assigned
+        each = length // size  # tokens of one sample are adjacent
         samples = sorted({row // each for row in rows})
         finding |= {"rows": samples, "of": size, "samples": self._indices(finding["micro"], samples)}
 
     def _size(self, micro: int) -> int | None:
-        """Samples in a micro-batch. The loader's word goes before the shape of the batch."""
+        """Return the samples in a micro-batch: by the loader if it knows, else by the batch's shape."""
         if self.edges is None:
             return batch_size(self.step.window[micro])
         return self.edges[micro + 1] - self.edges[micro]
 
     def _indices(self, micro: int, rows: list[int]) -> list[int] | None:
-        """The dataset's indices of these rows, where the loader can tell."""
+        """Return the dataset indices of these rows, if the loader knows them."""
         ask = getattr(self.step.trainer.feed.loader, "sample_indices", None)
         if ask is None or self.edges is None:
             return None
@@ -175,8 +175,8 @@ def _now(owner: dict[str, Tensor | None], name: str) -> Tensor:
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """Compiled code runs as it was written: operations can be seen, and lines of the user's are there."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it for nothing takes seconds
+    """Run compiled code eagerly, where operations and the user's lines are visible."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -184,7 +184,7 @@ def eagerly() -> Iterator[None]:
 
 
 def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with how one would write them: batch[0], batch['image']."""
+    """Yield the tensors of a batch with their expressions: batch[0], batch['image']."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, (tuple, list)):
@@ -196,23 +196,25 @@ def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def versions(window: Any) -> list[int]:
-    """How often each tensor of a window has been changed in place."""
+    """Return the in-place version of each tensor of a window."""
     return [tensor._version for tensor in tensors_in(list(window)) if not tensor.is_inference()]
 
 
 def sample_edges(step: forge.Step) -> list[int] | None:
-    """Samples of the epoch before each batch of this window, and after the last; None where that is not known.
+    """Return the samples of the epoch before each batch of this window, and after the last; None if unknown.
 
-    A loader that can tell knows better than the shapes of its batches, whose first dimension may be time.
+    The loader's `position` comes before the shapes of its batches, whose first dimension may be time.
     """
     feed = step.trainer.feed
     if not hasattr(feed.loader, "sample_indices"):
         return None
-    if (tell := getattr(feed.loader, "position", None)) is not None:
-        after = feed.length if step.ends_epoch else feed.batches  # at its end the feed stands at the next beginning
+    if (position := getattr(feed.loader, "position", None)) is not None:
+        after = (
+            feed.length if step.ends_epoch else feed.batches
+        )  # at an epoch's end the feed is at the next one already
         if after is None:
             return None
-        return [tell(step.epoch, after - left) for left in range(len(step.window), -1, -1)]
+        return [position(step.epoch, after - left) for left in range(len(step.window), -1, -1)]
     start, sizes = _counted_start(feed, step), [batch_size(batch) for batch in step.window]
     if start is None or None in sizes:
         return None
@@ -220,11 +222,11 @@ def sample_edges(step: forge.Step) -> list[int] | None:
 
 
 def _counted_start(feed: Feed, step: forge.Step) -> int | None:
-    """Samples of the epoch that came before this window, as the Trainer counted them."""
+    """Return the samples of the epoch before this window, as the Trainer counted them."""
     if not step.ends_epoch:
         return feed.samples - step.samples
-    told = feed.fingerprint()  # the feed is at the next epoch's beginning already
-    if not {"samples", "batch_size", "drop_last"} <= told.keys():
+    known = feed.fingerprint()  # the feed is at the next epoch already
+    if not {"samples", "batch_size", "drop_last"} <= known.keys():
         return None
-    samples, size = told["samples"], told["batch_size"]
-    return (samples // size * size if told["drop_last"] else samples) - step.samples
+    samples, size = known["samples"], known["batch_size"]
+    return (samples // size * size if known["drop_last"] else samples) - step.samples

@@ -1,4 +1,4 @@
-"""Bundle: a window with all that is needed to run it again, in the format of a checkpoint."""
+"""Write a window with everything needed to run it again, in the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("forge.anomaly")
 
 
 def write(step: forge.Step, before: Before, finding: dict[str, Any]) -> Path | None:
-    """RUN/anomaly/update-XXXXXXXX; None where there is no run folder, or this process is not the one that writes."""
+    """Write RUN/anomaly/update-XXXXXXXX and return it; None without a run folder, and on other ranks than 0."""
     trainer = step.trainer
     if trainer.run_dir is None or not trainer.env.is_main:
         return None
@@ -32,35 +32,37 @@ def write(step: forge.Step, before: Before, finding: dict[str, Any]) -> Path | N
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(target, tree_of(step, before, finding))
-    except (OSError, CheckpointError) as error:  # the finding is what matters: it must not be lost with its bundle
+    except (OSError, CheckpointError) as error:  # the finding matters more than its bundle
         logger.warning("No replay bundle could be written to %s: %s", target, error)
         return None
     return target
 
 
 def command(path: Path, trainer: forge.Run) -> str:
-    """What to type to run a bundle again; a task without a registered name is named by its file."""
+    """Return the command that runs a bundle again; a task without a registered name is given by its file."""
     words = ["forge", "replay", short_path(path)]
     recipe = trainer.recipe
     if recipe is None or "name" not in recipe.config.get("task", {}):
         kind = type(trainer.task)
         try:
             file = short_path(inspect.getfile(kind))
-        except (OSError, TypeError):  # made in a notebook
+        except (OSError, TypeError):  # defined in a notebook
             file = "FILE.py"
         words += ["--task", f"{file}:{kind.__name__}"]
     return shlex.join(words)
 
 
 def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[str, Any]:
-    """Everything as it stood before the window, and what was found."""
+    """Return the state before the window, and the finding."""
     trainer, task = step.trainer, step.trainer.task
     assert before.rng is not None
     weights = task.state_dict()
     held = _names(task, before)
     window = list(step.window) if is_plain(list(step.window)) else None
     if window is None:
-        logger.warning("The batches of this window are not plain tensors, numbers and strings: the bundle lacks them.")
+        logger.warning(
+            "The batches of this window are not plain tensors, numbers and strings, so the bundle lacks them."
+        )
     recipe = trainer.recipe
     return {
         "model": {name: held.get(name, value) for name, value in weights.items()},
@@ -80,7 +82,7 @@ def tree_of(step: forge.Step, before: Before, finding: dict[str, Any]) -> dict[s
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a batch comes back from a file as what it was: exactly tensors, numbers, strings and their containers."""
+    """Whether a batch can be written and read back: only tensors, numbers, strings and their containers."""
     if type(value) in (list, tuple):
         return all(is_plain(item) for item in value)
     if type(value) is dict:
@@ -89,14 +91,14 @@ def is_plain(value: Any) -> bool:
 
 
 def _names(task: forge.TaskModule, before: Before) -> dict[str, Tensor]:
-    """The kept buffers by their full names."""
+    """Return the saved buffers by full name."""
     paths = {id(module._buffers): f"{path}." if path else "" for path, module in task.named_modules()}
     pairs = zip(before.buffers, before.held, strict=True)
     return {paths[id(owner)] + name: value for (owner, name), value in pairs}
 
 
 def _indices(step: forge.Step) -> list[list[int]] | None:
-    """The dataset's indices of every micro-batch, where the loader can tell."""
+    """Return the dataset indices of every micro-batch, if the loader knows them."""
     edges = sample_edges(step)
     if edges is None:
         return None

@@ -1,4 +1,4 @@
-"""Report: a finding as a block of text that can be read at a glance."""
+"""Format a finding as a block of text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from forge.util.text import short_path
 from forge_plugins._patterns import listed
 
 ROWS = 8
-"""How many samples are named one by one."""
+"""Number of samples that are listed one by one."""
 
 
 def headline(finding: dict[str, Any]) -> str:
-    """What is wrong, in one sentence."""
+    """Return what is wrong, in one sentence."""
     turn = f", optimizer {finding['optimizer']!r}" if finding["optimizer"] else ""
     where = f"update {finding['update']} (epoch {finding['epoch']}{turn})"
     bad = [loss for loss in finding["losses"] if loss != loss or abs(loss) == float("inf")]
@@ -22,11 +22,11 @@ def headline(finding: dict[str, Any]) -> str:
         return f"{where}: the loss is {bad[0]:g}{f', and {which}' if grads else ', though every gradient is finite'}."
     if grads:
         return f"{where}: the loss is finite, but {which}."
-    return f"{where}: the loss or a gradient was not finite, but run again everything is."
+    return f"{where}: the loss or a gradient was not finite, but in a second run everything is finite."
 
 
 def report(finding: dict[str, Any], replay: str = "", title: str = "") -> str:
-    """The whole story, under its headline or another title."""
+    """Return the full report, under its headline or another title."""
     lines = [title or headline(finding), *(f"  {label:<9} {text}" for label, text in _lines(finding) if text)]
     if replay:
         lines.append(f"  {'replay':<9} {replay}")
@@ -35,34 +35,34 @@ def report(finding: dict[str, Any], replay: str = "", title: str = "") -> str:
 
 def _lines(finding: dict[str, Any]) -> list[tuple[str, str]]:
     kind = finding["kind"]
-    told: list[tuple[str, str]] = []
+    lines: list[tuple[str, str]] = []
     if kind in ("forward", "backward"):
-        told += _operation("first", finding)
-        told += [("input" if i == 0 else "", _tensor(given)) for i, given in enumerate(finding["inputs"])]
-        told += [("output", _tensor(finding["output"]))]
+        lines += _operation("first", finding)
+        lines += [("input" if i == 0 else "", _tensor(given)) for i, given in enumerate(finding["inputs"])]
+        lines += [("output", _tensor(finding["output"]))]
     elif kind == "none":
-        told.append(("cause", _irreproducible(finding)))
+        lines.append(("cause", _irreproducible(finding)))
     else:
-        told += _source(finding)
-    told += [("samples", _samples(finding))]
+        lines += _source(finding)
+    lines += [("samples", _samples(finding))]
     if "then" in finding:
-        told += _operation("then", finding["then"])
+        lines += _operation("then", finding["then"])
     if "given" in finding:
-        told.append(("note", _given(finding["given"])))
+        lines.append(("note", _given(finding["given"])))
     for data in finding["data"]:
         if kind != "batch" or data["name"] != finding["name"]:
-            told.append(("data", f"{data['name']} is not finite itself: {_bad(data)}{_in_rows(data)}"))
+            lines.append(("data", f"{data['name']} is not finite: {_bad(data)}{_in_rows(data)}"))
     if finding["weights"] and kind != "parameter":
-        told.append(("weights", f"not finite before this window already: {listed(finding['weights'])}"))
+        lines.append(("weights", f"not finite before this window: {listed(finding['weights'])}"))
     if finding["batch_changed"]:
-        told.append(("note", "the step changes its batch in place, so this second run saw other data than the first"))
+        lines.append(("note", "the step changes its batch in place, so this second run saw other data than the first"))
     if "error" in finding:
-        told.append(("note", f"the second run ended early: {finding['error']}"))
-    return told
+        lines.append(("note", f"the second run ended early: {finding['error']}"))
+    return lines
 
 
 def _operation(label: str, event: dict[str, Any]) -> list[tuple[str, str]]:
-    """Which operation made it, where."""
+    """Return the lines for an operation and its place."""
     module = f"{event['module']} ({event['class']})" if event["module"] else f"the task ({event['class']})"
     within = f"in {event['node']}, the backward of {module}" if event["node"] else f"in {module}"
     place = event["place"]
@@ -79,7 +79,7 @@ def _source(finding: dict[str, Any]) -> list[tuple[str, str]]:
         data = next((data for data in finding["data"] if data["name"] == name), None)
         lines = [("first", f"{name}, as the loader gave it, is not finite{f': {_bad(data)}' if data else ''}")]
     elif kind == "constant":
-        lines = [("first", "a tensor of yours that is no parameter, no buffer and not in the batch is not finite")]
+        lines = [("first", "a tensor that is neither a parameter, a buffer nor part of the batch is not finite")]
     else:
         lines = [("first", f"the {kind} {name} was not finite before this window")]
     if "met" in finding:
@@ -96,7 +96,7 @@ def _given(origin: dict[str, Any]) -> str:
     if "op" in origin:
         place = origin["place"]
         where = f" at {short_path(place['file'])}:{place['line']}" if place else ""
-        return f"its infinite input was put there by {_op(origin)}{where}: a mask over all?"
+        return f"its infinite input was made by {_op(origin)}{where}: a mask over all positions?"
     return f"its infinite input is {'the buffer ' + origin['name'] if origin['name'] else 'a constant'}"
 
 
@@ -122,20 +122,20 @@ def _in_rows(data: dict[str, Any]) -> str:
     return f", in row{'s' if len(data['rows']) > 1 else ''} {_numbers(data['rows'])}{indices}"
 
 
-def _tensor(told: dict[str, Any]) -> str:
+def _tensor(values: dict[str, Any]) -> str:
     """ "float32 (32, 10), 0 to 5.31, 3 zeros"."""
-    parts = [f"{told['dtype']} {_shape(told['shape'])}"]
-    if "min" in told:
-        same = told["min"] == told["max"]
-        parts.append(f"{told['min']:.4g}" if same else f"{told['min']:.4g} to {told['max']:.4g}")
-        if told["zeros"] and not same:
-            parts.append(f"{told['zeros']} zero{'s' if told['zeros'] > 1 else ''}")
-    bad = _bad(told)
+    parts = [f"{values['dtype']} {_shape(values['shape'])}"]
+    if "min" in values:
+        same = values["min"] == values["max"]
+        parts.append(f"{values['min']:.4g}" if same else f"{values['min']:.4g} to {values['max']:.4g}")
+        if values["zeros"] and not same:
+            parts.append(f"{values['zeros']} zero{'s' if values['zeros'] > 1 else ''}")
+    bad = _bad(values)
     return ", ".join([*parts, bad] if bad else parts)
 
 
-def _bad(told: dict[str, Any]) -> str:
-    counts = [f"{told[key]} {label}" for key, label in (("nan", "NaN"), ("inf", "infinite")) if told.get(key)]
+def _bad(values: dict[str, Any]) -> str:
+    counts = [f"{values[key]} {label}" for key, label in (("nan", "NaN"), ("inf", "infinite")) if values.get(key)]
     return " and ".join(counts)
 
 

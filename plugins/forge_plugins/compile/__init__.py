@@ -1,4 +1,4 @@
-"""torch.compile, in place, and an account of what it did."""
+"""torch.compile, in place, with a report."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import forge
 from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge_plugins._patterns import MANY, as_list, chosen, listed
-from forge_plugins.compile import report
+from forge_plugins.compile import messages
 from forge_plugins.compile.comparison import compare
+from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.quiet import without_torchs_account
-from forge_plugins.compile.regions import Regions, looking_at_parameters
+from forge_plugins.compile.regions import Regions, checking_parameters
 from forge_plugins.compile.toolchain import check_backend
-from forge_plugins.compile.watch import Watch
 
 logger = logging.getLogger("forge")
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, on CUDA."""
 STORM = 3
-"""So many log intervals in a row with recompiles in each are a storm."""
+"""Log intervals in a row with recompiles that give a warning."""
 
 
 class Compile(forge.Plugin):
@@ -71,11 +71,11 @@ class Compile(forge.Plugin):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
         "Effort of inductor: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
         backend: str = "inductor"
-        "Compiler of the graphs; aot_eager traces them without generating code, for tests."
+        "The compiler; aot_eager traces graphs without generating code, for tests."
         dynamic: bool | None = False
-        "Whether sizes may vary inside one graph; null: after the first recompile for a size."
+        "Whether sizes may vary within one graph; null: after the first recompile for a size."
         fullgraph: bool = False
-        "Refuse graph breaks instead of continuing without a graph."
+        "Raise an error on graph breaks instead of continuing without a graph."
         blocks: str | list[str] | None = None
         "Compile these modules separately: classes or patterns of module names; null: the whole step."
         compare: bool = False
@@ -100,12 +100,12 @@ class Compile(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._regions: Regions | None = None
         self._shell: nn.Module | None = None
-        self._watch = Watch(graphs=None)
+        self._watch = CompileWatch(graphs=None)
         self._looked = False
-        self._told = self._recorded = (0, 0, 0)
+        self._reported = self._recorded = (0, 0, 0)
         self._growing = 0
         self._warned: set[str] = set()
         self._compared: set[str | None] = set()
@@ -132,14 +132,14 @@ class Compile(forge.Plugin):
         patterns = as_list(self.config.blocks)
         modules = chosen(build.task, patterns, "compile.blocks") if patterns else {"": build.model}
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
-        self._flags.enter_context(looking_at_parameters())
+        self._flags.enter_context(checking_parameters())
         self._flags.enter_context(without_torchs_account())
-        self._watch = Watch()
-        self._regions.install(self._options, after=self._watch.look)  # torch keeps its accounts for a while only
+        self._watch = CompileWatch()
+        self._regions.install(self._options, after=self._watch.look)  # torch keeps its records for a while only
         if self.config.mode in CUDA_GRAPHS:
             self._replay_graphs(trainer, build)
         if patterns:
-            logger.info("compile: each for itself: %s.", listed(modules, MANY))
+            logger.info("compile: compiled separately: %s.", listed(modules, MANY))
 
     def _replay_graphs(self, trainer: forge.Run, build: Build) -> None:
         model = build.model
@@ -147,12 +147,12 @@ class Compile(forge.Plugin):
             model._compiled_call_impl = Generations(model._compiled_call_impl or model._call_impl, build.task)
         else:
             logger.info(
-                "compile.mode=%s: CUDA graphs need CUDA; on %s there are none.", self.config.mode, trainer.env.device
+                "compile.mode=%s: CUDA graphs need CUDA; on %s none are used.", self.config.mode, trainer.env.device
             )
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With `compare` only: before the first update of each optimizer."""
+        """With `compare` only: compare before the first update of each optimizer."""
         if step.name not in self._compared:
             self._compared.add(step.name)
             self._compare(step)
@@ -184,35 +184,35 @@ class Compile(forge.Plugin):
             self._regions.remove()
             self._shell._compiled_call_impl = None
             self._flags.close()
-            torch.compiler.reset()  # graphs, their memory and torch's count of recompiles were this run's
+            torch.compiler.reset()  # drop this run's graphs, their memory and torch's count of recompiles
             self._begin()
 
-    # -- what came of it ----------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Say what was compiled since the last look, if anything was."""
-        watch, told = self._watch, self._told
+        """Log what was compiled since the last check, if anything."""
+        watch, reported = self._watch, self._reported
         watch.look()
-        self._told = watch.counts
-        if watch.graphs != 0 and watch.counts != told:
-            logger.log(*report.summary(watch, told))
-        self._growing = self._growing + 1 if len(watch.recompiles) > told[2] else 0
+        self._reported = watch.counts
+        if watch.graphs != 0 and watch.counts != reported:
+            logger.log(*messages.summary(watch, reported))
+        self._growing = self._growing + 1 if len(watch.recompiles) > reported[2] else 0
         if watch.limits:
-            self._warn("limit", report.limit(watch.limits, self.config.dynamic))
+            self._warn("limit", messages.limit(watch.limits, self.config.dynamic))
         elif self._growing >= STORM:
-            self._warn("storm", report.storm(watch.recompiles, STORM, self.config.dynamic))
+            self._warn("storm", messages.storm(watch.recompiles, STORM, self.config.dynamic))
 
     def _warn_of_nothing(self) -> None:
         regions = self._regions
         assert regions is not None
         if self._watch.graphs == 0:
-            self._warn("nothing", report.nothing(self._watch))
+            self._warn("nothing", messages.nothing(self._watch))
         elif not regions.whole:
-            self._warn("empty", report.empty(regions.empty()))
-            self._warn("uncalled", report.uncalled(regions.uncalled()))
+            self._warn("empty", messages.empty(regions.empty()))
+            self._warn("uncalled", messages.uncalled(regions.uncalled()))
 
     def _warn(self, kind: str, text: str) -> None:
-        """Once a run."""
+        """Warn once per run."""
         if text and kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
@@ -222,14 +222,14 @@ class Compile(forge.Plugin):
     def _compare(self, step: forge.Step) -> None:
         assert self._regions is not None
         self._watch.look()
-        trial = Watch()
+        trial = CompileWatch()
         try:
             found = compare(step, self._regions, self._options)
         finally:
             trial.look()
             if trial.breaks or trial.graphs is None:
-                # beyond a break torch compiles functions of the user's, and what it compiled for this must not serve
-                # the run
+                # beyond a break torch compiles the user's functions, and graphs compiled for this comparison must not
+                # be used by the run
                 torch.compiler.reset()
             self._watch.skip()
         turn = "" if step.name is None else f" ({step.name})"

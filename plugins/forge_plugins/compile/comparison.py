@@ -1,4 +1,4 @@
-"""One batch as written and compiled: do the two agree, and if not, which module is the first that differs?"""
+"""Compare one batch eager and compiled, and find the first module that differs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 import forge
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins.compile.difference import Difference, furthest, tolerance_for
+from forge_plugins.compile.difference import TensorDifference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
-from forge_plugins.compile.search import Search, Seen
+from forge_plugins.compile.search import ForwardRecorder, Search
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one batch showed."""
+    """The result of comparing one batch."""
 
-    worst: Difference
+    worst: TensorDifference
     tolerance: float
     dtype: torch.dtype
     culprit: str | None = None
-    "The first module that differs, with its own difference, where the worst is too large."
+    "The first module that differs, with its own difference, if the worst is too large."
 
     @property
     def agrees(self) -> bool:
@@ -46,12 +46,12 @@ class Comparison:
 
 
 def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> Comparison:
-    """Run the first batch both ways, in training mode and with the same random numbers; the run is left as it was.
+    """Run the first batch both ways, in training mode and with the same random numbers, without side effects.
 
-    It is compiled for this alone, without CUDA graphs, and with torch's own random numbers where the backend draws its
-    own, so that dropout drops the same.
+    It is compiled for this alone, without CUDA graphs, and with torch's random numbers instead of the backend's, so
+    that dropout is the same.
     """
-    options, seen = comparable(options), Seen(step.trainer.task)
+    options, seen = comparable(options), ForwardRecorder(step.trainer.task)
     with without_side_effects(step.trainer), torch_random():
         batch = step.trainer.hooks.forge_prepare_batch(step, step.window[0])
         with regions.away(), seen.dtypes():
@@ -72,14 +72,14 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
 
 
 def comparable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same kernels without CUDA graphs, which would have to be recorded first."""
+    """Return the options for the same kernels without CUDA graphs, which would have to be recorded first."""
     modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     mode = options.get("mode")
     return {**options, "mode": modes.get(mode, mode)} if isinstance(mode, str) else dict(options)
 
 
 def torch_random() -> AbstractContextManager[Any]:
-    """What is compiled meanwhile draws the random numbers that eager code draws."""
+    """Make code compiled inside the `with` draw the random numbers of eager code."""
     try:
         from torch._inductor import config
 
@@ -89,7 +89,7 @@ def torch_random() -> AbstractContextManager[Any]:
 
 
 def _loss_and_gradients(step: forge.Step, batch: Any) -> dict[str, Tensor]:
-    """By name, and outside of `.grad`; random numbers and buffers are put back."""
+    """Return loss and gradients by name, not in `.grad`; random state and buffers are restored."""
     trainer, own = step.trainer, {id(parameter) for parameter in step.parameters()}
     named = {n: p for n, p in trainer.task.named_parameters() if id(p) in own and p.requires_grad}
     with without_side_effects(trainer), torch.enable_grad():

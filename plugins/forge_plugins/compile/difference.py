@@ -1,4 +1,4 @@
-"""How far apart two sets of tensors are, and how far is too far."""
+"""Differences between two sets of tensors, and tolerances."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""How far apart is too far, relative to the largest entry of a tensor, by the coarsest dtype that took part."""
+"""Tolerance relative to the largest entry of a tensor, by the least precise dtype used."""
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The tensor that is furthest apart, relative to its size."""
+class TensorDifference:
+    """The difference of one tensor, absolute and relative to its size."""
 
     name: str
     absolute: float
@@ -27,11 +27,11 @@ class Difference:
         return f"{self.absolute:.3g} in {self.name}, {self.relative:.3g} of its size"
 
 
-def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> Difference:
-    """Where two sets of tensors are furthest apart; one that only one of them has is 0 in the other.
+def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> TensorDifference:
+    """Return the largest relative difference of two sets of tensors; a tensor missing in one of them counts as 0.
 
-    A gradient is held against its own largest entry, or `tolerance` of the largest gradient there is: one that should
-    be 0, as before a BatchNorm, is noise in both.
+    A gradient is compared with its own largest entry, or `tolerance` of the largest gradient if that is more: one that
+    should be 0, as before a BatchNorm, is noise in both.
     """
     gradients = [_largest(tensor) for name, tensor in theirs.items() if name.startswith("the gradient")]
     floor = tolerance * max(gradients, default=0.0)
@@ -42,16 +42,16 @@ def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> Difference:
     return max(found, key=lambda difference: difference.relative)
 
 
-def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> Difference:
+def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> TensorDifference:
     if ours.shape != theirs.shape:
-        return Difference(name, math.inf, math.inf)
+        return TensorDifference(name, math.inf, math.inf)
     if ours.numel() == 0:
-        return Difference(name, 0.0, 0.0)
+        return TensorDifference(name, 0.0, 0.0)
     a, b = _exact(ours), _exact(theirs)
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     absolute = math.inf if bool(gap.isnan().any()) else float(gap.max())
     scale = max(_largest(theirs), floor if name.startswith("the gradient") else 0.0)
-    return Difference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
+    return TensorDifference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
-    """How far apart two tensors may be, relative to their size."""
+    """Return the allowed difference of two tensors, relative to their size."""
     if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         return TOLERANCES[torch.float16]  # TF32 has the mantissa of float16
     return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])

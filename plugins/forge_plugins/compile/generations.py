@@ -1,4 +1,4 @@
-"""Generations: what CUDA graphs wrote last time, kept from what they write next."""
+"""Keep results of CUDA graphs from being overwritten by the next replay."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.utils._pytree import tree_map_only
 
 
 class Generations:
-    """A model's call whose results outlive the next one.
+    """A model's call whose results outlive the next call.
 
-    A CUDA graph writes its results to the same memory every time it runs. The loss waits for its log as a tensor, and
-    the gradients of one micro-batch for those of the next; both are copied out of that memory in time.
+    A CUDA graph writes its results to the same memory every time. The loss is kept as a tensor until its log, and the
+    gradients of one micro-batch until the next; both are copied out of that memory in time.
     """
 
     def __init__(self, call: Callable[..., Any], task: nn.Module):
         self._call = call
         self._parameters = list(task.parameters())
         self._safe: dict[nn.Parameter, weakref.ref[Tensor]] = {}
-        "Gradients in memory of their own."
+        "Gradients in their own memory."
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._keep_gradients()
@@ -30,7 +30,7 @@ class Generations:
         return tree_map_only(Tensor, torch.clone, self._call(*args, **kwargs))
 
     def _keep_gradients(self) -> None:
-        """Once for each parameter and window: what comes later is added in place."""
+        """Copy each gradient once per window; later ones are added in place."""
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is None:

@@ -1,4 +1,4 @@
-"""Quiet: what torch prints of a graph break at length is left to the report, which says it in a line."""
+"""Suppress torch's long message about a graph break; the report has one line for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SOURCE = "torch._dynamo.variables.tensor"
-"""The logger of it; a filter is asked about the records of its own logger only."""
+"""The logger of the message; a filter sees only records of its own logger."""
 NOISE = "Graph break from `Tensor.item()`"
 
 
 @contextmanager
 def without_torchs_account() -> Iterator[None]:
-    """Meanwhile torch keeps to itself that `.item()` broke a graph, unless TORCH_LOGS says what it is to print."""
+    """Suppress torch's message that `.item()` broke a graph, unless TORCH_LOGS is set."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return
@@ -27,7 +27,7 @@ def without_torchs_account() -> Iterator[None]:
 
 
 class _Quiet(logging.Filter):
-    """One object for each run: removing it leaves another run's in place."""
+    """One object per run, so that removing it keeps another run's."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).lstrip().startswith(NOISE)

@@ -1,4 +1,4 @@
-"""Regions: modules that run compiled, in place, and go back to what they were."""
+"""Modules that run compiled, in place, and can be restored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from forge.contract.task import STAGE_METHODS, TaskCall
-from forge_plugins.compile.watch import graphs_so_far
+from forge_plugins.compile.compile_watch import graphs_so_far
 
 BY_TYPE = {
     "Unsupported": "compile.fullgraph=true takes no graph breaks: change that line, or leave fullgraph out.",
-    "FailOnRecompileLimitHit": "compile.fullgraph=true does not go on without a graph: give every batch one shape, or "
-    "set compile.dynamic=true.",
+    "FailOnRecompileLimitHit": "compile.fullgraph=true does not continue without a graph: give every batch one shape, "
+    "or set compile.dynamic=true.",
 }
-"""What to do about an error of the compiler, by its class."""
+"""Advice for errors of the compiler, by class."""
 
 
 @dataclass(slots=True)
@@ -28,30 +28,30 @@ class Function:
 
     call: Callable[..., Any]
     graphs: int | None = 0
-    "How many graphs its calls have had compiled; None where that cannot be known."
+    "Graphs compiled by its calls; None if unknown."
 
 
 @dataclass(slots=True)
 class Functions:
-    """Compiled functions, made as they are needed, each with a code object of its own.
+    """Compiled functions, made on demand, each with its own code object.
 
-    torch keeps graphs, and counts recompiles, by code object. Training and evaluation, each optimizer's turn and blocks
-    that differ would be recompiles of one another there, up to a limit from which on nothing is compiled.
+    torch keeps graphs, and counts recompiles, by code object. With a shared one, training and evaluation, each
+    optimizer's turn and different blocks would be recompiles of each other, up to a limit that ends compilation.
     """
 
     options: Mapping[str, Any]
     after: Callable[[], None] | None = None
-    "Called when one may have been compiled."
+    "Called when a graph may have been compiled."
     made: dict[tuple[Any, ...], Function] = field(default_factory=dict)
 
     def make(self, key: tuple[Any, ...], name: str, forward: Callable[..., Any]) -> Function:
-        """The function for calls of this kind."""
+        """Make the function for calls of this kind."""
         function = self.made[key] = Function(torch.compile(_renewed(name, forward), **self.options))
         return function
 
 
 def _renewed(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` in a function whose code is nobody else's. torch skips its own code, a Sequential's say; not this."""
+    """Wrap `forward` in a function with its own code. torch skips its own code, such as a Sequential's."""
 
     def whole(module: nn.Module, batch: Any, stage: str, name: str | None = None) -> Any:
         return forward(module, batch, stage, name)
@@ -59,14 +59,14 @@ def _renewed(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
 
-    run = whole if forward is TaskCall.forward else block  # arguments are named in what torch says of them
+    run = whole if forward is TaskCall.forward else block  # torch's messages name the arguments
     run.__code__ = run.__code__.replace(co_name=name)
     run.__name__ = run.__qualname__ = name
     return run
 
 
 class Region:
-    """What stands in a module's `_compiled_call_impl`."""
+    """The value of a module's `_compiled_call_impl`."""
 
     called = False
 
@@ -102,7 +102,7 @@ class Region:
         return output
 
     def _with_hooks(self, args: Any, kwargs: Any) -> Any:
-        """Hooks run outside of the graph, so that one that comes later is heard, and none changes what is compiled."""
+        """Run hooks outside of the graph, so that later ones are called, and none changes the graph."""
         own = vars(self.module).get("forward")
         stand_in = _Stand(self._run, own)
         vars(self.module)["forward"] = stand_in
@@ -114,7 +114,7 @@ class Region:
                 vars(self.module)["forward"] = own
 
     def _words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What else makes one call of another kind than the next."""
+        """Return what else distinguishes kinds of calls."""
         return ()
 
     def _title(self, *words: Any) -> str:
@@ -122,7 +122,7 @@ class Region:
 
 
 class WholeRegion(Region):
-    """The shell around the task, called with the stage and the optimizer's name: a graph for each."""
+    """The shell around the task, with a graph for each stage and optimizer."""
 
     def _words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         return (*args[1:], *kwargs.values())
@@ -133,7 +133,7 @@ class WholeRegion(Region):
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """Stands in a module's `forward` while its hooks run."""
+    """Replaces a module's `forward` while its hooks run."""
 
     run: Callable[..., Any]
     own: Any
@@ -143,7 +143,7 @@ class _Stand:
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as a function of the module: alike modules have the same."""
+    """Return the module's forward as a function of the module: equal modules share it."""
     own = vars(module).get("forward")
     if isinstance(own, _Stand):
         own = own.own
@@ -156,7 +156,7 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Unbound:
-    """A forward that somebody assigned, which does not take its module."""
+    """An assigned forward, which does not take its module."""
 
     own: Callable[..., Any]
 
@@ -165,25 +165,25 @@ class _Unbound:
 
 
 def _note(error: Exception) -> None:
-    """Say what to do about an error of the compiler; whatever the user's own code raises is left alone."""
+    """Add advice to an error of the compiler; errors of the user's code stay unchanged."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return
     advice = BY_TYPE.get(type(error).__name__)
     if "InvalidCxxCompiler" in str(error):
-        advice = "there is no working C++ compiler: install g++, or set CXX."
-    advice = advice or "the compiler failed; compile.backend=aot_eager tells whether it is the code generator."
+        advice = "no working C++ compiler was found: install g++, or set CXX."
+    advice = advice or "the compiler failed; compile.backend=aot_eager shows whether the code generator is at fault."
     error.add_note(f"forge: {advice}")
 
 
 LOOKS = (2, 15)
-"""The first version of torch that is known to see that a parameter's `requires_grad` has changed."""
+"""The first version of torch known to notice a changed `requires_grad` of a parameter."""
 
 
-def looking_at_parameters() -> AbstractContextManager[Any]:
-    """What is compiled meanwhile looks at its parameters in every call.
+def checking_parameters() -> AbstractContextManager[Any]:
+    """Make code compiled inside the `with` check its parameters in every call.
 
-    torch before takes a parameter for what it was when it compiled: one that was frozen then, and thawed since, would
-    silently get no gradient (pytorch/pytorch#139476).
+    Earlier versions of torch assume that a parameter is as it was at compile time: one that was frozen then, and thawed
+    since, would silently get no gradient (pytorch/pytorch#139476).
     """
     numbers = tuple(int(part) for part in torch.__version__.split(".")[:2])
     flag = "skip_tensor_guards_with_matching_dict_tags"
@@ -193,7 +193,7 @@ def looking_at_parameters() -> AbstractContextManager[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# All of them
+# All regions
 
 
 class Regions:
@@ -214,13 +214,13 @@ class Regions:
             self.all.append(region)
 
     def remove(self) -> None:
-        """Back to what was written."""
+        """Restore the modules."""
         for module in self._modules.values():
             module._compiled_call_impl = None
 
     @contextmanager
     def away(self, instead: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Meanwhile run as written, or compiled anew with other options."""
+        """Run eagerly inside the `with`, or compiled with other options."""
         regions, calls = self.all, {name: module._compiled_call_impl for name, module in self._modules.items()}
         try:
             self.remove()
@@ -233,12 +233,12 @@ class Regions:
                 self._modules[name]._compiled_call_impl = call
 
     def empty(self) -> list[str]:
-        """The modules that were called without a graph being compiled for them, or for others that are alike."""
+        """Return the called modules without a graph, for themselves or for equal modules."""
         compiled = {key[0] for key, function in self._made() if function.graphs != 0}
         return [region.name for region in self.all if region.called and region.alike not in compiled]
 
     def uncalled(self) -> list[str]:
-        """The modules that nobody called."""
+        """Return the modules that were not called."""
         return [region.name for region in self.all if not region.called]
 
     def _made(self) -> Iterable[tuple[Any, Function]]:
@@ -246,6 +246,6 @@ class Regions:
 
 
 def _signature(module: nn.Module) -> Hashable:
-    """Equal for modules that one graph can serve: one class, printed alike, with tensors of the same shapes."""
+    """Return a key equal for modules that can share a graph: same class, repr, and tensor shapes."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return type(module), repr(module), tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)

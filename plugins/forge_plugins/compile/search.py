@@ -1,4 +1,4 @@
-"""Which module it is: modules are compiled one at a time, in the order they were called."""
+"""Find the module that differs when compiled: modules are compiled one at a time, in call order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import forge
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._patterns import parents
-from forge_plugins.compile.difference import TOLERANCES, Difference, furthest
+from forge_plugins.compile.difference import TOLERANCES, TensorDifference, furthest
 from forge_plugins.compile.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """The first call of a module: what it was given, and under which switches."""
+class ModuleCall:
+    """The first call of a module: its inputs, grad mode and autocast."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -30,18 +30,18 @@ class Call:
     autocast: tuple[str, torch.dtype, bool]
 
 
-class Seen:
-    """What passes through the modules of a task in one forward."""
+class ForwardRecorder:
+    """Records dtypes and inputs of a task's modules in one forward."""
 
     def __init__(self, task: nn.Module):
         self.task = task
-        self.calls: dict[str, Call] = {}
-        "The first call of each, in order."
+        self.calls: dict[str, ModuleCall] = {}
+        "The first call of each module, in order."
         self._dtypes: set[torch.dtype] = {p.dtype for p in task.parameters() if p.is_floating_point()}
 
     @contextmanager
     def dtypes(self) -> Iterator[None]:
-        """Look at what comes out."""
+        """Record the dtypes of outputs inside the `with`."""
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._dtypes |= {tensor.dtype for tensor in _tensors(output)}
@@ -53,12 +53,12 @@ class Seen:
 
     @contextmanager
     def inputs(self) -> Iterator[None]:
-        """Keep what goes in."""
+        """Record the inputs of modules inside the `with`."""
 
         def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self.calls:
                 args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
-                self.calls[name] = Call(module, args, kwargs, torch.is_grad_enabled(), _autocast(module))
+                self.calls[name] = ModuleCall(module, args, kwargs, torch.is_grad_enabled(), _autocast(module))
 
         with ExitStack() as stack:
             for name, module in self._inner():
@@ -67,7 +67,7 @@ class Seen:
             yield
 
     def coarsest(self) -> torch.dtype:
-        """The dtype with the least digits that took part."""
+        """Return the least precise dtype used."""
         known = [dtype for dtype in self._dtypes if dtype in TOLERANCES]
         return max(known, key=lambda dtype: TOLERANCES[dtype], default=torch.float32)
 
@@ -82,17 +82,17 @@ def _autocast(module: nn.Module) -> tuple[str, torch.dtype, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Compiles modules one at a time, in the order they were called, and goes into the first that differs."""
+    """Compiles modules one at a time, in call order, and descends into the first that differs."""
 
     trainer: forge.Run
-    seen: Seen
+    seen: ForwardRecorder
     options: Mapping[str, Any]
     tolerance: float
 
     def first(self, inside: Iterable[str] | None = None) -> str | None:
-        """The innermost module that differs by itself, in words; `inside`: only these and what is in them."""
+        """Return a sentence about the innermost module that differs by itself; `inside`: search only these."""
         names = self._outermost(self.seen.calls) if inside is None else [n for n in self.seen.calls if n in set(inside)]
-        found: tuple[str, Difference] | None = None
+        found: tuple[str, TensorDifference] | None = None
         while True:
             deeper = next(((name, d) for name in names if (d := self._difference(name)) is not None), None)
             if deeper is None:
@@ -109,7 +109,7 @@ class Search:
         names = list(names)
         return [name for name in names if not any(around in names for around in parents(name))]
 
-    def _difference(self, name: str) -> Difference | None:
+    def _difference(self, name: str) -> TensorDifference | None:
         call = self.seen.calls[name]
         eager = self._replayed(call)
         with Regions({name: call.module}, whole=False).away(self.options):
@@ -117,8 +117,8 @@ class Search:
         worst = furthest(compiled, eager, self.tolerance)
         return worst if worst.relative > self.tolerance else None
 
-    def _replayed(self, call: Call) -> dict[str, Tensor]:
-        """Outputs, and the gradients of a weighted sum of them."""
+    def _replayed(self, call: ModuleCall) -> dict[str, Tensor]:
+        """Return the outputs, and the gradients of a weighted sum of them."""
         kind, dtype, enabled = call.autocast
         wanted = {f"the gradient of {n}": p for n, p in call.module.named_parameters() if p.requires_grad}
         with (
@@ -130,17 +130,17 @@ class Search:
             args, kwargs = tree_map_only(Tensor, functools.partial(_given, leaves), (call.args, call.kwargs))
             wanted |= {f"the gradient of input {i}": leaf for i, leaf in enumerate(leaves)}
             outputs = list(_tensors(call.module(*args, **kwargs)))
-            told = {f"output {i}" if i else "its output": tensor.detach() for i, tensor in enumerate(outputs)}
+            found = {f"output {i}" if i else "its output": tensor.detach() for i, tensor in enumerate(outputs)}
             differentiable = [tensor for tensor in outputs if tensor.requires_grad]
             if differentiable and wanted:
                 weights = [_weights(tensor) for tensor in differentiable]
-                found = torch.autograd.grad(differentiable, list(wanted.values()), weights, allow_unused=True)
-                told |= {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
-        return told
+                made = torch.autograd.grad(differentiable, list(wanted.values()), weights, allow_unused=True)
+                found |= {name: g for name, g in zip(wanted, made, strict=True) if g is not None}
+        return found
 
 
 def _given(leaves: list[Tensor], tensor: Tensor) -> Tensor:
-    """An input as the module got it: a tensor that can be changed in place, with a leaf behind it."""
+    """Return a copy of an input that can be changed in place, with a leaf behind it."""
     leaf = tensor.clone()
     if leaf.is_floating_point() and torch.is_grad_enabled():
         leaves.append(leaf.requires_grad_())
@@ -148,7 +148,7 @@ def _given(leaves: list[Tensor], tensor: Tensor) -> Tensor:
 
 
 def _weights(tensor: Tensor) -> Tensor:
-    """Something that no two entries share, and that needs no random numbers."""
+    """Return distinct weights for all entries, without random numbers."""
     return torch.linspace(-1, 1, tensor.numel(), device=tensor.device, dtype=tensor.dtype).view(tensor.shape)
 
 

@@ -1,4 +1,4 @@
-"""Whether what compiles is there: asked before training, where the compiler itself would fail in its first update."""
+"""Check before training that the compiler is installed; it would fail only in the first update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INSTEAD = "Or compile without generating code: compile.backend=aot_eager (for te
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a backend that torch does not know, and inductor where it has no compiler to work with."""
+    """Refuse an unknown backend, and inductor without a compiler."""
     if backend != "inductor":
         _check_name(backend)
     elif device.type == "cpu":
@@ -35,7 +35,7 @@ def _check_cpp() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise StackError(
-            f"compile: on the CPU inductor needs a C++ compiler, and there is none. Install g++ (apt install g++, dnf "
+            f"compile: on the CPU inductor needs a C++ compiler, and none was found. Install g++ (apt install g++, dnf "
             f"install gcc-c++), or name one with CXX=/path/to/compiler. {INSTEAD}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""The whole step in one CUDA graph."""
+"""The update as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import forge
 from forge.errors import RecipeError, StackError
 from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
-from forge_plugins.cuda_graph.audit import reads_of_the_device
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
+from forge_plugins.cuda_graph.device_reads import reads_of_the_device
 from forge_plugins.cuda_graph.rates import Rates
-from forge_plugins.cuda_graph.window import Unsuitable, Window
+from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 
 logger = logging.getLogger("forge")
 
 FEW, MANY = 3, 20
-"""A change that comes so often for the same reason, after fewer replays than that, makes capturing pointless."""
+"""Capturing is given up after FEW changes for the same reason, each after fewer than MANY replays."""
 CHANGED = ("capturable", "fused", "foreach")
-"""The options of an optimizer that a run with this plugin changes, and puts back."""
+"""The options of an optimizer that a run with this plugin changes, and restores."""
 MOST = 64
-"""Kinds of windows after which it is pointless too, if none has come three times."""
+"""Kinds of windows after which capturing is given up, if none has occurred three times."""
 
 
 class CudaGraph(forge.Plugin):
@@ -65,14 +65,13 @@ class CudaGraph(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         warmup: int = 3
-        "Updates that run normally before the capture."
+        "Updates that run normally before one is captured."
         graphs: int = 4
-        "Number of window shapes that get their own graph; others run uncaptured."
+        "Window shapes that get their own graph; others run uncaptured."
         benchmark: bool = False
-        """Let cuDNN choose its fastest convolutions by measuring. The choice, and so the last bits, may differ between
-        runs."""
+        "Let cuDNN measure its fastest convolutions. Another run may choose others, so bits may differ."
         strict: bool = False
-        "Stop with an error if a step cannot be captured, instead of continuing without a graph."
+        "Stop with an error if a step cannot be captured, instead of continuing without graphs."
 
     config: Config
     provides = ("step_capture",)
@@ -89,15 +88,15 @@ class CudaGraph(forge.Plugin):
         super().__init__(*first, **values)
         if self.config.warmup < 2:
             raise RecipeError(
-                f"cuda_graph.warmup is {self.config.warmup}; it must be at least 2: the first update makes the "
-                "optimizer's state, and the last is looked at for what cannot be captured."
+                f"cuda_graph.warmup is {self.config.warmup}; it must be at least 2: the first update creates the "
+                "optimizer's state, and the last is checked for reads of the device."
             )
         if self.config.graphs < 1:
             raise RecipeError(f"cuda_graph.graphs is {self.config.graphs}; it must be at least 1.")
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self.replayed = 0
         "Updates that were replayed in the last run."
         self._off: str | None = None
@@ -105,12 +104,12 @@ class CudaGraph(forge.Plugin):
         self._measured_before: bool | None = None
         self._options_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._drop()
-        self._told: set[str] = set()
+        self._warned_of_many = False
         self._changes: list[str] = []
-        "Why graphs were dropped."
+        "Reasons for which graphs were dropped."
 
     def _drop(self) -> None:
-        """Let go of every graph, and of their memory; the next update is a warm-up again."""
+        """Drop every graph and its memory; the next update is a warm-up again."""
         self._graphs: dict[Any, Captured] = {}
         self._pool: Any = None
         self._fitness: fitness.Fitness | None = None
@@ -151,7 +150,7 @@ class CudaGraph(forge.Plugin):
             return None
         trainer = step.trainer
         if self._fitness is None:
-            fitness.make_capturable(trainer.optimizers[None])  # what was restored may be of an uncaptured run
+            fitness.make_capturable(trainer.optimizers[None])  # a restored state may come from an uncaptured run
             self._fitness = fitness.Fitness(trainer)
             reason = self._fitness.of_the_stack()
             if reason is not None:
@@ -159,10 +158,10 @@ class CudaGraph(forge.Plugin):
         elif self._has_changed(self._fitness):
             self._drop()
             return None
-        if self._fitness.somebody_is_due(step):
+        if self._fitness.any_plugin_due(step):
             return None
         try:
-            window = Window(step, trainer.env.device)
+            window = GraphWindow(step, trainer.env.device)
         except Unsuitable as reason:
             return self._give_up(str(reason))
         graph = self._graphs.get(window.key)
@@ -173,7 +172,7 @@ class CudaGraph(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_optimizer_step(self) -> Generator[None, Any, Any]:
-        """Captured or not, the optimizer gets its rates as numbers on the device: so all updates are alike."""
+        """Give the optimizer its rates on the device, captured or not, so that all updates are equal."""
         if self._rates is None:
             return (yield)
         with self._rates.in_place():
@@ -200,9 +199,9 @@ class CudaGraph(forge.Plugin):
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _capture_or_not(self, step: forge.Step, window: Window) -> bool | None:
-        """A window is captured when one like it has run uncaptured before: by then everything is compiled, measured and
-        allocated. The last warm-up is watched for reads of the device, which a capture would not bear."""
+    def _capture_or_not(self, step: forge.Step, window: GraphWindow) -> bool | None:
+        """Capture a window if one of its kind has run uncaptured before: by then everything is compiled, measured and
+        allocated. The last warm-up is checked for reads of the device, which would break a capture."""
         seen = self._seen.get(window.key, 0)
         self._seen[window.key] = seen + 1
         if self._done < self.config.warmup:
@@ -229,24 +228,24 @@ class CudaGraph(forge.Plugin):
         self._replay(graph, window, step)
         return True
 
-    def _capture(self, step: forge.Step, window: Window) -> Captured:
+    def _capture(self, step: forge.Step, window: GraphWindow) -> Captured:
         assert self._rates is not None
         self._rates.write()
         graph = Captured(step, window, self._pool)
         assert self._fitness is not None
         self._fitness.remember()
         if not self._graphs:
-            logger.info("cuda_graph: from update %d on the step is replayed.", step.index)
+            logger.info("cuda_graph: the step is replayed from update %d on.", step.index)
             step.trainer.means.flush_with(self._flush)
         self._pool = graph.pool
         self._graphs[window.key] = graph
         return graph
 
-    def _replay(self, graph: Captured, window: Window, step: forge.Step) -> None:
+    def _replay(self, graph: Captured, window: GraphWindow, step: forge.Step) -> None:
         assert self._rates is not None
         self._rates.write()
         others = [other for other in self._graphs.values() if other is not graph and other.rows]
-        for other in others:  # values are handed over in the order of their updates
+        for other in others:  # deliver values in the order of their updates
             other.flush()
         graph.replay(window, step)
         step.updated = True
@@ -258,11 +257,11 @@ class CudaGraph(forge.Plugin):
             if graph.rows:
                 graph.flush()
 
-    # -- what stands in the way ---------------------------------------------------------------------------------------
+    # -- obstacles ----------------------------------------------------------------------------------------------------
 
     def _has_changed(self, known: fitness.Fitness) -> bool:
-        """Whether graphs hold on to what is no more: the model, the set of trained parameters, the optimizer's state
-        after a rewind. Addresses are compared after every evaluation, which may have moved things."""
+        """Whether graphs refer to something outdated: the model, the set of trained parameters, the optimizer's state
+        after a rewind. Addresses are compared after every evaluation, which may have moved tensors."""
         look, self._look_again = self._look_again, False
         change = known.change(closely=look) if self._graphs else None
         if change is None:
@@ -270,29 +269,29 @@ class CudaGraph(forge.Plugin):
         self._flush()
         self._changes.append(change if self._replays < MANY else "")
         if change.startswith(fitness.OPTION) and self._changes[-FEW:] == FEW * [change]:
-            self._give_up(f"{change} again and again, and a graph holds it as a constant")
+            self._give_up(f"{change} repeatedly, and a graph holds it as a constant")
         else:
-            logger.info("cuda_graph: %s; the step will be captured anew.", change)
+            logger.info("cuda_graph: %s; the step will be captured again.", change)
         return True
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """From now on every update runs uncaptured."""
+        """Run every later update uncaptured, or raise if strict."""
         self._flush()
         self._off = reason
         self._graphs, self._pool = {}, None
-        told = f"cuda_graph: updates run uncaptured, because {reason}."
+        text = f"cuda_graph: updates run uncaptured, because {reason}."
         if self.config.strict:
-            raise StackError(f"{told} Mend that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
-        logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, told)
+            raise StackError(f"{text} Fix that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
+        logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, text)
 
-    def _look_at_many(self, window: Window) -> None:
-        """Say so once where windows differ too much for graphs; give up where no two are alike."""
+    def _look_at_many(self, window: GraphWindow) -> None:
+        """Warn once if windows have too many kinds for graphs; give up if no two are equal."""
         if len(self._seen) <= 2 * self.config.graphs:
             return
         if len(self._seen) > MOST and max(self._seen.values()) < 3:
-            self._give_up("no two windows are alike: a plain number or string in a batch changes with every one")
-        elif "many" not in self._told:
-            self._told.add("many")
+            self._give_up("no two windows are equal: a plain number or string in a batch changes every time")
+        elif not self._warned_of_many:
+            self._warned_of_many = True
             text = "cuda_graph: windows come in %d kinds so far (the last: %s); %d of them get a graph, others run"
-            text += " uncaptured. Pad batches to few lengths, and leave numbers and strings that change out of them."
+            text += " uncaptured. Pad batches to few lengths, and keep changing numbers and strings out of them."
             logger.warning(text, len(self._seen), window, self.config.graphs)

@@ -1,4 +1,4 @@
-"""One captured update: its graph, the memory it reads from, and the metrics it writes down."""
+"""One captured update: its graph, its input memory, and its metrics."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from forge.rng import RNGState
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
-from forge_plugins.cuda_graph.window import Window
+from forge_plugins.cuda_graph.window import GraphWindow
 
 ROWS, PLACES = 1024, 2**16
-"""Updates whose metrics are kept on the device before they must be handed over, and values in all."""
+"""Limits of the metrics kept on the device before they must be delivered: updates, and values in all."""
 
 
 class CaptureFailed(Exception):
-    """Why a step could not be captured."""
+    """A step could not be captured; the message is the reason."""
 
 
 class Captured:
-    """An update as a CUDA graph. Making it runs nothing on the device; `replay` runs it."""
+    """An update as a CUDA graph. Construction runs nothing on the device; `replay` does."""
 
-    def __init__(self, step: forge.Step, window: Window, pool: Any = None):
+    def __init__(self, step: forge.Step, window: GraphWindow, pool: Any = None):
         device = step.trainer.env.device
         self.rows = 0
         self._means = step.trainer.means
         self._inputs = Inputs(window.tensors, device)
         self._columns: list[tuple[str, int | None]] = []
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        # made before the capture: memory that is given out within it is written over in every replay
+        # allocated before the capture: memory allocated inside is overwritten in every replay
         self._places = torch.empty(PLACES, device=device)
         self._table = self._places.view(1, -1)
         self._weights: list[list[Any]] = []
@@ -48,7 +48,7 @@ class Captured:
         """Its memory, for other graphs to share."""
         return self._graph.pool
 
-    def replay(self, window: Window, step: forge.Step) -> None:
+    def replay(self, window: GraphWindow, step: forge.Step) -> None:
         """Run the update on this window."""
         if self.rows == len(self._table):
             self.flush()
@@ -58,7 +58,7 @@ class Captured:
         self.rows += 1
 
     def flush(self) -> None:
-        """Hand over the metrics of all replays so far, as if each had been counted when its update was made."""
+        """Deliver the metrics of all replays so far, as if each had been counted in its update."""
         count, self.rows = self.rows, 0
         weights, self._weights = self._weights, []
         if not self._columns:
@@ -71,20 +71,20 @@ class Captured:
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
-    def _record(self, step: forge.Step, window: Window) -> None:
+    def _record(self, step: forge.Step, window: GraphWindow) -> None:
         trainer = step.trainer
         trainer.means.flush()
         inputs = self._inputs.tensors
         batches = window.with_tensors(inputs)
 
         def update() -> None:
-            noted = Noted(trainer.env.device)
+            noted = CapturedMeans(trainer.env.device)
             factors = None if step.factors is None else list(inputs[-1].unbind())
             with step.substitute(batches, factors, noted):
                 trainer.core.forge_train_step(step)
                 self._write_down(noted)
 
-        traces = Traces(trainer.task)
+        traces = HostEffects(trainer.task)
         try:
             self._graph.capture(update)
         except RuntimeError as error:
@@ -98,12 +98,12 @@ class Captured:
             traces.undo()
             raise CaptureFailed(frozen or f"the update was skipped while it was captured: {skipped}")
 
-    def _write_down(self, noted: Noted) -> None:
-        """The last act of the graph: this update's metrics become the next row of a table."""
+    def _write_down(self, noted: CapturedMeans) -> None:
+        """Write this update's metrics to the next row of a table, as the last operation of the graph."""
         frozen = sorted({name for name, value, _ in noted.values if not isinstance(value, Tensor)})
         if frozen:
             raise RuntimeError(
-                f"the metric {frozen[0]!r} is a plain number, which a graph would repeat for ever; make it a tensor"
+                f"the metric {frozen[0]!r} is a plain number, which a graph would repeat; make it a tensor"
             )
         self._columns = [(name, micro) for name, _, micro in noted.values]
         if not self._columns:
@@ -115,9 +115,9 @@ class Captured:
         self._cursor.add_(1)
 
 
-class Traces:
-    """What an update leaves on the host that a graph would not do again: buffers that are replaced rather than written,
-    and random numbers that are drawn there."""
+class HostEffects:
+    """Effects of an update on the host that a graph would not repeat: buffers that are replaced rather than written,
+    and random numbers drawn on the host."""
 
     def __init__(self, task: nn.Module):
         self._buffers = [(m._buffers, name, b) for m in task.modules() for name, b in m._buffers.items()]
@@ -125,7 +125,7 @@ class Traces:
         self._random = RNGState.capture(torch.device("cpu"))
 
     def found(self) -> str | None:
-        """The first of them, and what to do about it."""
+        """Return the first effect, and how to avoid it."""
         for owner, name, buffer in self._buffers:
             if owner.get(name) is not buffer:
                 known = self._names.get(id(buffer), name)
@@ -142,14 +142,14 @@ class Traces:
         return None
 
     def undo(self) -> None:
-        """As it was before."""
+        """Restore buffers and random state."""
         for owner, name, buffer in self._buffers:
             owner[name] = buffer
         self._random.restore(torch.device("cpu"))
 
 
-class Noted(Means):
-    """Stands in for a run's means while a step is captured: what is counted, and for which micro-batch."""
+class CapturedMeans(Means):
+    """Replaces the run's means during a capture: collects each value with its micro-batch."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -175,6 +175,6 @@ class Noted(Means):
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, and the last line of the user's code that it went through."""
+    """Return the error and the last line of the user's code in its traceback."""
     where = own_line(traceback.extract_tb(error.__traceback__))
     return f"it cannot be captured at {where}: {str(error).strip().splitlines()[0]}"

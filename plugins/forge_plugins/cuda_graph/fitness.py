@@ -1,4 +1,4 @@
-"""What a run must be like for its step to be captured, and whether it still is."""
+"""Conditions for capturing the step of a run, and changes that invalidate a graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from forge.optim.optimizers import Optimizers
 
 OPTION = "the optimizer's"
 MOVES = ("params", "lr", "initial_lr")
-"""What an optimizer's group holds beside constants."""
+"""Entries of a parameter group that are not constants."""
 
 
 def of_the_run(trainer: forge.Run, optimizers: Optimizers) -> str | None:
-    """Why nothing of this run can be captured; None where it can."""
+    """Return why this run cannot be captured, or None."""
     if trainer.env.device.type != "cuda":
-        return f"there are graphs on CUDA only, and the run is on {trainer.env.device.type}"
+        return f"graphs run on CUDA only, and the run is on {trainer.env.device.type}"
     if trainer.env.world > 1:
         return "steps of several ranks are not captured"
     if optimizers.named:
@@ -70,7 +70,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 
 
 class Fitness:
-    """What the graphs of a run depend on, looked at before the first is made."""
+    """The state that the graphs of a run depend on, recorded before the first capture."""
 
     def __init__(self, trainer: forge.Run):
         self._trainer = trainer
@@ -84,47 +84,47 @@ class Fitness:
         self._state, self._groups = optimizer.state, list(optimizer.param_groups)
         self._sizes = [len(group["params"]) for group in self._groups]
         self._options = [(g, key, value) for g in self._groups for key, value in g.items() if key not in MOVES]
-        "What a graph has as constants: momentum, decay, betas."
+        "Constants of a graph: momentum, decay, betas."
         self._weights: list[int] = []
         self._places: list[int] = []
 
     def remember(self) -> None:
-        """Note where everything lies that a graph made now reads and writes."""
+        """Record the addresses that a graph captured now reads and writes."""
         self._weights = [parameter.data_ptr() for parameter in self._parameters]
         self._places = self._addresses()
 
     def of_the_stack(self) -> str | None:
-        """The plugin that keeps the step from being captured."""
+        """Return which plugin or task hook prevents a capture, or None."""
         for plugin in self._trainer.stack:
             if "activation_checkpointing" in plugin.provides:
-                return f"{plugin.name!r} puts the generator's state back, which cannot be done in a graph"
+                return f"{plugin.name!r} restores the generator's state, which a graph cannot do"
         for plugin in self._plugins:
             if not plugin.capturable and not _has_due(plugin):
-                return f"{plugin.name!r} acts inside every update and is not made for a graph (capturable is False)"
+                return f"{plugin.name!r} acts inside every update and cannot be captured (capturable is False)"
         own = [hook for hook in INSIDE if any(call.plugin == TASK for call in self._trainer.stack.calls()[hook])]
         if own and not getattr(self._trainer.task, "capturable", False):
-            return f"the task's {own[0]} acts inside every update; `capturable = True` on the task says that it may"
+            return f"the task's {own[0]} acts inside every update; set `capturable = True` on the task to allow it"
         return None
 
-    def somebody_is_due(self, step: forge.Step) -> bool:
+    def any_plugin_due(self, step: forge.Step) -> bool:
         """Whether a plugin that cannot be captured acts in this update."""
         return any(plugin.due(step) for plugin in self._at_intervals)
 
     def change(self, closely: bool) -> str | None:
-        """Why graphs made before would compute something else than the run does now; None where they would not."""
+        """Return what has changed since the graphs were captured, or None."""
         trainer, optimizer = self._trainer, self._trainer.optimizers[None]
         if trainer.model is not self._model:
-            return "the model is another one"
+            return "the model was replaced"
         if trainer.restores != self._restores:
             return "the run was restored"
         for parameter, trained, place in zip(self._parameters, self._trained, self._weights, strict=True):
             if parameter.requires_grad is not trained:
-                return "other parameters are trained"
+                return "the set of trained parameters changed"
             if parameter.data_ptr() != place:
                 return "a parameter has moved"
         for module, training in zip(self._modules, self._training, strict=True):
             if module.training is not training:
-                return f"a {type(module).__name__} was put into another mode"
+                return f"a {type(module).__name__} was switched to another mode"
         if optimizer.state is not self._state or len(optimizer.param_groups) != len(self._groups):
             return "the optimizer has another state"
         for group, known, size in zip(optimizer.param_groups, self._groups, self._sizes, strict=True):
@@ -147,6 +147,6 @@ def _inside(trainer: forge.Run) -> list[Plugin]:
 
 
 def _has_due(plugin: Plugin) -> bool:
-    """Whether a plugin says when it acts."""
+    """Whether a plugin acts at intervals."""
     every = getattr(plugin, "every", plugin)
     return type(plugin).due is not Plugin.due and every is not None

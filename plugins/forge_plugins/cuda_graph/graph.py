@@ -1,4 +1,4 @@
-"""torch's CUDA graph, and what it takes to leave one half-made."""
+"""torch's CUDA graph, with recovery from a failed capture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 class Graph:
-    """Kernels that were given to the device once, and can be given again as one."""
+    """A captured sequence of kernels that can be launched again as one."""
 
     def __init__(self, device: torch.device, pool: Any = None):
         self._device, self._wanted = device, pool
@@ -34,26 +34,23 @@ class Graph:
 
     @property
     def pool(self) -> Any:
-        """Its memory, for other graphs to share: they never run at the same time."""
+        """Its memory pool; other graphs share it, since they never run at the same time."""
         return self._graph.pool()
 
     def capture(self, body: Callable[[], None]) -> None:
-        """Run `body` without running anything on the device. Raises what `body` raised, where that broke it off."""
+        """Capture `body` without running it on the device; raise the error of `body` if it fails."""
         generator = torch.cuda.default_generators[self._device.index or 0]
         before, failure = generator.get_state(), None
         try:
-            # other threads (a loader's, a checkpoint's writer) may go on with what they do
-            with (
-                without_garbage_collection(),
-                torch.cuda.graph(self._graph, pool=self._wanted, capture_error_mode="thread_local"),
-            ):
+            # other threads (a loader, a checkpoint writer) may keep using CUDA
+            with torch.cuda.graph(self._graph, pool=self._wanted, capture_error_mode="thread_local"):
                 try:
                     body()
                 except BaseException as error:
                     failure = error
                     raise
         except BaseException as error:
-            # a capture that broke off leaves the generator waiting for its end: let it go on from a state of its own
+            # a failed capture leaves the generator in capture state: replace its state
             afresh = torch.Generator(self._device)
             afresh.set_state(before)
             generator.graphsafe_set_state(afresh.graphsafe_get_state())

@@ -1,4 +1,4 @@
-"""Tensors at fixed addresses, filled while the device is busy with the step before."""
+"""Input tensors at fixed addresses, filled while the device runs the previous step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 SLOTS = 2
-"""Batches that may be on their way: one is copied in while another is read."""
+"""Batches in flight: one is copied in while another is read."""
 SMALL = 2**20
-"""Bytes that are copied in the order of computing: at that size a stream of their own takes longer than it saves."""
+"""Bytes up to which inputs are copied on the compute stream: a separate stream would cost more than it saves."""
 
 
 class Inputs:
-    """The memory that a graph reads its window from.
+    """The input memory of a graph.
 
-    A batch in host memory is copied from pinned memory on a side stream into one of two places, while the replay before
-    it runs, and from there into the graph's memory in the order of computing, which takes a few microseconds. A small
-    one is copied straight there.
+    A batch in host memory is copied from pinned memory on a side stream into one of two slots, during the previous
+    replay, and from there into the graph's memory on the compute stream, which takes a few microseconds. A small batch
+    is copied directly.
     """
 
     def __init__(self, tensors: list[Tensor], device: torch.device):
@@ -28,14 +28,14 @@ class Inputs:
         self._next = 0
 
     def load(self, tensors: list[Tensor]) -> None:
-        """Bring these into the graph's memory; nothing is waited for."""
+        """Copy tensors into the graph's memory, without waiting."""
         if self._small:
             for there, here in zip(self.tensors, tensors, strict=True):
                 there.copy_(_pinned(here), non_blocking=True)
         else:
             here = [tensor.is_cpu for tensor in tensors]
             there = [own for own, is_here in zip(self.tensors, here, strict=True) if not is_here]
-            if there:  # written in the order of computing, so read in it too
+            if there:  # written on the compute stream, so read there too
                 torch._foreach_copy_(there, [t for t, is_here in zip(tensors, here, strict=True) if not is_here])
             if any(here):
                 self._load_beside(
@@ -64,7 +64,7 @@ class Inputs:
 
 
 class Slot:
-    """A place for one batch, and who waits for whom: it is full when copied in, and free when copied on."""
+    """Memory for one batch, with events: `full` once it is copied in, `free` once it is copied on."""
 
     def __init__(self, like: list[Tensor]):
         self.tensors = [torch.empty_like(tensor) for tensor in like]
@@ -73,5 +73,5 @@ class Slot:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """In memory from which the device copies without the host waiting for it."""
+    """Return the tensor in pinned memory, from which copies do not block the host."""
     return tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()

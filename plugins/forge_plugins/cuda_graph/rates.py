@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 
 class Rates:
-    """A number on the device for each parameter group's rate.
+    """The learning rate of each parameter group as a tensor on the device.
 
-    Groups keep their plain numbers between steps, so that schedules and logs never read the device; only while the
-    optimizer steps do they hold these.
+    Groups keep plain numbers between steps, so that schedules and logs never read the device; they hold these tensors
+    only during the optimizer step.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
@@ -24,7 +24,7 @@ class Rates:
         self._written: list[float] = []
 
     def write(self) -> None:
-        """Bring the device up to date, without waiting for it."""
+        """Copy changed rates to the device, without waiting."""
         groups = self._optimizer.param_groups
         for at, group in enumerate(groups):
             rate: Any = group["lr"]
@@ -40,7 +40,7 @@ class Rates:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The groups hold the numbers on the device meanwhile."""
+        """Hold the tensors in the groups inside the `with`."""
         if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
             self.write()
         groups = self._optimizer.param_groups

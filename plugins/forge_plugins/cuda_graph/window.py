@@ -1,4 +1,4 @@
-"""A window as what a graph is given: tensors in a fixed order, and a key that says which graph fits."""
+"""A window as input of a graph: tensors in a fixed order, and the key of the graph that fits."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Unsuitable(Exception):
-    """Why a window cannot be given to a graph."""
+    """A window cannot be the input of a graph; the message is the reason."""
 
 
-class Window:
-    """The tensors of a step's micro-batches, and the weights they count with where these differ from step to step.
+class GraphWindow:
+    """The tensors of a step's micro-batches, and their weights if these differ from step to step.
 
-    Plain numbers and strings in a batch are part of the key: a graph cannot be told new ones.
+    Plain numbers and strings in a batch are part of the key: a graph holds them as constants.
     """
 
     def __init__(self, step: forge.Step, device: torch.device):
         self.batches = step.window
         self.tensors: list[Tensor] = []
-        kinds = tuple([_kind(batch, self.tensors) for batch in step.window])  # on every update, hence so plain
+        kinds = tuple([_kind(batch, self.tensors) for batch in step.window])  # runs on every update, hence a plain list
         factors = step.factors
         if factors is not None:
             self.tensors.append(_vector(factors, device))
         self.key = (kinds, step.divisor, factors is None)
 
     def with_tensors(self, tensors: list[Tensor]) -> list[Any]:
-        """The window's batches with these in the place of its own."""
+        """Return the window's batches with these tensors in place of its own."""
         given = iter(tensors)
         return [_rebuilt(batch, given) for batch in self.batches]
 
@@ -42,7 +42,7 @@ class Window:
 
 
 def _kind(value: Any, tensors: list[Tensor]) -> Any:
-    """What a graph has to know of a value before it can be given one; its tensors are added to the list."""
+    """Return the part of the key for a value, and append its tensors to the list."""
     kind = type(value)
     if kind is Tensor and value.layout is torch.strided:
         tensors.append(value)
@@ -53,7 +53,7 @@ def _kind(value: Any, tensors: list[Tensor]) -> Any:
         return (kind, *[(key, _kind(item, tensors)) for key, item in value.items()])
     if isinstance(value, PLAIN):
         return (kind, value)
-    raise Unsuitable(f"a batch holds a {kind.__name__}, whose tensors are not known")
+    raise Unsuitable(f"a batch holds a {kind.__name__}, whose tensors are unknown")
 
 
 def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:

@@ -26,37 +26,38 @@ logger = logging.getLogger("forge")
 
 DTYPES = {"bf16": torch.bfloat16}
 BOTH = "cpu:gloo,cuda:nccl"
-"""What shards that are kept on the host need: their gradients' norm is summed up there."""
+"""Backends for shards on the host: the norm of their gradients is summed there."""
 
 
 class FSDP(forge.Plugin):
-    """Train on several processes that divide parameters, gradients and optimizer state among them, with torch's FSDP2.
+    """Train on several processes that shard parameters, gradients and optimizer state, by torch's FSDP2.
 
-    Start them with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or with srun. As under `ddp`, the batch size of
-    a recipe is the global one and every rank trains on its part. The parameters of a block are gathered from all ranks
-    just before it runs and released after it; of its gradients each rank gets the sum of its own part. So no rank ever
-    holds more than its part and the current block. `blocks` names the blocks, by class (`TransformerBlock`) or by name
-    (`encoder.layers.*`); by default they are found: modules of one class in one ModuleList or Sequential. Parameters
-    outside the blocks form one more unit, gathered during the whole step. Gradients are exchanged once per update, with
-    the last micro-batch of its window; until then each rank accumulates them in full.
-
-    When to use it: if the model, its gradients and its optimizer state do not fit on every device, or barely.
+    Use it for models too large for one device. Start it with `forge fit RECIPE --nproc 4 -p fsdp`, with torchrun, or
+    with srun. As with `ddp`, the batch size of a recipe is the global one, and every rank trains on its share. A
+    block's parameters are gathered from all ranks just before it runs, and freed after it; each rank gets the sum of
+    its own part of the gradients. So no rank holds more than its part and the running block. `blocks` names the blocks,
+    by class (`TransformerBlock`) or by name (`encoder.layers.*`); by default the repeated blocks are used: modules of
+    one class in one ModuleList or Sequential. Parameters outside of all blocks are one more unit, gathered during the
+    whole step. Gradients are sent once per update, with the last micro-batch of its window; until then each rank sums
+    them in full.
 
     `mixed_precision=bf16` gathers parameters and computes in bfloat16, while shards, optimizer and gradient sums stay
-    in float32: half the traffic. The floats of a batch are cast as well. `reshard=false` keeps gathered parameters
-    until the backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host.
-    `replicate=2` makes two groups of ranks that each hold all parameters, for a fast network inside a group and a slow
-    one between them.
+    in float32: half the traffic. The floats of a batch are cast as well. `amp` computes in bf16 too, with losses in
+    float32, but keeps the cast tensors from forward to backward. `reshard=false` keeps gathered parameters until the
+    backward pass: more memory, a third less traffic. `offload` keeps shards and optimizer on the host. `replicate=2`
+    makes two groups of ranks with all parameters each, for a fast network inside groups and a slow one between them. A
+    loss scaler, and therefore fp16, is refused. With `compile`, give it the same blocks: a graph of the whole step
+    breaks at every block.
 
-    `meta` creates the task on the meta device, without memory, and initialises weights block by block, with each
-    module's `reset_parameters()` and then the task's `init_weights(module)`, if defined. In Python: `with
-    torch.device("meta"): task = Task()`. Without `init_weights` the weights equal those of a task created in full with
-    the same seed. A module that has neither is refused.
+    `meta` makes the task on the meta device, without memory, and initialises weights block by block, by each module's
+    `reset_parameters()` and then the task's `init_weights(module)`, if defined. In Python: `with torch.device("meta"):
+    task = Task()`. Without `init_weights` the weights equal those of a task made normally with the same seed. A module
+    with neither is refused.
 
-    The task may call its modules only in its steps, where all ranks do. In `configure_optimizers` and later, a
-    parameter is a DTensor of the full shape. After a fit the task has its own parameters back, with all weights, on
-    every rank; `gather=false` leaves each rank its shards, for weights that fit on no device: they are in
-    RUN/weights.safetensors. After an error on several ranks the shards stay too.
+    The task may call its modules only in its steps, where all ranks do. From `configure_optimizers` on, a parameter is
+    a DTensor of the full shape. After a fit the task has plain parameters again, with all weights, on every rank;
+    `gather=false` leaves each rank its shards, for weights that fit on no rank: they are in RUN/weights.safetensors.
+    After an error on several ranks the shards remain too.
 
     Together with: `amp` in bf16 computes losses in float32, but keeps what it casts from forward to backward. A loss
     scaler, and so fp16, is refused. For `compile`, name the same blocks, because a graph of the whole step breaks at
@@ -70,26 +71,25 @@ class FSDP(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         blocks: str | list[str] | None = None
-        """Modules that are sharded separately: classes or patterns of module names; null: the repeated blocks of the
-        task."""
+        "Units of sharding: classes or patterns of module names; null: the task's repeated blocks."
         min_size: int = 0
-        "Blocks with fewer parameters than this are not sharded separately."
+        "Blocks with fewer parameters than this are not separate units."
         mixed_precision: Literal["bf16"] | None = None
-        "Gather and compute in this type; shards, optimizer and gradient sums stay in their own."
+        "Gather and compute in this type; shards, optimizer and gradient sums keep theirs."
         reshard: bool = True
-        "Release a block's gathered parameters after its forward, and gather them again for its backward."
+        "Free a block's gathered parameters after its forward, and gather them again for its backward."
         offload: bool = False
-        "Keep shards, gradients and optimizer state in the memory of the host."
+        "Keep shards, gradients and optimizer state in host memory."
         replicate: int = 1
-        "Number of groups of ranks that each hold all parameters (hybrid sharding)."
+        "Number of groups of ranks that hold all parameters each (hybrid sharding)."
         meta: bool = False
-        "Let the command line create the task on the meta device, and initialise its weights block by block."
+        "On the command line, make the task on the meta device and initialise it block by block."
         gather: bool = True
-        "Give the task all of its weights at the end, on every rank; false leaves it its shards."
+        "Gather all weights into the task at the end, on every rank; false: keep the shards."
         backend: str | None = None
-        "Communication backend: nccl, gloo, ...; null chooses by device."
+        "Communication backend: nccl, gloo, ...; null: chosen by device."
         watchdog: float = 120.0
-        "Seconds without progress after which a run counts as stalled: it reports which rank waits for which, and ends."
+        "Seconds without progress after which a run counts as stalled: it reports which rank waits, and ends."
 
     config: Config
     provides = ("strategy", "sharding")
@@ -110,7 +110,7 @@ class FSDP(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._env: ShardedEnv | None = None
         self._shards: Shards | None = None
         self._error: BaseException | None = None
@@ -140,19 +140,19 @@ class FSDP(forge.Plugin):
         blocks = blocks_of(task, as_list(self.config.blocks), self.config.min_size)
         self._shards = Shards(task)
         if has_meta(task):
-            self._draw_and_shard(task, blocks, env)
+            self._initialise_and_shard(task, blocks, env)
         else:
             env.copy_from_first(task)
             for block in blocks.values():
                 self._shards.add(block, self._options(env))
         self._shards.add(build.model, self._options(env, root=True))
         build.model.register_forward_hook(self._after_forward)
-        self._tell(task, blocks, env)
+        self._log_units(task, blocks, env)
 
-    def _draw_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
-        """Draw the weights of a task from the meta device; no more than one block is whole at a time.
+    def _initialise_and_shard(self, task: nn.Module, blocks: dict[str, nn.Module], env: ShardedEnv) -> None:
+        """Initialise a task from the meta device; no more than one block is whole at a time.
 
-        From the seed that was set last, whatever was drawn since: a task in full would have been made right after it.
+        Use the seed that was set last, as a task made normally would have been made right after it.
         """
         assert self._shards is not None
         materialiser, ends = Materialiser(task), {id(block) for block in blocks.values()}
@@ -180,11 +180,11 @@ class FSDP(forge.Plugin):
             )
         if config.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=env.device.type == "cuda")
-        # null: the outermost unit is kept until backward, because it would be gathered again at once
+        # None: keep the outermost unit until backward, since it would be gathered again at once
         reshard = None if root and config.reshard else config.reshard
         return {"mesh": env.data_mesh, "reshard_after_forward": reshard, **options}
 
-    def _tell(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
+    def _log_units(self, task: nn.Module, blocks: dict[str, nn.Module], env: DistributedEnv) -> None:
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks.values()]
         rest = sum(parameter.numel() for parameter in task.parameters()) - sum(sizes)
         shards = env.data_world // self.config.replicate
@@ -197,7 +197,7 @@ class FSDP(forge.Plugin):
             )
             return
         logger.info(
-            "fsdp: %s parameters in %d shards; each for itself: %s, and the rest, %s parameters, as one.",
+            "fsdp: %s parameters in %d shards; sharded separately: %s, and the rest, %s parameters, as one.",
             f"{sum(sizes) + rest:,}",
             shards,
             listed(blocks, MANY),
@@ -213,7 +213,7 @@ class FSDP(forge.Plugin):
         return (yield)
 
     def _reduce(self, model: Any, now: bool) -> None:
-        """Whether the next backward sums up gradients over the ranks, or keeps them for the one that does."""
+        """Set whether the next backward sums gradients over the ranks, or accumulates them."""
         self._reduces = now
         model.set_requires_gradient_sync(now)
         model.set_is_last_backward(now)
@@ -221,13 +221,13 @@ class FSDP(forge.Plugin):
             model.set_reshard_after_backward(now)
 
     def _after_forward(self, *_: Any) -> None:
-        """Without a backward to come nothing gives up what was gathered, and weights may change before the next."""
+        """Reshard after a forward without a backward: nothing else frees the gathered parameters."""
         if not torch.is_grad_enabled() and self._shards is not None:
             self._shards.reshard()
 
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self) -> Generator[None, Any, Any]:
-        """Whoever evaluates other weights writes them into the shards."""
+        """Reshard around evaluation: a plugin may write other weights into the shards."""
         assert self._shards is not None
         self._shards.reshard()
         try:
@@ -249,14 +249,14 @@ class FSDP(forge.Plugin):
             return
         try:
             if shards is not None:
-                # on several ranks nobody may answer after an error
+                # on several ranks the others may not answer after an error
                 shards.remove(gather=env.world == 1 or (error is None and self.config.gather))
         finally:
             env.close(error is not None)
 
 
 class ShardedEnv(DistributedEnv):
-    """Many processes that divide one model among them."""
+    """Several processes that shard one model."""
 
     inference_mode = False
 
@@ -268,6 +268,6 @@ class ShardedEnv(DistributedEnv):
         return self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]
 
     def place(self, task: nn.Module) -> None:
-        """Bring the task to the device; one from the meta device gets its memory later, block by block."""
+        """Move the task to the device; one from the meta device gets its memory later, block by block."""
         if not has_meta(task):
             super().place(task)

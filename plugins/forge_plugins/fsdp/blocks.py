@@ -1,4 +1,4 @@
-"""Which modules are sharded each for itself."""
+"""The modules that are separate units of sharding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from forge_plugins._patterns import chosen
 
 
 def blocks_of(task: nn.Module, patterns: list[str], min_size: int) -> dict[str, nn.Module]:
-    """The modules that the patterns name, or the blocks that the task repeats, where they are large enough.
+    """Return the modules that match the patterns, or the repeated blocks, if large enough.
 
-    A block that shares a parameter with what is outside of it stays with its parent: what is tied must be sharded
+    A block that shares a parameter with modules outside stays with its parent: tied parameters must be sharded
     together.
     """
     found = chosen(task, patterns, "fsdp.blocks") if patterns else repeated(task)

@@ -1,4 +1,4 @@
-"""Weights for a task that was made on the meta device: drawn on the host, module by module, in the task's order."""
+"""Initialise a task from the meta device on the host, module by module, in the task's order."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from forge_plugins._patterns import MANY, listed
 from forge_plugins._sharded import is_distributed
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""What modules call the method that draws their weights; the second one is that of torch's MultiheadAttention."""
+"""Names of the method that initialises a module; the second is that of torch's MultiheadAttention."""
 INIT = "init_weights"
 
 
 def has_meta(module: nn.Module) -> bool:
-    """Whether anything in a module has a shape and no numbers."""
+    """Whether a module has tensors on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def inside_out(module: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, children before their parents: the order in which a task's constructor finishes them."""
+    """Yield every module once, children before parents: the order in which a constructor finishes them."""
     seen: set[int] = set()
 
     def visit(one: nn.Module) -> Iterator[nn.Module]:
@@ -39,22 +39,22 @@ def inside_out(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Materialiser:
-    """Gives modules memory and first weights: by their `reset_parameters`, then by the task's `init_weights(module)`.
+    """Gives modules memory and initial weights: by `reset_parameters`, then by the task's `init_weights(module)`.
 
-    Numbers come from the host's generator, so that they are those of a task that was made in full there.
+    Random numbers come from the host's generator, so the weights equal those of a task made normally there.
     """
 
     def __init__(self, task: nn.Module):
         self._task = task
         self._init: Callable[[nn.Module], Any] | None = getattr(task, INIT, None)
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
-        "What stands for a meta tensor, by its identity: one that is tied is made once."
+        "The replacement of each meta tensor, by its id: a tied one is made once."
         self._divided: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
-        "Parameters that tensor parallelism had divided, and where they stand."
+        "Parameters divided by tensor parallelism, and their places."
         self._refuse()
 
     def fill(self, module: nn.Module) -> None:
-        """Give one module's own tensors, those of its children aside, their first numbers."""
+        """Initialise the tensors of one module, without its children."""
         own = [name for name, tensor in _own(module) if tensor.is_meta]
         if not own:
             return
@@ -68,7 +68,7 @@ class Materialiser:
         self._refuse_left_out(module, own)
 
     def settle(self, device: torch.device, module: nn.Module) -> None:
-        """Bring a filled module to its device, divided again as it was."""
+        """Move a filled module to its device, and divide its parameters again."""
         module.to(device)
         for old, places in self._divided.values():
             part = nn.Parameter(_divide(self._made[id(old)][1].detach(), old), requires_grad=old.requires_grad)
@@ -91,28 +91,28 @@ class Materialiser:
                 inspect.signature(self._init).bind(self._task)
             except TypeError as error:
                 raise TaskError(
-                    f"{type(self._task).__name__}.{INIT} is called with each module in turn, whose own weights it "
-                    f"draws, so that no more than a block is whole at a time: def {INIT}(self, module)."
+                    f"{type(self._task).__name__}.{INIT} is called with each module in turn, to initialise its "
+                    f"own weights, so that no more than a block is whole at a time: def {INIT}(self, module)."
                 ) from error
             return
         named = self._task.named_modules()
         lost = [name or type(self._task).__name__ for name, m in named if _has_own_meta(m) and _reset(m) is None]
         if lost:
             raise TaskError(
-                f"fsdp cannot give a task from the meta device its first weights: {listed(lost, MANY)} of "
+                f"fsdp cannot initialise a task from the meta device: {listed(lost, MANY)} of "
                 f"{type(self._task).__name__} has parameters or buffers, and no reset_parameters() to set them. "
-                f"Define that, or {INIT}(self, module) in the task, or make the task in full (fsdp.meta=false)."
+                f"Define that, or {INIT}(self, module) in the task, or make the task normally (fsdp.meta=false)."
             )
 
     def _refuse_left_out(self, module: nn.Module, names: list[str]) -> None:
-        """Memory is filled with NaN at first, which tells what nobody has set."""
+        """Refuse tensors that were not set: their memory still holds NaN."""
         tensors = dict(_own(module))
         left = [name for name in names if tensors[name].is_floating_point() and bool(tensors[name].isnan().any())]
         if left:
             where = next(name for name, inner in self._task.named_modules() if inner is module)
             raise TaskError(
                 f"fsdp: {listed([f'{where}.{name}'.strip('.') for name in left])} of a task from the meta device has "
-                f"no first values: neither {type(module).__name__}.reset_parameters() nor the task's {INIT} sets all "
+                f"no initial values: neither {type(module).__name__}.reset_parameters() nor the task's {INIT} sets all "
                 "of it."
             )
 
@@ -131,7 +131,7 @@ def _reset(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """Memory on the host for a meta tensor, that of a whole one for a DTensor."""
+    """Return memory on the host for a meta tensor, of full size for a DTensor."""
     filler = float("nan") if tensor.is_floating_point() else 0
     made = torch.full(tensor.shape, filler, dtype=tensor.dtype, device="cpu")
     if not isinstance(tensor, nn.Parameter):
@@ -143,7 +143,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _divide(whole: Tensor, like: Any) -> Tensor:
-    """A rank's part of a tensor that all ranks have; nothing is sent."""
+    """Return this rank's part of a tensor that all ranks have, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Shards: modules under torch's fully_shard, and the way back to what they were."""
+"""Shard modules with torch's fully_shard, and restore them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Where a module keeps the hooks that fully_shard sets."""
+"""Attributes that hold the hooks of fully_shard."""
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""What fully_shard writes into every module, for the compiler to see."""
+"""Attributes that fully_shard sets on every module, for the compiler."""
 COMPOSED = "__composable_api_state_key"
-"""How the entries in a module's `__dict__` begin in which torch notes what was applied to it."""
+"""Prefix of the entries in a module's `__dict__` in which torch records applied APIs."""
 TORCHS = "torch.distributed.fsdp"
 
 Place = tuple[dict[str, nn.Parameter | None], str]
@@ -35,47 +35,47 @@ Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class Shards:
-    """A task whose parameters are divided among ranks, module by module: `add` blocks, then the shell around them.
+    """A task whose parameters are sharded module by module: `add` blocks, then the shell around them.
 
-    torch puts other parameters in the place of a task's own. Those are kept, emptied, so that `remove` can give the
-    task its own back, filled with what was trained.
+    torch replaces the task's parameters. The originals are kept, emptied, so that `remove` can restore them with the
+    trained weights.
     """
 
     def __init__(self, task: nn.Module):
         self._task = task
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._own: list[tuple[nn.Parameter | None, list[Place]]] = []
-        "The task's parameters, and all places where each stood: one that is tied has several."
+        "The task's parameters, with all places of each: a tied one has several."
         self._sharded: set[int] = set()
 
     @property
     def modules(self) -> list[FSDPModule]:
-        """What was added, in that order."""
+        """The added modules, in order."""
         return [module for module, _ in self._classes if isinstance(module, FSDPModule)]
 
     def add(self, module: nn.Module, options: Mapping[str, Any]) -> None:
-        """Shard what is in a module and not in one that was added before."""
+        """Shard the parameters of a module that are not in a module added before."""
         own = [entry for key, entry in _places(module).items() if key not in self._sharded]
         self._classes.append((module, type(module)))
         fully_shard(module, **options)
         self._sharded |= {id(parameter) for parameter in module.parameters()}
         for parameter, places in own:
-            if is_distributed(parameter):  # tensor parallel: it cannot become whole again
+            if is_distributed(parameter):  # tensor parallel: it cannot be restored
                 self._own.append((None, places))
                 continue
             owner, name = places[0]
-            vars(owner[name]).update(vars(parameter))  # what somebody noted on a parameter goes with it
+            vars(owner[name]).update(vars(parameter))  # keep custom attributes of a parameter
             parameter.data = parameter.data.new_empty(0)
             self._own.append((parameter, places))
 
     def reshard(self) -> None:
-        """Have every module hold its shard alone, so that none computes with what was gathered before."""
+        """Free gathered parameters of every module, so that none computes with outdated ones."""
         for module in self.modules:
             module.reshard()
 
     def remove(self, gather: bool) -> None:
-        """Take everything off again. `gather`, on all ranks, gives the task its own parameters with all of the weights;
-        else it is left with its shards."""
+        """Remove the sharding. `gather`, on all ranks, restores the task's parameters with all weights; else the task
+        keeps its shards."""
         self.reshard()
         if gather:
             for parameter, places in self._own:
@@ -89,7 +89,7 @@ class Shards:
 
 
 def refuse_unshardable(task: nn.Module) -> None:
-    """What torch cannot divide is refused by name."""
+    """Refuse parameters that torch cannot shard, by name."""
     named = list(task.named_parameters())
     scalars = [name for name, parameter in named if not parameter.ndim]
     if scalars:
@@ -115,7 +115,7 @@ def _places(module: nn.Module) -> dict[int, tuple[nn.Parameter, list[Place]]]:
 
 
 def _give_back(own: nn.Parameter | None, places: list[Place]) -> None:
-    """Put a task's own parameter back, with all of the weights."""
+    """Restore a task's own parameter, with all weights."""
     owner, name = places[0]
     shard = owner[name]
     assert shard is not None
@@ -129,7 +129,7 @@ def _give_back(own: nn.Parameter | None, places: list[Place]) -> None:
 
 
 def _clean(module: nn.Module) -> None:
-    """Take torch's hooks and marks off a module."""
+    """Remove torch's hooks and marks from a module."""
     held = vars(module)
     for kind in HOOKS:
         hooks: dict[int, Any] = held.get(kind, {})

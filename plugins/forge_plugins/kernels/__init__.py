@@ -1,4 +1,4 @@
-"""Fast kernels in the place of torch's functions."""
+"""Faster kernels in place of torch's functions."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from forge_kernels.patch import StandIns, SwappedModules
 from forge_kernels.selection import Candidate, KernelChoice, choose
 from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
-from forge_plugins.kernels.looking import Seen, look
-from forge_plugins.kernels.report import table
+from forge_plugins.kernels.choice_table import table
+from forge_plugins.kernels.discovery import ObservedCalls, observe_calls
 
 logger = logging.getLogger("forge")
 
@@ -66,7 +66,7 @@ class Kernels(forge.Plugin):
         use: str | list[str] = AUTO
         "Which kernels: auto (those that are faster, by measurement), all, or names."
         leave_out: str | list[str] | None = None
-        "Kernels not to use."
+        "Kernels to exclude."
         cache: bool | str = True
         "Where to keep measurements for the next run: true is the user's cache, a path is a folder, false is nowhere."
 
@@ -85,20 +85,20 @@ class Kernels(forge.Plugin):
                 if name not in known:
                     also = [AUTO, ALL] if option == "use" else []
                     raise RecipeError(
-                        f"kernels.{option} names {name!r}, which no kernel is called."
+                        f"kernels.{option} names {name!r}, but no kernel has that name."
                         f"{did_you_mean(name, [*known, *also])}"
                     )
         self._named = named
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._candidates: list[Candidate] = []
         self._measures = False
         self._stand_ins = StandIns()
         self._modules = SwappedModules()
         self._looked: list[str | None] = []
-        "The optimizers whose first batch was looked at."
+        "The optimizers whose first batch was observed."
         self._choices: list[KernelChoice] = []
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Kernels(forge.Plugin):
             return
         choices, before = [KernelChoice.from_data(data) for data in state["choices"]], self._choices
         self._looked, self._choices = list(state["looked"]), choices
-        if self._measures and choices != before:  # at a rewind they are what they were
+        if self._measures and choices != before:  # unchanged at a rewind
             self._refuse_missing()
             self._apply(trainer)
 
@@ -162,7 +162,7 @@ class Kernels(forge.Plugin):
     # -- which kernels ------------------------------------------------------------------------------------------------
 
     def _load(self) -> list[Candidate]:
-        """The kernels to use, or to choose from, with what they replace. A broken package breaks those who name it."""
+        """Return the kernels to use or choose from, with what they replace. A broken package fails only if named."""
         left_out, found = as_list(self.config.leave_out), []
         for name in self._named or discovery.names():
             if name in left_out:
@@ -178,21 +178,21 @@ class Kernels(forge.Plugin):
                 continue
             if self._named and not kernel.replaces:
                 raise RecipeError(
-                    f"kernels.use names {name!r}, which replaces nothing by itself: call forge.kernels.{name} in your "
+                    f"kernels.use names {name!r}, which replaces no torch function. Call forge.kernels.{name} in your "
                     "task instead."
                 )
             found += [Candidate(kernel, replaces) for replaces in kernel.replaces]
         return found
 
     def _swap_all(self, build: Build) -> None:
-        """Without measuring: every candidate takes what it supports."""
+        """Use every candidate where it is supported, without measuring."""
         functions: dict[str, Any] = {}
         takers: dict[str, str] = {}
         for candidate in self._candidates:
             name, target = candidate.kernel.name, candidate.target
             if target in takers:
                 raise RecipeError(
-                    f"kernels.use: {takers[target]!r} and {name!r} both replace {target}. Leave one of them out: "
+                    f"kernels.use: {takers[target]!r} and {name!r} both replace {target}. Exclude one of them: "
                     f"kernels.leave_out={name}"
                 )
             takers[target] = name
@@ -202,20 +202,20 @@ class Kernels(forge.Plugin):
                 paths = patch.modules_of(build.task, target)
                 done = self._modules.replace(build.task, paths, candidate.replaces.swap, name)
                 if done:
-                    logger.info("kernels: %s takes the place of %s.", name, listed(done, MANY))
+                    logger.info("kernels: %s replaces %s.", name, listed(done, MANY))
         self._stand_ins = StandIns(functions)
         if functions:
             replaced = (f"{target.rpartition('.')[2]} ({takers[target]})" for target in functions)
-            logger.info("kernels: in the place of torch's own: %s.", ", ".join(replaced))
+            logger.info("kernels: replaced functions of torch: %s.", ", ".join(replaced))
 
     # -- auto ---------------------------------------------------------------------------------------------------------
 
     def _decide(self, step: forge.Step) -> None:
-        """Look at the first batch, measure what it calls, and use what is faster."""
+        """Observe the first batch, measure its calls, and use the faster kernels."""
         trainer = step.trainer
         self._looked.append(step.name)
-        seen = look(step, self._candidates, _compiles(trainer))
-        # shares of a batch may differ by a sample, so the first rank measures what any of them calls
+        seen = observe_calls(step, self._candidates, _compiles(trainer))
+        # shares of a batch may differ by a sample, so the first rank measures the calls of all ranks
         everywhere = trainer.env.gather([call.as_data() for call in seen.calls.values() if not call.module])
         others = (RecordedCall.from_data(data) for there in everywhere for data in there)
         calls = {**{call.kind: call for call in others}, **seen.calls}
@@ -226,10 +226,10 @@ class Kernels(forge.Plugin):
         self._choices += [choice for choice in choices if choice.call.kind not in known]
         self._apply(trainer)
         if trainer.env.is_main:
-            self._tell(trainer, choices, seen, made["measured"])
+            self._log_choices(trainer, choices, seen, made["measured"])
 
-    def _measure(self, trainer: forge.Run, calls: Sequence[RecordedCall], seen: Seen) -> dict[str, Any]:
-        """On the first rank: what is known already from disk, the rest by measuring."""
+    def _measure(self, trainer: forge.Run, calls: Sequence[RecordedCall], seen: ObservedCalls) -> dict[str, Any]:
+        """On the first rank: read known choices from disk, and measure the others."""
         device, compiled = trainer.env.device, _compiles(trainer)
         cache = Cache(self._folder())
         stopwatch: Stopwatch | None = None
@@ -250,7 +250,7 @@ class Kernels(forge.Plugin):
         cache.write()
         del stopwatch
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what was measured with is of other sizes than what the run needs
+            torch.cuda.empty_cache()  # the measurements used other sizes than the run
         return {"choices": choices, "measured": measured}
 
     def _folder(self) -> Path | None:
@@ -260,13 +260,13 @@ class Kernels(forge.Plugin):
         return default_folder() if cache else None
 
     def _apply(self, trainer: forge.Run) -> None:
-        """Have the chosen kernels run from now on."""
+        """Use the chosen kernels from now on."""
         chosen: dict[str, list[patch.Chosen]] = {}
         decided: set[str] = set()
         self._modules.restore()
         for choice in self._choices:
             paths = [path for path in choice.paths if path not in decided]
-            decided |= set(paths)  # what is called in several ways is decided by the first
+            decided |= set(paths)  # a module called in several ways is decided by the first
             for candidate in self._candidates:
                 if candidate.kernel.name != choice.kernel or candidate.target != choice.call.target:
                     continue
@@ -278,7 +278,9 @@ class Kernels(forge.Plugin):
         patch.build_dynamo_table()
         self._stand_ins = StandIns({target: patch.where_chosen(target, entries) for target, entries in chosen.items()})
 
-    def _tell(self, trainer: forge.Run, choices: Sequence[KernelChoice], seen: Seen, measured: int) -> None:
+    def _log_choices(
+        self, trainer: forge.Run, choices: Sequence[KernelChoice], seen: ObservedCalls, measured: int
+    ) -> None:
         if not choices:
             logger.info("kernels: the first batch calls nothing that an installed kernel replaces.")
             return
@@ -287,13 +289,13 @@ class Kernels(forge.Plugin):
         logger.info("%s", table(choices, seen.counts, measured, _compiles(trainer), name))
 
     def _refuse_missing(self) -> None:
-        """A run that used a kernel cannot go on exactly without it."""
+        """Refuse to resume a run without a kernel that it used: it could not continue exactly."""
         there = {candidate.kernel.name for candidate in self._candidates}
         missing = sorted({choice.kernel for choice in self._choices if choice.kernel} - there)
         if missing:
             raise StackError(
-                f"The run that is resumed used the kernel {missing[0]!r}, which is not there any more. Install its "
-                "package again, or take it out of kernels.leave_out; kernels.use=all goes on with what there is."
+                f"The resumed run used the kernel {missing[0]!r}, which is not available now. Install its package "
+                "again, or remove it from kernels.leave_out; kernels.use=all continues with the available kernels."
             )
 
 

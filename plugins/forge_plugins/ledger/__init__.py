@@ -1,4 +1,4 @@
-"""What each plugin costs."""
+"""The cost of each plugin."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pluggy import HookImpl
 
 import forge
 from forge.errors import StackError
-from forge_plugins.ledger import report as reports
-from forge_plugins.ledger.account import Account, Mark
+from forge_plugins.ledger import cost_report
+from forge_plugins.ledger.account import Account, LedgerMark
 from forge_plugins.ledger.audit import Audit
 from forge_plugins.ledger.timers import Function, Timers
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("forge")
 
 
 class Ledger(forge.Plugin):
-    """Measure what every plugin costs, hook by hook, in µs per update and as a share of the update.
+    """Measure the cost of every plugin, hook by hook, in µs per update and as a share of the update.
 
     When to use it: to find a slow plugin, or a line that makes the host wait for the device. It costs less than a µs
     per timed call, two for a wrapper. `forge plan RECIPE --measure` prints the same table after a few updates, without
@@ -65,20 +65,20 @@ class Ledger(forge.Plugin):
     def __init__(self, *first: bool, **values: Any):
         super().__init__(*first, **values)
         self.report: dict[str, Any] | None = None
-        "What the last fit came to, as plain data: what RUN/ledger.json holds."
+        "The results of the last fit, as plain data: the content of RUN/ledger.json."
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._account: Account | None = None
         self._audit: Audit | None = None
-        self._interval: Mark | None = None
+        self._interval: LedgerMark | None = None
         self._syncs_before = 0
-        self._told_syncs = False
-        self._last: Mark | None = None
+        self._warned_of_syncs = False
+        self._last: LedgerMark | None = None
         "The end of an update that may be the run's last."
         self._ended = 0
-        "When the latest update ended, whether it may be the last or not."
+        "The end time of the latest update."
         self._started = False
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ class Ledger(forge.Plugin):
         if trainer.verb != "fit":
             return
         if trainer.trace is not None:
-            logger.warning("ledger measures nothing while every call is traced: run it without --trace.")
+            logger.warning("ledger measures nothing while every call is traced. Run without --trace.")
             return
         other = getattr(trainer.instrument, "__self__", None)
         if trainer.instrument is not None and not isinstance(other, Ledger):
-            raise StackError("ledger needs trainer.instrument, but something else is set there. Set it to None.")
+            raise StackError("ledger needs trainer.instrument, but it is set already. Set it to None.")
         self._account = Account(Timers(self))
         self._audit = Audit() if self.config.audit else None
         trainer.instrument = self._instrument
@@ -115,7 +115,7 @@ class Ledger(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_step_end(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """Behind the yield everybody else has had this update's step_end, and it counts."""
+        """Count after the yield, when all other plugins have run their step_end."""
         result = yield
         account = self._account
         if account is not None and account.first is not None:
@@ -125,7 +125,7 @@ class Ledger(forge.Plugin):
         return result
 
     def _record(self, step: forge.Step, account: Account) -> None:
-        """What the interval came to, for every sink."""
+        """Record the costs of the interval."""
         assert self._interval is not None
         now = account.mark()
         period, self._interval = account.between(self._interval, now), now
@@ -140,9 +140,9 @@ class Ledger(forge.Plugin):
         found = audit.unexpected()
         step.record("ledger/syncs_per_update", (found - self._syncs_before) / updates)
         self._syncs_before = found
-        if found and not self._told_syncs:
-            self._told_syncs = True
-            places = [reports.told_sync(row) for row in audit.rows(account.updates) if not row["expected"]]
+        if found and not self._warned_of_syncs:
+            self._warned_of_syncs = True
+            places = [cost_report.sync_text(row) for row in audit.rows(account.updates) if not row["expected"]]
             logger.warning("ledger: the host waits for the device: %s", "; ".join(places))
 
     @forge.hookimpl(wrapper=True)
@@ -182,20 +182,20 @@ class Ledger(forge.Plugin):
         self._account = None
         self.report = self._close(account, audit)
         if trainer.env.is_main:
-            logger.info("%s", reports.told(self.report))
+            logger.info("%s", cost_report.as_text(self.report))
             self._write(trainer, self.report)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _close(self, account: Account, audit: Audit | None) -> dict[str, Any]:
-        """Everything from the end of the first update to the end of the last."""
+        """Return the report from the end of the first update to the end of the last."""
         end = self._last if self._last is not None and self._last.updates == account.updates else None
         period = None
         if account.first is not None and account.updates:
             stop = end or account.mark()
             stop.at = self._ended if end is None else end.at
             period = account.between(account.first, stop)
-        return reports.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
+        return cost_report.make(period, account.once(end), None if audit is None else audit.rows(account.updates))
 
     def _write(self, trainer: forge.Run, report: dict[str, Any]) -> None:
         if trainer.run_dir is None:

@@ -1,4 +1,4 @@
-"""Account: where the time of a fit's updates went, and what of it is not theirs."""
+"""Account for the time of a fit's updates: plugins, data wait, evaluation and timing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ WORK = frozenset(
         "export",
     )
 )
-"""Actions that are the work of a run: what an owner spends in them is no cost on top of it."""
+"""Actions that are the work of a run: the time of an owner in them is not a cost."""
 ONCE = frozenset(f"forge_{name}" for name in ("setup_env", "build_model", "build_loader", "build_optimizers", "start"))
-"""Hooks of the build: they are called before the first update."""
+"""Hooks of the build, called before the first update."""
 
 Counts = tuple[int, int]
 """Calls and nanoseconds."""
@@ -30,8 +30,8 @@ NOTHING: Counts = (0, 0)
 
 
 @dataclass(slots=True)
-class Mark:
-    """How far everything was at one moment, in nanoseconds."""
+class LedgerMark:
+    """All counters at one moment, in nanoseconds."""
 
     at: int
     updates: int
@@ -42,25 +42,25 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """One implementation between two marks."""
 
     cell: Cell
     calls: int
     spent: float
-    "Nanoseconds, without what timing costs."
+    "Nanoseconds, without the cost of timing."
     worst: float
     in_evaluation: bool
 
     @property
     def is_cost(self) -> bool:
-        """Whether it comes on top of the work, rather than doing it in core's place."""
+        """Whether it adds to the work, rather than doing the work as an owner."""
         return not (self.cell.role == "own" and self.cell.hook in WORK)
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """What happened between two marks, in nanoseconds."""
+    """The time between two marks, in nanoseconds."""
 
     updates: int
     own: float
@@ -68,11 +68,11 @@ class Period:
     waited: float
     evaluated: float
     timing: float
-    entries: list[Entry]
+    entries: list[LedgerEntry]
 
     @property
     def costs(self) -> dict[str, float]:
-        """Per plugin, what it cost on top of the work."""
+        """The cost of each plugin, beside the work."""
         found: dict[str, float] = {}
         for entry in self.entries:
             if entry.is_cost:
@@ -82,63 +82,65 @@ class Period:
 
 @dataclass(slots=True)
 class Account:
-    """Counts one fit. Its first update warms things up, and is left out."""
+    """Counts one fit, without its first update, which is a warm-up."""
 
     timers: Timers
     updates: int = 0
     waited: int = 0
     evaluated: int = 0
     in_evaluation: dict[Cell, Counts] = field(default_factory=dict)
-    first: Mark | None = None
+    first: LedgerMark | None = None
     "The end of the first update."
 
     def begin(self) -> None:
-        """The first update is over: everything counts from here."""
+        """Start counting, after the first update."""
         for cell in self.timers.cells:
             if cell.hook not in ONCE:
                 cell.worst = 0
         self.first = self.mark()
 
-    def mark(self) -> Mark:
+    def mark(self) -> LedgerMark:
         cells = {cell: (cell.calls, cell.spent) for cell in self.timers.cells}
         now = self.timers.clock()
-        return Mark(now, self.updates, self.waited, self.evaluated, cells, dict(self.in_evaluation))
+        return LedgerMark(now, self.updates, self.waited, self.evaluated, cells, dict(self.in_evaluation))
 
     def update(self, data_wait: float) -> None:
         self.updates += 1
         self.waited += round(data_wait * 1e9)
 
-    def evaluation(self, before: Mark) -> None:
-        """An evaluation that began at `before` has ended."""
+    def evaluation(self, before: LedgerMark) -> None:
+        """Count an evaluation that began at `before` and has ended."""
         self.evaluated += self.timers.clock() - before.at
         for cell in self.timers.cells:
             calls, spent = before.cells[cell]
             old = self.in_evaluation.get(cell, NOTHING)
             self.in_evaluation[cell] = (old[0] + cell.calls - calls, old[1] + cell.spent - spent)
 
-    def between(self, start: Mark, stop: Mark) -> Period:
-        """Take apart what happened between two marks."""
-        entries: list[Entry] = []
+    def between(self, start: LedgerMark, stop: LedgerMark) -> Period:
+        """Split the time between two marks."""
+        entries: list[LedgerEntry] = []
         timing, within = 0.0, 0.0
         for cell in self.timers.cells:
             everything = _difference(start.cells, stop.cells, cell)
             inside = _difference(start.in_evaluation, stop.in_evaluation, cell)
             price = self.timers.price(cell)
-            # what an evaluation takes is not the updates' own, and its timers go with it
+            # the time of an evaluation, with its timers, does not belong to the updates
             timing += price.timing(everything[0] - inside[0])
             within += inside[1]
             in_evaluation = everything if cell.hook == "forge_evaluate" else inside
             in_updates = (everything[0] - in_evaluation[0], everything[1] - in_evaluation[1])
             for (calls, spent), evaluating in ((in_updates, False), (in_evaluation, True)):
                 if calls:
-                    entries.append(Entry(cell, calls, price.net(calls, spent), price.net(1, cell.worst), evaluating))
+                    entries.append(
+                        LedgerEntry(cell, calls, price.net(calls, spent), price.net(1, cell.worst), evaluating)
+                    )
         waited, evaluated = stop.waited - start.waited, stop.evaluated - start.evaluated
         work = max(0.0, evaluated - within)
         own = max(0.0, stop.at - start.at - waited - work - timing)
         return Period(stop.updates - start.updates, own, waited, work, timing, entries)
 
-    def once(self, end: Mark | None) -> list[dict[str, Any]]:
-        """What was spent before the first update and after the last one, which ended at `end`."""
+    def once(self, end: LedgerMark | None) -> list[dict[str, Any]]:
+        """Return the time spent before the first update and after the last one, which ended at `end`."""
         rows: list[dict[str, Any]] = []
         for cell in self.timers.cells:
             calls, spent, when = cell.calls, cell.spent, "start"

@@ -1,4 +1,4 @@
-"""Audit: who made the host wait for the CUDA device, and on which line."""
+"""Attribute waits of the host for the CUDA device to plugins and lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import linecache
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -20,20 +21,30 @@ from forge.contract.plugin import Callback
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import TaskModule
 from forge.diagnose.explain import NAMED_METHODS
+from forge.metrics.means import Means, PendingMeans
+from forge.optim.optimizers import Optimizers
+from forge.snapshot.capture import capture
+from forge.snapshot.restore import load_for, restore
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 from forge_plugins import _syncs
 from forge_plugins._syncs import Listener
 
-EXPECTED_HOOKS = {"forge_state_dict": "saving", "forge_end": "ending"}
-EXPECTED_IN_TRAINER = {
-    "_log": "logging",
-    "_deliver_log": "logging",
-    "log_metrics": "logging",
-    "_validate": "validating",
-    "_save": "saving",
-    "_finish": "saving",
-    "_rewind": "rewinding",
+EXPECTED_HOOKS = {
+    "forge_evaluate": "validating",
+    "forge_state_dict": "saving",
+    "forge_save": "saving",
+    "forge_export": "saving",
+    "forge_end": "ending",
+}
+EXPECTED_FUNCTIONS: dict[Callable[..., Any], str] = {
+    Means.read: "logging",
+    PendingMeans.result: "logging",
+    forge.Run.log_metrics: "logging",
+    Optimizers.after_validation: "validating",
+    capture: "saving",
+    load_for: "rewinding",
+    restore: "rewinding",
 }
 """Where a run reads the device by design: once per log interval, validation or checkpoint, not in the updates."""
 LISTENING = (warnings.__file__, __file__, _syncs.__file__)
@@ -41,44 +52,47 @@ LISTENING = (warnings.__file__, __file__, _syncs.__file__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a sync came from."""
+class SyncPlace:
+    """The origin of a sync."""
 
     who: str
     file: str
     line: int
     expected: str = ""
-    "What the run was doing that reads the device by design, if it was."
+    "The activity that reads the device by design, if any."
 
 
 class Audit:
-    """Every wait for the device is put down to whoever's code was running."""
+    """Attributes every wait for the device to the code that was running."""
 
     def __init__(self) -> None:
-        self.found: Counter[Place] = Counter()
+        self.found: Counter[SyncPlace] = Counter()
         self._owners: dict[CodeType, list[tuple[Any, str, str]]] = {}
+        self._expected = {function.__code__: reason for function, reason in EXPECTED_FUNCTIONS.items()}
         self._listener = Listener(self._hear)
 
     def know(self, hook: str, impl: HookImpl) -> None:
-        """Remember whose code a hook's implementation is."""
+        """Register the owner of a hook implementation's code."""
         function = impl.plugin.function if isinstance(impl.plugin, Callback) else impl.function
         code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None and impl.plugin_name != CORE:
+        if code is not None and impl.plugin_name == CORE:
+            self._expected[code] = EXPECTED_HOOKS.get(hook, "")
+        elif code is not None:
             self._owners.setdefault(code, []).append((impl.plugin, impl.plugin_name, hook))
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Have torch warn of every wait, and hear it; what listens already, or makes it an error, is left alone."""
+        """Make torch warn of every wait, and listen. Does nothing if the debug mode is set already."""
         if torch.cuda.get_sync_debug_mode() == 0:
             self._listener.start()
 
     def listen(self) -> None:
-        """Hear torch's warnings; others go where they went."""
+        """Receive torch's warnings; others are passed on."""
         self._listener.listen()
 
     def stop(self) -> None:
-        """Put everything back."""
+        """Restore warnings and the debug mode."""
         self._listener.stop()
 
     @property
@@ -88,10 +102,10 @@ class Audit:
     def _hear(self, frame: FrameType) -> None:
         self.found[self.place(frame)] += 1
 
-    # -- whose it is --------------------------------------------------------------------------------------------------
+    # -- attribution -------------------------------------------------------------------------------------------------
 
-    def place(self, innermost: FrameType) -> Place:
-        """The line outside of torch that waits, and whose hook or method it runs in."""
+    def place(self, innermost: FrameType) -> SyncPlace:
+        """Return the line outside of torch that waits, and the hook or method that it runs in."""
         at: tuple[str, int] | None = None
         who = expected = ""
         frame: FrameType | None = innermost
@@ -103,17 +117,19 @@ class Audit:
             who, expected = who or found, expected or reason
             frame = frame.f_back
         if not who:
-            # autograd runs backward passes of a device in a thread of its own, where no hook is on the stack
+            # autograd runs the backward of a device in its own thread, without a hook on the stack
             who = "forge itself" if threading.current_thread() is threading.main_thread() else "the backward pass"
-        return Place(who, *(at or ("torch", 0)), expected)
+        return SyncPlace(who, *(at or ("torch", 0)), expected)
 
     def _read(self, frame: FrameType) -> tuple[str, str]:
-        """(who, what is expected) as far as one frame tells."""
+        """Return (who, expected activity) as far as this frame shows."""
         code = frame.f_code
         for plugin, name, hook in self._owners.get(code, ()):
             if isinstance(plugin, Callback) or frame.f_locals.get("self", plugin) is plugin:
                 who = f"the task in {hook}" if name == TASK else f"plugin {name!r} in {hook}"
                 return who, EXPECTED_HOOKS.get(hook, "")
+        if code in self._expected:
+            return "", self._expected[code]
         if not code.co_varnames or code.co_varnames[0] != "self":
             return "", ""
         me = frame.f_locals.get("self")
@@ -121,20 +137,18 @@ class Audit:
             return f"the task's {code.co_name}", ""
         if isinstance(me, Optimizer) and code.co_name == "step":
             return f"the optimizer {type(me).__name__}", ""
-        if isinstance(me, forge.Run):
-            return "", EXPECTED_IN_TRAINER.get(code.co_name, "")
         if code.co_filename.startswith(folder_of("forge")) and code.co_name == "epoch":
             return "the data loader", ""
         return "", ""
 
-    # -- what was found -----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def unexpected(self) -> int:
-        """Waits so far that the run was not designed to have."""
+        """Return the number of unexpected waits so far."""
         return sum(count for place, count in self.found.items() if not place.expected)
 
     def rows(self, updates: int) -> list[dict[str, Any]]:
-        """Every place as plain data, the most frequent first."""
+        """Return every place as plain data, the most frequent first."""
         return [
             {
                 "who": place.who,

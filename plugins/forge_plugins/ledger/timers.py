@@ -1,4 +1,4 @@
-"""Timers: implementations that note what they cost, each without what it calls of others."""
+"""Time hook implementations, each without its calls into others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from forge.contract.stack import ACTIONS, CORE, ONE_BY_ONE
 Function = Callable[..., Any]
 clock = time.perf_counter_ns
 ROUNDS, CALLS = 7, 200
-"""How often an empty call is timed to learn what timing costs; the quickest round counts."""
+"""Rounds and calls that measure the cost of timing; the fastest round counts."""
 
 
 class Cell:
-    """What one implementation of one hook has cost so far, in nanoseconds."""
+    """The cost of one implementation of one hook so far, in nanoseconds."""
 
     __slots__ = ("calls", "hook", "plugin", "role", "spent", "worst")
 
@@ -34,32 +34,32 @@ class Price:
     bare: float = 0.0
     "Without a timer."
     seen: float = 0.0
-    "What its timer notes."
+    "As its timer records it."
     full: float = 0.0
     "With its timer."
 
     def net(self, calls: int, spent: float) -> float:
-        """What calls cost by themselves, given what their timers noted."""
+        """Return the cost of calls without timers, from the recorded time."""
         return max(0.0, spent + calls * (self.bare - self.seen))
 
     def timing(self, calls: int) -> float:
-        """What the timers of so many calls cost."""
+        """Return the cost of the timers of so many calls."""
         return calls * max(0.0, self.full - self.bare)
 
 
 class Timers:
-    """Makes `trainer.instrument` for one run, and holds what was measured."""
+    """Implements `trainer.instrument` for one run, and holds the measurements."""
 
     def __init__(self, leave_out: Any):
         self.leave_out = leave_out
         self.cells: list[Cell] = []
         self.inside = 0
-        "Nanoseconds of timed calls that ran inside the one that runs now."
+        "Nanoseconds of timed calls inside the current one."
         self.clock = clock
         self.call, self.around = Price(), Price()
 
     def instrument(self, hook: str, impl: HookImpl) -> Function:
-        """An implementation with a timer; core's own stays what it is, and so stays written out."""
+        """Return an implementation with a timer; core's own stays unchanged."""
         if impl.plugin_name == CORE or impl.plugin is self.leave_out or hook in ONE_BY_ONE:
             return impl.function
         role = "wrap" if impl.wrapper else "own" if hook in ACTIONS else "event"
@@ -89,14 +89,14 @@ class Timers:
         return call
 
     def price(self, cell: Cell) -> Price:
-        """What an empty call of this kind costs."""
+        """Return the cost of an empty call of this kind."""
         return self.around if cell.role == "wrap" else self.call
 
     def net(self, cell: Cell, calls: int, spent: float) -> float:
         return self.price(cell).net(calls, spent)
 
     def calibrate(self) -> None:
-        """Time what does nothing, so that what timing costs can be taken off."""
+        """Time empty calls, so that the cost of timing can be subtracted."""
         self.call = self._price("event", _nothing, _call)
         self.around = self._price("wrap", _nothing_around, _drive)
 
@@ -119,7 +119,7 @@ class Timers:
 
 
 class Around:
-    """A wrapper's generator with a timer: the code before and after its yield counts, not what runs in between."""
+    """A wrapper's generator with a timer: counts the code before and after its yield, not in between."""
 
     __slots__ = ("_before", "_cell", "_generator", "_timers")
 

@@ -1,4 +1,4 @@
-"""What goes on inside a model, layer by layer."""
+"""Statistics of a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from forge.errors import ForgeError, RecipeError
 from forge_plugins._patterns import MANY, listed
 from forge_plugins.monitor import shapes
 from forge_plugins.monitor.alarms import Judge
-from forge_plugins.monitor.look import Look
 from forge_plugins.monitor.modules import watchable
 from forge_plugins.monitor.parcel import Parcel
+from forge_plugins.monitor.turn import TurnStatistics
 
 logger = logging.getLogger("forge")
 
@@ -56,28 +56,28 @@ class Monitor(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: str = "100 updates"
-        "How often to log."
+        "How often to record statistics."
         gradients: bool = True
-        "Log gradients."
+        "Record gradients."
         weights: bool = True
-        "Log weights and the size of their updates; keeps one copy of the weights during such an update."
+        "Record weights and how far updates move them; holds one copy of them during a recorded update."
         activations: bool = True
-        "Log the outputs of modules."
+        "Record the outputs of modules."
         histograms: bool | str = False
-        "Log histograms of all of these: true for the interval `every`, or a separate interval."
+        "Draw histograms of all recorded tensors: true as often as `every`, or a separate interval."
         shapes: bool = True
         "Show the table of modules at the start."
         depth: int = 3
         "Levels of modules in the table."
         vanishing: float | None = 1e-5
-        "Warn if a layer's gradient norm is below this share of the largest layer's; null: no warning."
+        "Warn of a layer whose gradient norm is below this share of the largest layer's; null: never."
         exploding: float | None = 1e3
-        """Warn if a layer's gradient norm is above this many times the median layer's, or if one update moves a layer
-        by more than its own size; null: no warning."""
+        """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
+        more than its own size; null: never."""
         dead: float | None = 0.9
-        "Warn if a layer has a larger share of dead units; null: no warning."
+        "Warn of a layer with a larger share of dead units; null: never."
         saturated: float | None = 0.95
-        "Warn if a hidden sigmoid or tanh has a larger share of saturated outputs; null: no warning."
+        "Warn of a hidden sigmoid or tanh with a larger share of saturated outputs; null: never."
 
     config: Config
     observer = True
@@ -103,14 +103,14 @@ class Monitor(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._judge: Judge | None = None
         self._shown = not self.config.shapes
         self._table: shapes.Shapes | None = None
-        self._look: Look | None = None
-        self._looks: list[Look] = []
-        self._sent: tuple[list[Look], Parcel] | None = None
-        self._told_of_compiled = False
+        self._look: TurnStatistics | None = None
+        self._looks: list[TurnStatistics] = []
+        self._sent: tuple[list[TurnStatistics], Parcel] | None = None
+        self._warned_of_compiled = False
 
     def due(self, step: forge.Step) -> bool:
         return not self._shown or self._every.due(step) or (self._draws is not None and self._draws.due(step))
@@ -134,20 +134,20 @@ class Monitor(forge.Plugin):
             look, self._look = self._look, None
             for watching in filter(None, (look, self._table)):
                 watching.close()
-        self._deliver(step.trainer)  # sent after the update before this one, which is still the last that counts
+        self._deliver(step.trainer)  # of the update before this one, which is still the last counted
         if look is not None:
             look.finish(step)
             self._looks.append(look)
         return result
 
     def _watch(self, step: forge.Step, count: bool, draw: bool) -> None:
-        """Put hooks on the modules, where this update is looked at."""
+        """Place hooks on the modules if this update is recorded."""
         if not self._shown:
             self._table = self._table or shapes.Shapes(step)
             self._table.watch(self._modules(step.trainer))
         if count or draw:
             modules = self._modules(step.trainer) if self.config.activations else []
-            self._look = Look(step, self.config, modules, count, draw)
+            self._look = TurnStatistics(step, self.config, modules, count, draw)
 
     @forge.hookimpl
     def forge_inspect_grads(self) -> None:
@@ -167,7 +167,7 @@ class Monitor(forge.Plugin):
             self._deliver(trainer)
 
     def _deliver(self, trainer: forge.Run) -> None:
-        """Hand on what has arrived."""
+        """Publish the numbers that have arrived, and log alarms."""
         if self._sent is None:
             return
         (looks, parcel), self._sent = self._sent, None
@@ -182,8 +182,8 @@ class Monitor(forge.Plugin):
 
     def _modules(self, trainer: forge.Run) -> list[tuple[str, nn.Module]]:
         modules, compiled = watchable(trainer.task, trainer.model)
-        if compiled and not self._told_of_compiled:
-            self._told_of_compiled = True
+        if compiled and not self._warned_of_compiled:
+            self._warned_of_compiled = True
             what = listed(compiled, MANY) if compiled != [""] else "the model"
             logger.warning(
                 "monitor: compiled code calls no hooks: activations and shapes inside of %s are left out.", what
@@ -198,19 +198,19 @@ class Monitor(forge.Plugin):
             logger.info("monitor: the model in its first micro-batch\n%s", shapes.as_text(row, end))
         trainer.publish({"model": forge.Text(shapes.as_markdown(row, end))})
 
-    # -- around it ----------------------------------------------------------------------------------------------------
+    # -- state and end ------------------------------------------------------------------------------------------------
 
     @forge.hookimpl
     def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any]:
-        self._deliver(trainer)  # so that a run that is resumed from here has lost nothing
-        return {"shown": self._shown, "told": dict(self._judge.told) if self._judge is not None else {}}
+        self._deliver(trainer)  # so that a run resumed from here loses nothing
+        return {"shown": self._shown, "told": dict(self._judge.reported) if self._judge is not None else {}}
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._judge is not None
         self._shown = state["shown"] or not self.config.shapes
-        self._judge.told = dict(state["told"])
-        self._sent, self._looks = None, []  # of a course that was given up
+        self._judge.reported = dict(state["told"])
+        self._sent, self._looks = None, []  # of an abandoned course
 
     @forge.hookimpl(wrapper=True)
     def forge_export(self, trainer: forge.Run) -> Generator[None, Any, Any]:

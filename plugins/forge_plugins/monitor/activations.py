@@ -1,6 +1,6 @@
-"""What comes out of each module: mean, spread, zeros, dead units, over all micro-batches of one window.
+"""Statistics of module outputs: mean, spread, zeros, dead units, over all micro-batches of one window.
 
-Forward hooks stand on the modules for this one window only, and look at each output while it is there.
+Forward hooks are placed on the modules for this window only, and read each output while it exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forge_plugins.monitor.modules import tensors_in
 from forge_plugins.monitor.parcel import Contents, stacked
 
 RECTIFIERS = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.Hardswish)
-"""Modules that put out exactly 0 where they pass nothing on."""
+"""Modules whose output is exactly 0 where they are inactive."""
 RANGES: dict[type[nn.Module], tuple[float, float]] = {
     nn.Sigmoid: (0.0, 1.0),
     nn.Tanh: (-1.0, 1.0),
@@ -31,12 +31,12 @@ RANGES: dict[type[nn.Module], tuple[float, float]] = {
 }
 """Modules that pass no gradient on near the ends of their range."""
 NEAR = 0.98
-"""So far from the middle of its range (1: at its end) an output is saturated."""
+"""Distance from the middle of the range (1: its end) from which an output is saturated."""
 LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 """Modules whose units are their output's last dimension."""
 CONVOLUTIONS = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}
 CONVOLUTIONS |= {nn.ConvTranspose1d: 1, nn.ConvTranspose2d: 2, nn.ConvTranspose3d: 3}
-"""Modules whose units stand before so many dimensions of their output."""
+"""Modules by the number of output dimensions after their units."""
 
 
 @dataclass(slots=True)
@@ -52,17 +52,17 @@ class Activation:
     saturated: float | None = None
     "The share of values near an end of the module's range, where it has one."
     evidence: int = 0
-    "How many values of each unit were seen."
+    "Values seen of each unit."
 
     def metrics(self) -> dict[str, float]:
-        """As they are logged."""
+        """Return the logged metrics."""
         found = {"mean": self.mean, "std": self.std, "zeros": self.zeros, "dead": self.dead}
         return found if self.saturated is None else {**found, "saturated": self.saturated}
 
 
 @dataclass(slots=True)
 class _Calls:
-    """What is kept of a module's calls, on the device."""
+    """Statistics of a module's calls, on the device."""
 
     counts: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Calls:
 
 
 class Activations:
-    """Looks at every output of `modules` until it is closed."""
+    """Records every output of `modules` until it is closed."""
 
     def __init__(self, step: forge.Step, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool):
         self._step, self._count, self._draw = step, count, draw
@@ -87,7 +87,7 @@ class Activations:
     def _hook(self, name: str) -> Callable[..., None]:
         def see(module: nn.Module, inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # a function of the user's own is compiled: in there this hook comes to nothing
+                return  # inside a user's compiled function this hook has no effect
             # a replay runs the window again, and so does a backward through a checkpointed block
             if self._step.recording and torch._C._current_autograd_node() is None:
                 values = next((tensor for tensor in tensors_in(output) if _has_values(tensor)), None)
@@ -98,7 +98,7 @@ class Activations:
         return see
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -120,7 +120,7 @@ class Activations:
             calls.largest = torch.maximum(calls.largest, largest)
 
     def _follow(self, module: nn.Module) -> None:
-        """Which dimension holds the units: a layer says it of itself and of what comes behind it."""
+        """Update the dimension that holds the units: a layer defines it for itself and following modules."""
         if isinstance(module, LAST):
             self._unit_dim = -1
         else:
@@ -131,7 +131,7 @@ class Activations:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Tensor]:
-        """What is to be read."""
+        """Return the tensors to read."""
         device, found = self._step.trainer.env.device, {}
         for name, calls in self._calls.items():
             if calls.numbers and calls.largest is not None:
@@ -142,7 +142,7 @@ class Activations:
         return found
 
     def read(self, contents: Contents) -> dict[str, Activation]:
-        """What `pack` has become on the host, in the order in which the modules were called."""
+        """Return the activations from the contents of `pack`, in call order."""
         return {
             name: self._merged(calls, contents[f"activation/{name}"])
             for name, calls in self._calls.items()
@@ -167,20 +167,20 @@ class Activations:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether there is something to look at, and looking at it now is allowed."""
+    """Whether a tensor has values that can be read now."""
     return (
         tensor.is_floating_point()
         and tensor.numel() > 0
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
-        # inside of torch.func a tensor must not outlive its transform
+        # inside torch.func a tensor must not outlive its transform
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
 def _saturated(module: nn.Module, values: Tensor) -> Tensor:
-    """The share of values near an end of the module's range; -1 where it has none."""
+    """Return the share of values near an end of the module's range; -1 without a range."""
     ends = RANGES.get(type(module))
     if ends is None:
         return values.new_full((), -1.0)
@@ -189,7 +189,7 @@ def _saturated(module: nn.Module, values: Tensor) -> Tensor:
 
 
 def _by_unit(values: Tensor, unit_dim: int) -> Tensor:
-    """The largest magnitude of each unit over all samples and places."""
+    """Return the largest magnitude of each unit over all samples and positions."""
     if values.ndim < 2:
         return torch.linalg.vector_norm(values, math.inf).reshape(1)
     units = values.ndim + (unit_dim if -unit_dim < values.ndim else -1)

@@ -1,4 +1,4 @@
-"""What is wrong with a layer, in words: gradients that vanish, explode or are missing, dead and saturated units.
+"""Alarms about layers: gradients that vanish, explode or are missing, dead and saturated units.
 
 Layers are judged, not single parameters: the bias before a batch normalisation, or that of attention's keys, has a
 gradient of 0 up to rounding in the healthiest network.
@@ -20,13 +20,13 @@ from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
 
 SETTLED = 10
-"""Updates before anything is judged: what is initialised at 0 passes nothing on at first."""
+"""Updates before the first judgement: layers initialised at 0 pass nothing on at first."""
 EVIDENCE = 32
-"""A unit that was 0 fewer times than this may have been so by chance."""
+"""A unit that was 0 fewer times than this may be so by chance."""
 ABSURD = 1e6
-"""A gradient so many times larger than the layer's weights explodes, whatever the others do."""
+"""A gradient this many times larger than the layer's weights explodes, whatever the other layers."""
 WORST = 30.0
-"""No alarm is worse, in powers of ten."""
+"""Upper bound of an alarm's severity, in powers of ten."""
 
 
 class Limits(Protocol):
@@ -47,7 +47,7 @@ class Alarm:
     detail: str = ""
     worse_by: float = 0.0
     beside: str = ""
-    "What it was compared with, where that is the same for all layers."
+    "The reference value, if it is the same for all layers."
 
 
 TEXTS = {
@@ -85,19 +85,19 @@ TEXTS = {
         "normalisation before them, a smaller initialisation, or ReLU or GELU. (monitor.saturated={saturated:g})"
     ),
 }
-"""What an alarm means, and what to try."""
+"""The text of each alarm, with remedies."""
 
 
 class Judge:
-    """Finds alarms, and says each once: again only where it has become ten times worse."""
+    """Finds alarms, and reports each once; again only when it has become ten times worse."""
 
-    def __init__(self, limits: Limits, task: nn.Module, told: Mapping[str, float] | None = None):
+    def __init__(self, limits: Limits, task: nn.Module, reported: Mapping[str, float] | None = None):
         self._limits, self._task = limits, task
-        self.told: dict[str, float] = dict(told or {})
-        "What has been said, and how bad it was."
+        self.reported: dict[str, float] = dict(reported or {})
+        "Reported alarms, with their severity."
 
     def say(self, readings: Readings, activations: Mapping[str, Activation], samples: int) -> list[str]:
-        """What is new, one message for each kind of alarm."""
+        """Return new alarms, one message for each kind."""
         fresh = [alarm for alarm in self._find(readings, activations, samples) if self._is_news(alarm)]
         said: list[str] = []
         for kind, group in groupby(fresh, key=lambda alarm: alarm.kind):
@@ -108,9 +108,9 @@ class Judge:
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
-        if key in self.told and alarm.worse_by < self.told[key] + 1:
+        if key in self.reported and alarm.worse_by < self.reported[key] + 1:
             return False
-        self.told[key] = alarm.worse_by
+        self.reported[key] = alarm.worse_by
         return True
 
     def _named(self, alarm: Alarm) -> str:
@@ -132,7 +132,7 @@ class Judge:
     def _find(self, readings: Readings, activations: Mapping[str, Activation], samples: int) -> Iterator[Alarm]:
         norms = readings.layers("grad_norm")
         if not all(math.isfinite(norm) for norm in norms.values()):
-            return  # not a matter of layers, and whoever guards the run says so
+            return  # not about single layers; guard reports it
         yield from (Alarm("missing", name) for name in readings.missing)
         if norms and not any(norms.values()):
             yield Alarm("nothing", "")
@@ -162,7 +162,7 @@ class Judge:
         for layer, norm in norms.items():
             size = weights.get(layer, 0.0)
             detail = f"norm {norm:.1e}, weights {size:.1e}"
-            # far above the others, but small beside its weights: then it is the others that vanish
+            # far above the others, but small beside its weights: then the others vanish
             if norm > limit * usual and norm > size:
                 yield Alarm("exploding", layer, detail, _decades(norm / usual, limit), beside)
             elif size and norm > ABSURD * size:
@@ -188,7 +188,7 @@ class Judge:
         for place, name in enumerate(names):
             share = activations[name].saturated
             behind = (self._task.get_submodule(other) for other in names[place + 1 :])
-            # the model's output may be as sure as it likes
+            # the model's output may be saturated
             if share is not None and any(module._parameters for module in behind):
                 yield from self._share("saturated", name, share, self._limits.saturated)
 
@@ -198,5 +198,5 @@ class Judge:
 
 
 def _decades(more: float, less: float) -> float:
-    """By how many powers of ten `more` is more."""
+    """Return log10(more / less), at most WORST."""
     return min(math.log10(more / less), WORST) if less > 0 else WORST

@@ -27,7 +27,7 @@ UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Parameters:
-    """Looks at the parameters of the optimizer whose turn it is, before and after its step."""
+    """Records the parameters of the current optimizer, before and after its step."""
 
     def __init__(self, step: forge.Step, gradients: bool, weights: bool, count: bool, draw: bool):
         own = {id(parameter) for parameter in step.parameters()}
@@ -39,11 +39,11 @@ class Parameters:
         self._unit_layers: list[str] = []
         self._before: list[Tensor] = []
         self.pack: dict[str, Tensor] = {}
-        "What is to be read."
+        "The tensors to read."
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Gradients are true now, and weights are as they were."""
+        """Record final gradients and unmoved weights."""
         weights = [values_of(p.detach()) for _, p in self._named]
         if self._count and weights:
             self.pack["norm_before"] = self._norms(weights)
@@ -66,7 +66,7 @@ class Parameters:
 
     @torch.no_grad()
     def after_step(self, updated: bool) -> None:
-        """How far the weights have moved since."""
+        """Record how far the weights have moved."""
         if not self._weights:
             return
         now = [values_of(p.detach()) for _, p in self._named]
@@ -93,7 +93,7 @@ class Parameters:
             self.pack["dead_units"] = stacked(((rows == 0).float().mean() for rows in largest), self._device)
 
     def read(self, contents: Contents) -> Readings:
-        """What `pack` has become on the host."""
+        """Return the readings from the contents of `pack`."""
         everything = [name for name, _ in self._named]
 
         def by_name(names: list[str], what: str) -> Numbers:
@@ -114,10 +114,10 @@ class Parameters:
 
 @dataclass(slots=True)
 class Readings:
-    """What was read, by parameter; layers and totals follow from it."""
+    """Numbers by parameter; layers and totals follow from them."""
 
     missing: list[str] = field(default_factory=list)
-    "Parameters that are trained, but got no gradient."
+    "Trained parameters without a gradient."
     grad_norm: Numbers = field(default_factory=dict)
     grad_std: Numbers = field(default_factory=dict)
     grad_mean: Numbers = field(default_factory=dict)
@@ -125,12 +125,12 @@ class Readings:
     "After the update."
     norm_before: Numbers = field(default_factory=dict)
     change: Numbers = field(default_factory=dict)
-    "The norm of what the update added; empty where it was skipped."
+    "The norm of the change by the update; empty if it was skipped."
     dead_units: Numbers = field(default_factory=dict)
-    "By layer: the share of its units whose weights got no gradient at all."
+    "By layer: the share of units whose weights got no gradient."
 
     def metrics(self) -> Numbers:
-        """As they are logged: over all, by layer where it has several parameters, and by parameter."""
+        """Return the logged metrics: total, by layer if it has several parameters, and by parameter."""
         norms = {"grad_norm": self.grad_norm, "weight_norm": self.weight_norm}
         found = {_path(what, name): value for what, of in norms.items() for name, value in _with_sums(of).items()}
         found |= {_path("update_ratio", name): value for name, value in self.update_ratios().items()}
@@ -139,20 +139,20 @@ class Readings:
         return found
 
     def update_ratios(self) -> Numbers:
-        """How far weights moved, as a share of their size; weights that were 0 have no such share."""
+        """Return how far weights moved, as a share of their size; weights that were 0 are left out."""
         return _ratios(_with_sums(self.change), _with_sums(self.norm_before))
 
     def layers(self, what: str) -> Numbers:
-        """A norm by layer."""
+        """Return a norm by layer."""
         return by_layer(getattr(self, what))
 
     def layer_ratios(self) -> Numbers:
-        """How far each layer moved, as a share of its size."""
+        """Return how far each layer moved, as a share of its size."""
         return _ratios(self.layers("change"), self.layers("norm_before"))
 
 
 def by_layer(norms: Numbers) -> Numbers:
-    """The norm of all parameters of a layer together."""
+    """Return the joint norm of each layer's parameters."""
     squares: Numbers = {}
     for name, norm in norms.items():
         squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + norm * norm
@@ -178,7 +178,7 @@ def _path(what: str, name: str) -> str:
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, in float32 at least."""
+    """Return the norm of each tensor, at least in float32."""
     found: dict[int, Tensor] = {}
     for dtype in (torch.float32, None):
         places = [i for i, tensor in enumerate(tensors) if (tensor.dtype in WIDE) == (dtype is None)]
@@ -188,12 +188,12 @@ def norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def widened(values: Tensor) -> Tensor:
-    """The values in float32 at least."""
+    """Return the values at least in float32."""
     return values if values.dtype in WIDE else values.float()
 
 
 def spread(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Standard deviation and mean, in float32 at least; a single value deviates by 0."""
+    """Return standard deviation and mean, at least in float32; 0 for a single value."""
     if values.numel() == 0:
         nothing = values.new_zeros((), dtype=torch.float32)
         return nothing, nothing

@@ -1,4 +1,4 @@
-"""Histograms that travel in a parcel."""
+"""Histograms packed as one vector."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import forge
 
 BINS = 64
 LARGEST = 1 << 22
-"""A larger tensor is thinned evenly: a histogram needs several times the memory of what it counts."""
+"""Larger tensors are subsampled evenly: a histogram needs several times the memory of its input."""
 
 
 def packed(values: Tensor) -> Tensor:
-    """The histogram of a tensor in one vector, on its device."""
+    """Return the histogram of a tensor as one vector, on its device."""
     flat = values.detach().reshape(-1)
     stride = -(-flat.numel() // LARGEST)
     drawn = forge.Histogram.of(flat[:: stride | 1], BINS)  # an odd stride does not stay in a few columns
@@ -21,5 +21,5 @@ def packed(values: Tensor) -> Tensor:
 
 
 def unpacked(numbers: list[float]) -> forge.Histogram:
-    """What `packed` made, on the host."""
+    """Return the histogram that `packed` made, on the host."""
     return forge.Histogram(torch.tensor(numbers[:BINS]), torch.tensor(numbers[BINS:]))

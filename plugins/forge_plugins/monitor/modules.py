@@ -1,4 +1,4 @@
-"""Modules and layers of a task: which can be watched, and which layer a parameter belongs to."""
+"""Modules and layers of a task: which can have hooks, and the layer of a parameter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
-    """The modules on which a forward hook is called and changes nothing, and the names of those that are compiled.
+    """Return the modules on which a forward hook is called and changes nothing, and the names of compiled ones.
 
-    Compiled code does not call hooks; a TransformerEncoderLayer in evaluation mode leaves its fast path, and with it
-    its bits, when it or a part of it has one. What is inside of either is left alone.
+    Compiled code does not call hooks; a TransformerEncoderLayer in evaluation mode leaves its fast path, and changes
+    its bits, when it or a part of it has one. Modules inside of either are left out.
     """
     if _is_compiled(model):
         return [], [""]
@@ -37,7 +37,7 @@ def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Mod
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()`, or as the wrapper that `torch.compile(module)` returns."""
+    """Whether compiled by `module.compile()`, or the wrapper that `torch.compile(module)` returns."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
@@ -47,13 +47,13 @@ def _has_fast_path(module: nn.Module) -> bool:
 
 @functools.cache
 def layer_of(parameter: str) -> str:
-    """The module that a parameter belongs to; a parameter of the task itself stands for itself."""
+    """Return the module of a parameter; for a parameter of the task itself, its own name."""
     layer, parametrized, _ = parameter.partition(".parametrizations.")
     return layer if parametrized else parameter.rpartition(".")[0] or parameter
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Every tensor of a module's output."""
+    """Yield every tensor of a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host: packed into one tensor, and copied without waiting."""
+"""Copy numbers from the device to the host as one packed tensor, without waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Contents = dict[str, list[float]]
 
 
 class Parcel:
-    """Many small tensors by name, from several senders, in one copy."""
+    """Many small named tensors of several senders, in one copy."""
 
     def __init__(self, senders: Sequence[Mapping[str, Tensor]], device: torch.device):
         self._names = [[(name, tensor.numel()) for name, tensor in sender.items()] for sender in senders]
@@ -25,10 +25,10 @@ class Parcel:
             self._packed, self._arrived = pinned, torch.cuda.Event()
             self._arrived.record()
         self.here = self._arrived is None and self._packed.is_cpu
-        "Whether opening it waits for nothing."
+        "Whether `open` does not wait."
 
     def open(self) -> list[Contents]:
-        """What every sender has sent."""
+        """Return the contents of every sender."""
         if self._arrived is not None:
             self._arrived.synchronize()
         flat, at = self._packed.tolist(), 0
@@ -42,7 +42,7 @@ class Parcel:
 
 
 def stacked(scalars: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Scalars as one vector, wherever they are."""
+    """Return scalars of any device as one vector."""
     return torch.cat([_flat(scalar, device) for scalar in scalars])
 
 

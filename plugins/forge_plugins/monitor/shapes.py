@@ -1,4 +1,4 @@
-"""The model as a table: each module's output, parameters and memory, seen in the first micro-batch."""
+"""The model as a table: output, parameters and memory of each module, from the first micro-batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from forge_plugins.monitor.modules import tensors_in
 
 COLUMNS = ("module", "class", "output", "parameters", "weights", "activations")
 LONGEST = 8
-"""How many rows in a row can be folded together."""
+"""Longest sequence of rows that can be folded."""
 
 
 @dataclass(slots=True)
-class Row:
-    """A module, and how often the like of it stands there in a row."""
+class ModuleRow:
+    """A module, and the number of equal neighbours."""
 
     name: str
     kind: str
@@ -36,17 +36,17 @@ class Row:
     "Bytes of parameters and buffers."
     activations: int = 0
     "Bytes of the output."
-    parts: list[Row] = field(default_factory=list)
+    parts: list[ModuleRow] = field(default_factory=list)
     times: int = 1
 
     def like(self) -> tuple[Any, ...]:
-        """Equal for two modules that look the same in the table."""
+        """Return a key equal for modules that look the same in the table."""
         mine = (self.kind, self.output, self.parameters, self.frozen, self.weights, self.activations, self.times)
         return (*mine, tuple(part.like() for part in self.parts))
 
 
 class Shapes:
-    """Looks at what modules put out in the first micro-batch; no forward is run for it."""
+    """Records the outputs of modules in the first micro-batch, without an extra forward."""
 
     def __init__(self, step: forge.Step):
         self._step, self._task = step, step.trainer.task
@@ -54,7 +54,7 @@ class Shapes:
         self._handles: list[RemovableHandle] = []
 
     def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Put hooks on modules, until `close`; with several optimizers, for the turn of each."""
+        """Place hooks on modules until `close`; with several optimizers, for the turn of each."""
         for name, module in modules:
             self._handles.append(module.register_forward_hook(lambda *seen, name=name: self._see(name, seen[-1])))
 
@@ -67,20 +67,20 @@ class Shapes:
         self._outputs[name] = (shown + more, sum(_bytes(tensor) for tensor in tensors))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def tree(self, depth: int) -> Row:
-        """The task with its parts, down to `depth`; equal neighbours are folded into one row."""
+    def tree(self, depth: int) -> ModuleRow:
+        """Return the task with its parts, down to `depth`; equal neighbours are folded into one row."""
         return self._row("", self._task, depth)
 
-    def _row(self, path: str, module: nn.Module, depth: int) -> Row:
+    def _row(self, path: str, module: nn.Module, depth: int) -> ModuleRow:
         parameters = [p for p in module.parameters() if not is_lazy(p)]
         buffers = [b for b in module.buffers() if not is_lazy(b)]
         output, activations = self._outputs.get(path, ("", 0))
-        row = Row(
+        row = ModuleRow(
             name=path.rpartition(".")[2] or type(module).__name__,
             kind=type(module).__name__,
             output=output,
@@ -95,14 +95,14 @@ class Shapes:
         return row
 
     def activations(self) -> int:
-        """Bytes of what all modules without parts put out: about what backward keeps."""
+        """Return the bytes of the outputs of all leaf modules: about what backward keeps."""
         leaves = [name for name, module in self._task.named_modules() if not module._modules]
         return sum(self._outputs[name][1] for name in leaves if name in self._outputs)
 
 
-def folded(rows: list[Row]) -> list[Row]:
-    """What stands there several times in a row as one: "0 to 11", or a few rows and how often they come again."""
-    found: list[Row] = []
+def folded(rows: list[ModuleRow]) -> list[ModuleRow]:
+    """Fold repeated rows: "0 to 11", or a few rows and the number of repetitions."""
+    found: list[ModuleRow] = []
     at = 0
     while at < len(rows):
         period, times = _repetition([row.like() for row in rows[at:]])
@@ -112,13 +112,13 @@ def folded(rows: list[Row]) -> list[Row]:
         found += first
         if period > 1:
             again = rows[at + period].name
-            found.append(Row(f"{again} to {last.name}", f"the same ×{times - 1}"))
+            found.append(ModuleRow(f"{again} to {last.name}", f"the same ×{times - 1}"))
         at += period * times
     return found
 
 
 def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
-    """How many rows come again at once, and how often they are there in all; (1, 1) where nothing does."""
+    """Return the number of rows that repeat together, and their count in all; (1, 1) without repetition."""
     for period in range(1, LONGEST + 1):
         times = 1
         while looks[:period] == looks[period * times : period * (times + 1)]:
@@ -128,8 +128,8 @@ def _repetition(looks: list[tuple[Any, ...]]) -> tuple[int, int]:
     return 1, 1
 
 
-def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
-    """The cells of a row and of its parts."""
+def lines(row: ModuleRow, indent: int = 0) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of a row and of its parts."""
     times = f" ×{row.times}" if row.times > 1 else ""
     frozen = "" if not row.frozen else " frozen" if row.frozen == row.parameters else f" ({row.frozen:,} frozen)"
     yield (
@@ -144,8 +144,8 @@ def lines(row: Row, indent: int = 0) -> Iterator[tuple[str, ...]]:
         yield from lines(part, indent + 1)
 
 
-def as_text(row: Row, ending: str) -> str:
-    """For a terminal or a file."""
+def as_text(row: ModuleRow, ending: str) -> str:
+    """Return the table for a terminal or a file."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in COLUMNS:
         table.add_column(column, no_wrap=True, justify="left" if column in COLUMNS[:3] else "right")
@@ -157,8 +157,8 @@ def as_text(row: Row, ending: str) -> str:
     return f"{text}\n{ending}"
 
 
-def as_markdown(row: Row, ending: str) -> str:
-    """For TensorBoard."""
+def as_markdown(row: ModuleRow, ending: str) -> str:
+    """Return the table as Markdown, for TensorBoard."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|---:|---:|---:|"]
     for name, *rest in lines(row):
         indent = len(name) - len(name.lstrip())
@@ -166,8 +166,8 @@ def as_markdown(row: Row, ending: str) -> str:
     return "\n".join([*rows, "", ending])
 
 
-def ending(row: Row, activations: int) -> str:
-    """The sum of it all."""
+def ending(row: ModuleRow, activations: int) -> str:
+    """Return the line of totals."""
     trained = row.parameters - row.frozen
     return (
         f"{row.parameters:,} parameters, {trained:,} of them trained. Weights and buffers take "

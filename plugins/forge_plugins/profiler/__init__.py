@@ -1,4 +1,4 @@
-"""Where an update's time and memory go, and what it is bound by."""
+"""Profiling of updates: time, memory and the bottleneck."""
 
 from __future__ import annotations
 
@@ -17,34 +17,32 @@ from forge.errors import RecipeError
 from forge.util.oom import is_out_of_memory
 from forge_plugins.profiler import memory, results
 from forge_plugins.profiler.recording import Recording, another_one
-from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import BACKWARD, DATA, EVALUATION, FORWARD, STEP, TRANSFER, range_name
 
 logger = logging.getLogger("forge")
 
 
 class Profiler(forge.Plugin):
-    """Record some updates with torch's profiler, and report whether data, transfer, host or compute limits them.
+    """Record updates with torch's profiler, and report their bottleneck: data, transfer, host or compute.
 
-    After `wait` updates and `warmup` more, `active` updates are recorded; this is repeated `repeat` times. The trace
-    has named ranges: `update N`, and in it `transfer`, `forward`, `backward` and `step`; before it `data`, the wait for
-    the loader.
+    After `wait` updates and `warmup` more, `active` updates are recorded, `repeat` times. The trace has the ranges
+    `update N`, inside it `transfer`, `forward`, `backward` and `step`, and before it `data`, the wait for the loader.
+    The log then shows the verdict with evidence and advice, the time of an update by phase, and the operators that take
+    the most time; all sinks get the same as the text `profile`.
 
-    When to use it: if the GPU is idle, or to find out what to optimise. Training does not change, bit for bit.
-    Recording slows updates down; the verdict corrects for this by comparing with the updates of `wait`. Outside its
-    windows the plugin costs about 10 µs per update, and on CUDA, unless `oom` is off, about 2 µs per allocation.
+    RUN/profile holds the trace, for https://ui.perfetto.dev, chrome://tracing and TensorBoard (with torch-tb-profiler),
+    and all numbers as `summary.md` and `summary.json`. With `memory` it also holds a picture of memory use over time,
+    which is a track of the trace too, and on CUDA a snapshot for https://pytorch.org/memory_viz (a pickle that torch
+    writes for that page; forge never reads it). Without a run folder only the log is written.
 
-    What you see: the log has the verdict with its evidence and advice, the time of an update by part, and the slowest
-    operators; all loggers get the same as the text `profile`. RUN/profile has the trace, for https://ui.perfetto.dev,
-    chrome://tracing and TensorBoard (with torch-tb-profiler), and all counts as `summary.md` and `summary.json`. With
-    `memory` there is a picture of the memory in use over time, the same as a track in the trace, and on CUDA a snapshot
-    for https://pytorch.org/memory_viz (a pickle that torch writes for that page; forge never reads it). Without a run
-    folder only the log is written.
+    When CUDA memory runs out, the error lists what occupies it, the lines that allocated the most, and remedies; the
+    details and a snapshot are in RUN/profile.
 
-    If CUDA memory runs out, the error says what used it, which lines allocated most, and what helps; details and a
-    snapshot are in RUN/profile.
-
-    torch allows only one profiler: if another one is recording, this one does not record, and says so.
+    The weights are bit for bit the same with and without it. Recording makes updates slower; the verdict corrects for
+    that by comparison with the updates of `wait`. Outside of its windows it costs some 10 µs per update, and on CUDA,
+    unless `oom` is off, about 2 µs per allocation. torch has only one profiler: if another is recording, this one
+    records nothing and logs a warning.
 
     ::
 
@@ -57,11 +55,11 @@ class Profiler(forge.Plugin):
         wait: int = 5
         "Updates before each recording; they also show how long an update takes unrecorded."
         warmup: int = 2
-        "Updates in which torch's profiler runs without recording, because starting it takes time."
+        "Updates in which torch's profiler runs without recording, since its start takes time."
         active: int = 5
         "Updates to record."
         repeat: int = 1
-        "How often to wait, warm up and record."
+        "Number of cycles of wait, warmup and recording."
         top: int = 12
         "Rows of each table."
         record_shapes: bool = False
@@ -69,12 +67,11 @@ class Profiler(forge.Plugin):
         with_stack: bool = False
         "Record the calling Python lines in the trace; slow."
         profile_memory: bool = False
-        "Record what each operator allocates."
+        "Record the allocations of each operator."
         memory: bool = False
-        """Show memory in use over time as a picture and as a track of the trace, and on CUDA as a snapshot of all
-        allocations."""
+        "Draw memory use over time, as a picture and a track of the trace; on CUDA also a snapshot of all allocations."
         oom: bool = True
-        "On CUDA, record which lines allocated what, for the report when memory runs out."
+        "On CUDA, record which lines allocate memory, to report them when it runs out."
 
     config: Config
     provides = ("profiler",)
@@ -89,15 +86,15 @@ class Profiler(forge.Plugin):
                 why = ": the first update of a run is like no other" if name == "wait" else ""
                 raise RecipeError(f"profiler.{name} is {value}; it must be at least {least}{why}.")
         self.reports: list[Report] = []
-        "What was found in the last run."
+        "The reports of the last run."
         self._forget()
 
     def _forget(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self.reports = []
         self._cycles, self._passed = 0, 0
         self._ends: list[float] = []
-        "When the updates of this cycle's wait ended."
+        "End times of the updates in this cycle's wait."
         self._recording: Recording | None = None
         self._active = False
         self._data: record_function | None = None
@@ -105,7 +102,7 @@ class Profiler(forge.Plugin):
         self._failed = False
 
     def due(self, step: forge.Step) -> bool:
-        """Nothing of it has to run eagerly: a captured step is recorded as it is."""
+        """Never: a captured step is recorded unchanged."""
         return False
 
     @forge.hookimpl
@@ -120,7 +117,7 @@ class Profiler(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_plan_step(self) -> Generator[None, Any, Any]:
-        if self._active:  # the loop has asked for the next window
+        if self._active:  # the loop asks for the next window
             self._end_data()
             self._data = record_function(DATA)
             self._data.__enter__()
@@ -180,12 +177,12 @@ class Profiler(forge.Plugin):
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run) -> None:
-        if self._cycles:  # none is left, most of the time
+        if self._cycles:  # mostly 0
             self._passed += 1
             self._turn(trainer)
 
     def _turn(self, trainer: forge.Run) -> None:
-        """An update has ended: wait, warm up, record, or report."""
+        """Advance the cycle after an update: wait, warm up, record, or report."""
         config, update = self.config, trainer.progress.update
         if self._passed <= config.wait:
             self._ends.append(time.perf_counter())
@@ -213,7 +210,7 @@ class Profiler(forge.Plugin):
             return
         if self.config.memory and self._history is not None:
             self._history.keep(memory.WINDOW)
-        trainer.env.synchronize()  # what earlier updates left to do is none of these
+        trainer.env.synchronize()  # finish the work of earlier updates first
         self._recording = self._recording or self._new_recording(trainer)
         self._recording.record(trainer.progress.update)
         self._active = True
@@ -229,7 +226,7 @@ class Profiler(forge.Plugin):
 
     def _may_begin(self) -> bool:
         if another_one():
-            self._give_up("another torch profiler is recording in this process, and there can be only one.")
+            self._give_up("another torch profiler is recording in this process, and torch allows only one.")
         return self._cycles > 0
 
     def _give_up(self, why: str) -> None:
@@ -237,7 +234,7 @@ class Profiler(forge.Plugin):
         logger.warning("profiler: nothing more is recorded: %s", why)
 
     def _finish(self, trainer: forge.Run, publish: bool) -> None:
-        """Stop, and tell what was recorded. A profile is not worth a run: what goes wrong here is logged."""
+        """Stop recording and report. A profile is not worth a run: errors here are logged."""
         recording, ends = self._recording, self._ends
         assert recording is not None
         self._end_data()
@@ -250,9 +247,9 @@ class Profiler(forge.Plugin):
             recording.stop()
             self.reports.append(results.conclude(trainer, recording, unrecorded(ends), self.config))
             if trainer.env.is_main:
-                results.tell(trainer, self.reports)
+                results.publish(trainer, self.reports)
         except Exception as error:
-            logger.error("profiler: what was recorded cannot be told: %s: %s", type(error).__name__, error)
+            logger.error("profiler: the report failed: %s: %s", type(error).__name__, error)
             return
         finally:
             self._remember_the_last()
@@ -260,7 +257,7 @@ class Profiler(forge.Plugin):
             trainer.publish({"profile": forge.Text(self.reports[-1].markdown())})
 
     def _remember_the_last(self) -> None:
-        """Allocations: only for the case that memory runs out."""
+        """Keep the latest allocations for an out-of-memory report, or none."""
         if self._history is not None and self.config.oom:
             self._history.keep(memory.LAST)
         elif self._history is not None:
@@ -283,8 +280,8 @@ class Profiler(forge.Plugin):
         finally:
             if self._cycles == self.config.repeat and not self._failed:
                 logger.warning(
-                    "profiler: nothing was recorded: there were %d updates, and profiler.wait=%d with "
-                    "profiler.warmup=%d let the first %d pass: set profiler.wait=1 profiler.warmup=0, or train longer.",
+                    "profiler: nothing was recorded: the run had %d updates, and profiler.wait=%d with "
+                    "profiler.warmup=%d skips the first %d. Set profiler.wait=1 profiler.warmup=0, or train longer.",
                     self._passed,
                     self.config.wait,
                     self.config.warmup,
@@ -298,6 +295,6 @@ class Profiler(forge.Plugin):
 
 
 def unrecorded(ends: list[float]) -> float | None:
-    """Seconds of an update, from when each of several ended; None where there is too little to go by."""
+    """Return the median seconds of an update, from the end times of several; None for fewer than two."""
     between = [late - early for early, late in pairwise(ends)]
     return statistics.median(between) if between else None

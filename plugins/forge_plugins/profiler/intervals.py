@@ -1,4 +1,4 @@
-"""Stretches of time: lists of (start, end), in order and apart from each other."""
+"""Intervals of time: sorted, disjoint lists of (start, end)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that any of them covers."""
+    """Return the union of intervals."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -22,7 +22,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
-    """The time that is in `intervals` and not in `holes`."""
+    """Return `intervals` without `holes`."""
     left: list[Interval] = []
     first = 0
     for start, end in intervals:
@@ -40,11 +40,11 @@ def minus(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """How long they are together."""
+    """Return the total length."""
     return sum(end - start for start, end in intervals)
 
 
 def covers(intervals: list[Interval], moment: float) -> bool:
-    """Whether a moment is in one of them."""
+    """Whether a moment is in one of the intervals."""
     at = bisect_right(intervals, (moment, float("inf"))) - 1
     return at >= 0 and moment < intervals[at][1]

@@ -1,4 +1,4 @@
-"""Memory: what an accelerator's memory is taken up by, its history, and what to say when it runs out."""
+"""Device memory: its parts, the history of allocations, and the report when it runs out."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ REST = "activations and all else"
 
 
 class History:
-    """torch's record of CUDA allocations with the Python lines that made them. One that the user turned on stays."""
+    """torch's history of CUDA allocations with their Python lines. One that the user enabled is kept."""
 
     def __init__(self, device: torch.device):
         self.possible = device.type == "cuda" and not torch._C._cuda_isHistoryEnabled()
         self._on = False
 
     def keep(self, entries: int) -> None:
-        """Record from now on, and remember the last `entries` allocations."""
+        """Record from now on, keeping the last `entries` allocations."""
         if self.possible:
             options: dict[str, Any] = {"context": "alloc", "stacks": "python", "max_entries": entries}
             torch.cuda.memory._record_memory_history("all", clear_history=True, **options)
             self._on = True
 
     def drop(self) -> None:
-        """Record nothing any more."""
+        """Stop recording."""
         if self._on:
             self._on = False
             torch.cuda.memory._record_memory_history(None)
 
 
 def dump(file: Path) -> None:
-    """torch's own snapshot, for its viewer at https://pytorch.org/memory_viz. It is a pickle: forge never reads it."""
+    """Write torch's snapshot, for https://pytorch.org/memory_viz. It is a pickle: forge never reads it."""
     torch.cuda.memory._dump_snapshot(str(file))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What memory is taken up by
+# Parts of memory
 
 
 def parts(trainer: forge.Run) -> dict[str, int]:
-    """Bytes by what they are for, on the run's device; storage that several share counts once."""
+    """Return bytes by purpose, on the run's device; shared storage counts once."""
     task, device, seen = trainer.task, trainer.env.device, set[int]()
 
     def bytes_of(tensors: Iterable[Any]) -> int:
@@ -76,7 +76,7 @@ def parts(trainer: forge.Run) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Held:
-    """Memory in use that one line of the user's program asked for."""
+    """Memory in use that was allocated by one line of the user's program."""
 
     where: str
     bytes: int = 0
@@ -84,7 +84,7 @@ class Held:
 
 
 def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held]:
-    """Who holds the most memory, from torch's snapshot; blocks whose line is not known are one by one."""
+    """Return the lines that hold the most memory, from torch's snapshot; blocks without a line are separate."""
     held: dict[str, Held] = {}
     for block in (block for segment in segments for block in segment["blocks"]):
         if block["state"] != "active_allocated":
@@ -97,7 +97,7 @@ def largest(segments: Iterable[Mapping[str, Any]], count: int = 10) -> list[Held
 
 
 def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of a stack that is neither torch's nor forge's, or the innermost there is."""
+    """Return the innermost line of the user's code in a stack, else the innermost of all."""
     known = [frame for frame in frames if frame.get("filename") not in (None, "??")]
     own = [frame for frame in known if not is_library(frame["filename"])]
     for frame in own or known:
@@ -106,11 +106,11 @@ def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When it runs out
+# Out of memory
 
 
-def told(trainer: forge.Run) -> str:
-    """What memory was taken up by when it ran out, as text."""
+def usage(trainer: forge.Run) -> str:
+    """Return the report of memory when it ran out, as text."""
     device = trainer.env.device
     found = parts(trainer)
     where = f"update {trainer.progress.update}, epoch {trainer.progress.epoch}"
@@ -134,12 +134,12 @@ def told(trainer: forge.Run) -> str:
 def _holders() -> list[Held]:
     try:
         return largest(torch.cuda.memory_snapshot(), 6)
-    except Exception:  # it takes memory itself, and the rest is worth saying without it
+    except Exception:  # it needs memory itself; report the rest without it
         return []
 
 
 def levers(found: Mapping[str, int], trainer: forge.Run, wasted: float = 0.0) -> list[str]:
-    """What takes less memory, the part that is largest first."""
+    """Return remedies, for the largest part first."""
     there = provided(trainer.stack)
     training = trainer.verb == "fit"
     lines = ["What helps:"]

@@ -1,4 +1,4 @@
-"""Recording: one cycle of torch's profiler, from its warm-up to the trace."""
+"""One cycle of torch's profiler, from its warm-up to the trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Recording:
-    """One cycle. torch knows a single profiler at a time, and starting a second one would end the first in silence: ask
+    """One cycle. torch allows a single profiler at a time, and starting a second would silently end the first: check
     `another_one()` before."""
 
     def __init__(self, device: torch.device, *, shapes: bool, stacks: bool, memory: bool):
@@ -29,14 +29,14 @@ class Recording:
         self.data_waits: dict[int, float] = {}
         "Seconds that each update waited for its data."
         self.ran = 0.0
-        "Seconds that this thread had a processor while it was recorded."
+        "CPU seconds of this thread during the recording."
         self._device = device
         self._options: dict[str, Any] = {"record_shapes": shapes, "with_stack": stacks, "profile_memory": memory}
         self._records = self._runs = False
         self._ran_before = time.thread_time()
 
     def warm_up(self, update: int) -> None:
-        """Start up, without recording; `update` is the next one."""
+        """Start the profiler without recording; `update` is the next one."""
         self._start(update)
 
     def record(self, update: int) -> None:
@@ -49,11 +49,11 @@ class Recording:
         self._ran_before = time.thread_time()
 
     def next(self) -> None:
-        """Another update begins."""
+        """Begin the next update."""
         self._profile.step()
 
     def stop(self) -> None:
-        """End it, also in the middle. Does nothing the second time."""
+        """Stop, possibly in the middle. Does nothing the second time."""
         if self._runs:
             self._runs = False
             self.ran = time.thread_time() - self._ran_before
@@ -69,7 +69,7 @@ class Recording:
     def _start(self, update: int) -> None:
         with _quiet(self._device):
             self._profile = profile(activities=activities(self._device), schedule=self._action, **self._options)
-            self._profile.step_num = update  # so that a ProfilerStep has its update's number
+            self._profile.step_num = update  # a ProfilerStep gets the number of its update
             self._profile.__enter__()
         self._runs = True
 
@@ -83,7 +83,7 @@ def another_one() -> bool:
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What there is to record for a device."""
+    """Return the activities to record for a device."""
     wanted = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
     there = [ProfilerActivity.CPU]
     return there if wanted is None or wanted not in torch.profiler.supported_activities() else [*there, wanted]
@@ -91,8 +91,8 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 
 @contextmanager
 def _quiet(device: torch.device) -> Generator[None]:
-    """Without torch's remark that a profiler clears its events, and, where no accelerator is recorded, without what its
-    tracing library writes to stderr about accelerators that it does not find."""
+    """Suppress torch's remark that a profiler clears its events and, without an accelerator, its tracing library's
+    messages on stderr about missing accelerators."""
     quiet = device.type == "cpu" and LOG_LEVEL not in os.environ
     if quiet:
         os.environ[LOG_LEVEL] = "99"

@@ -1,4 +1,4 @@
-"""What became of a recording: files in the run folder, a report in the log."""
+"""Results of a recording: files in the run folder, and a report in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import forge
 from forge.util.text import short_path
 from forge_plugins.profiler import memory, timeline
 from forge_plugins.profiler.recording import Recording
-from forge_plugins.profiler.report import Report
+from forge_plugins.profiler.recording_report import Report
 from forge_plugins.profiler.trace import Trace, analyse
 from forge_plugins.profiler.verdict import Setup, judge, measured, provided
 
@@ -27,15 +27,15 @@ logger = logging.getLogger("forge")
 KINDS = {".json": "trace", ".pickle": "memory snapshot, for https://pytorch.org/memory_viz", ".svg": "memory timeline"}
 
 
-class Wanted(Protocol):
-    """Of the plugin's options, what is asked for here."""
+class ResultOptions(Protocol):
+    """The options of the profiler that concern results."""
 
     memory: bool
     top: int
 
 
-def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: Wanted) -> Report:
-    """Write the trace and what belongs to it, and work out what it says. `unrecorded`: seconds of an update before."""
+def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None, wanted: ResultOptions) -> Report:
+    """Write the trace and its files, and return the report. `unrecorded`: seconds of an update without recording."""
     device = trainer.env.device
     with _folder(trainer) as folder:
         stem = f"rank{trainer.env.rank}.{recording.first}"  # WORKER.NUMBER is how TensorBoard reads such names
@@ -66,7 +66,7 @@ def conclude(trainer: forge.Run, recording: Recording, unrecorded: float | None,
 
 
 def _draw_memory(points: timeline.Points, trace: Trace, document: dict[str, Any], file: Path, device: str) -> None:
-    """Memory in use over time: a track of the trace, and a picture beside it."""
+    """Add memory use over time as a track of the trace, and write a picture beside it."""
     name = f"memory in use on {device}"
     document["traceEvents"] += timeline.counters(points, document["traceEvents"], trace.begin, name)
     file.write_text(json.dumps(document))
@@ -75,9 +75,9 @@ def _draw_memory(points: timeline.Points, trace: Trace, document: dict[str, Any]
     picture.write_text(timeline.picture(points, trace.ranges, title))
 
 
-def tell(trainer: forge.Run, reports: list[Report]) -> None:
-    """The newest report into the log, all of them into the run folder."""
-    say(reports[-1].text())
+def publish(trainer: forge.Run, reports: list[Report]) -> None:
+    """Log the newest report, and write all of them to the run folder."""
+    show(reports[-1].text())
     if trainer.run_dir is not None:
         folder = trainer.run_dir / "profile"
         (folder / "summary.md").write_text("\n".join(report.markdown() for report in reports))
@@ -85,8 +85,8 @@ def tell(trainer: forge.Run, reports: list[Report]) -> None:
         (folder / "summary.json").write_text(json.dumps(plain, indent=1) + "\n")
 
 
-def say(text: str) -> None:
-    """Into the log; where that would show it to nobody, to stderr: it is what the plugin is for."""
+def show(text: str) -> None:
+    """Log the report, or print it to stderr if the log is off: it is the purpose of the plugin."""
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     else:
@@ -94,8 +94,8 @@ def say(text: str) -> None:
 
 
 def explain(trainer: forge.Run, error: BaseException) -> None:
-    """Out of memory: what it was taken up by, as a note on the error and in the run folder."""
-    text = memory.told(trainer)
+    """Explain an out-of-memory error by a note on it and a file in the run folder."""
+    text = memory.usage(trainer)
     error.add_note(text)  # before anything that may fail
     if trainer.run_dir is None:
         return
@@ -104,16 +104,16 @@ def explain(trainer: forge.Run, error: BaseException) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n\n{error}\n")
-        error.add_note(f"This, and torch's own words: {short_path(file)}")
+        error.add_note(f"This report, with torch's message: {short_path(file)}")
         if trainer.env.device.type == "cuda":
             memory.dump(file.with_suffix(".pickle"))
             error.add_note(f"{KINDS['.pickle'].capitalize()}: {short_path(file.with_suffix('.pickle'))}")
-    except Exception as failed:  # a snapshot takes memory, of which there is none
-        error.add_note(f"Not all of it could be written to {short_path(folder)}: {type(failed).__name__}: {failed}")
+    except Exception as failed:  # a snapshot needs memory itself
+        error.add_note(f"Not everything could be written to {short_path(folder)}: {type(failed).__name__}: {failed}")
 
 
 def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
-    """What the run uses already."""
+    """Return the settings of the run that the verdict considers."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     return Setup(
         provided=provided(trainer.stack),
@@ -127,7 +127,7 @@ def setup_of(trainer: forge.Run, trace: Trace) -> Setup:
 
 
 def _workers(loader: Any) -> int | None:
-    """The worker processes of the innermost loader, where it knows of any."""
+    """Return the number of worker processes of the innermost loader, if it has one."""
     while hasattr(loader, "loader"):
         loader = loader.loader
     return getattr(loader, "num_workers", None)
@@ -135,7 +135,7 @@ def _workers(loader: Any) -> int | None:
 
 @contextmanager
 def _folder(trainer: forge.Run) -> Generator[Path]:
-    """RUN/profile; without a run folder one that is gone afterwards, because a trace is a file."""
+    """Yield RUN/profile, or a temporary folder without a run folder, since a trace is a file."""
     if trainer.run_dir is None:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)

@@ -23,12 +23,12 @@ Points = Sequence[tuple[float, int]]
 
 
 def points_of(trace: Trace, kind: str, index: int | None) -> list[tuple[float, int]]:
-    """When how many bytes were in use on a device; on the cpu counted from the beginning of the recording."""
+    """Return (time, bytes in use) on a device; on the cpu relative to the beginning of the recording."""
     return sorted(trace.memory.get((1 if kind == "cuda" else 0, index or 0), []))
 
 
 def counters(points: Points, events: Sequence[Any], begin: float, name: str) -> list[dict[str, Any]]:
-    """The points as a counter track for the trace's own events."""
+    """Return the points as a counter track of the trace."""
     process = next((event["pid"] for event in events if event.get("cat") == "user_annotation"), 0)
     return [
         {"ph": "C", "name": name, "pid": process, "ts": (begin + at) * 1e6, "args": {"bytes": size}}
@@ -37,7 +37,7 @@ def counters(points: Points, events: Sequence[Any], begin: float, name: str) -> 
 
 
 def picture(points: Points, ranges: Sequence[tuple[str, float, float]], title: str) -> str:
-    """An SVG: the curve over the phases of the rhythm, with its highest point."""
+    """Return an SVG of the curve over the phases of an update, with its peak."""
     seconds = max([points[-1][0], *(end for _, _, end in ranges)])
     low, high = min(0, *(size for _, size in points)), max(size for _, size in points)
     wide, tall = WIDTH - LEFT - 20, HEIGHT - TOP - BOTTOM
@@ -73,7 +73,7 @@ def picture(points: Points, ranges: Sequence[tuple[str, float, float]], title: s
 
 
 def thinned(points: Points, seconds: float, columns: int) -> list[tuple[float, int]]:
-    """At most the lowest and the highest point of each column, so that a picture stays small and keeps its peaks."""
+    """Return at most the lowest and highest point of each column: a small picture that keeps its peaks."""
     held: dict[int, list[tuple[float, int]]] = {}
     for point in points:
         column = held.setdefault(int(columns * point[0] / seconds), [])
@@ -85,7 +85,7 @@ def thinned(points: Points, seconds: float, columns: int) -> list[tuple[float, i
 
 
 def _steps(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> Iterable[str]:
-    """Memory stays as it is until it changes."""
+    """Yield path commands of a step curve: memory is constant between changes."""
     yield f"M{x(points[0][0])} {y(points[0][1])}"
     for at, size in points[1:]:
         yield f"H{x(at)} V{y(size)}"

@@ -1,4 +1,4 @@
-"""Trace: what a Chrome trace that torch's profiler wrote says, in seconds and counts.
+"""Analyse a Chrome trace of torch's profiler: seconds and counts.
 
 The file is read rather than the profiler's own objects: its format is the same in every torch, a trace of an
 accelerator can be written by hand in a test, and reading it is faster.
@@ -19,23 +19,23 @@ from forge_plugins.profiler.intervals import Interval, covers, length, minus, un
 DATA, TRANSFER, FORWARD, BACKWARD, STEP, EVALUATION = "data", "transfer", "forward", "backward", "step", "evaluation"
 UPDATE, BETWEEN = "update", "between"
 PHASES: tuple[str, ...] = (DATA, TRANSFER, FORWARD, BACKWARD, STEP, UPDATE, BETWEEN, EVALUATION)
-"""The ranges of the rhythm; `update` is what is left of an update, `between` what is left of the window."""
+"""The ranges of an update; `update` is the rest of an update, `between` the rest of the window."""
 INSIDE: dict[str, tuple[str | None, ...]] = {
     DATA: (None,),
     EVALUATION: (None,),
     UPDATE: (None,),
     **dict.fromkeys((TRANSFER, FORWARD, BACKWARD, STEP), (UPDATE, STEP)),
 }
-"""Where a range must be to be ours: a model may name its own parts so too. A closure runs the window inside `step`."""
+"""Parents that a range must have to be forge's: a model may use the same names. A closure runs inside `step`."""
 
 DISPATCH = 10e-6
-"""Seconds that a call of an operator costs on the host whatever its size; what is beyond it is work."""
+"""Overhead of an operator call on the host, in seconds; the time beyond it is work."""
 WAITS = re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 OURS = re.compile(r"update (\d+)( .*)?")
 
 
 def range_name(update: int, optimizer: str | None) -> str:
-    """The name of the range around a train step."""
+    """Return the name of the range around a train step."""
     return f"update {update}" if optimizer is None else f"update {update} {optimizer}"
 
 
@@ -50,7 +50,7 @@ class Operator:
     device: float = 0.0
     "Seconds on the device, of the kernels that it launched itself."
     memory: int = 0
-    "Bytes that it took itself, whether or not they were given back."
+    "Bytes that it allocated itself, freed or not."
 
 
 @dataclass(slots=True)
@@ -68,28 +68,28 @@ class Trace:
     calls: int = 0
     "Operator calls of the updates."
     work: float = 0.0
-    "Seconds of the updates' operators on the host, beyond what a call costs by itself."
+    "Seconds of the updates' operators on the host, without the overhead of calls."
     busy: float = 0.0
     "Seconds in which the device computed."
     copying: float = 0.0
-    "Seconds in which it did nothing but copy from or to the host."
+    "Seconds in which it only copied from or to the host."
     starved: float = 0.0
-    "Seconds in which it did nothing while the host waited for data."
+    "Seconds in which it was idle while the host waited for data."
     waits: Counter[str] = field(default_factory=Counter)
-    "How often the host waited for the device, by the operator that made it wait."
+    "Waits of the host for the device, by operator."
     copied: int = 0
     "Bytes that were copied to the device."
     pageable: int = 0
-    "How many of them came from memory that is not pinned."
+    "Bytes of them from unpinned memory."
     memory: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
-    "By (kind, number) of the device: when how many bytes were in use, in seconds from the window's start."
+    "By (kind, number) of the device: (seconds from the window's start, bytes in use)."
     ranges: list[tuple[str, float, float]] = field(default_factory=list)
     "Phases with start and end, in seconds from the window's start."
 
 
 def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]) -> Trace:
-    """What the events of a trace come to. `data_waits` says how long each update waited for its data: `data` ranges do
-    not show the beginning of an epoch."""
+    """Analyse the events of a trace. `data_waits` are the seconds that each update waited for its data: `data` ranges
+    do not show the beginning of an epoch."""
     host, device, waits, instants = _sorted_by_kind(events)
     steps = [span for span in host if span.name.startswith("ProfilerStep#")]
     if not steps:
@@ -105,10 +105,10 @@ def analyse(events: Iterable[Mapping[str, Any]], data_waits: Mapping[int, float]
         if name == UPDATE and (match := OURS.fullmatch(span.name)):
             starts.setdefault(int(match[1]), span.start)
     seen = [(span.start, span.end) for name, span in phases if name == DATA]
-    told = [(at - data_waits.get(update, 0.0), at) for update, at in starts.items()]
+    waited = [(at - data_waits.get(update, 0.0), at) for update, at in starts.items()]
     updates = union((span.start, span.end) for name, span in phases if name == UPDATE)
     evaluations = union((span.start, span.end) for name, span in phases if name == EVALUATION)
-    data = minus(minus(minus(union([*seen, *told]), updates), evaluations), [(float("-inf"), begin)])
+    data = minus(minus(minus(union([*seen, *waited]), updates), evaluations), [(float("-inf"), begin)])
     window = minus([(begin, end)], evaluations)
 
     trace = Trace(begin, length(window), _times(phases))
@@ -148,7 +148,7 @@ class Span:
 
 
 def _sorted_by_kind(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span], list[Span], list[Span]]:
-    """Operators and ranges of the host; what ran on the device; the host's waits for it; changes of memory."""
+    """Return host operators and ranges, device work, waits of the host, and changes of memory."""
     host: list[Span] = []
     device: list[Span] = []
     waits: list[Span] = []
@@ -189,7 +189,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _nest(spans: list[Span]) -> None:
-    """Say of each span which one it is in, and take its time off that one's own."""
+    """Set the parent of each span, and subtract its time from the parent's own."""
     around: dict[Any, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         stack = around.setdefault(span.thread, [])
@@ -202,7 +202,7 @@ def _nest(spans: list[Span]) -> None:
 
 
 def _phases(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
-    """The ranges that are the rhythm's own, outer ones first."""
+    """Return forge's own ranges, outer ones first."""
     known: dict[int, str] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         name = UPDATE if OURS.fullmatch(span.name) else span.name
@@ -212,7 +212,7 @@ def _phases(spans: Iterable[Span]) -> Iterator[tuple[str, Span]]:
 
 
 def _around(span: Span, known: Mapping[int, str]) -> str | None:
-    """The phase that a span is in."""
+    """Return the phase of a span."""
     outer = span.parent
     while outer is not None and id(outer) not in known:
         outer = outer.parent
@@ -220,7 +220,7 @@ def _around(span: Span, known: Mapping[int, str]) -> str | None:
 
 
 def _times(phases: list[tuple[str, Span]]) -> dict[str, float]:
-    """Seconds by phase, each without those inside it."""
+    """Return seconds by phase, each without those inside it."""
     known = {id(span): name for name, span in phases}
     seconds = dict.fromkeys(PHASES, 0.0)
     for name, span in phases:
@@ -283,7 +283,7 @@ def _add_up_work(trace: Trace, host: list[Span], steps: list[Span], elsewhere: l
 
 
 def _watch_device(trace: Trace, device: list[Span], data: list[Interval], evaluations: list[Interval]) -> None:
-    """What the device did with the window's time."""
+    """Split the window's time by activity of the device."""
     copies = [span for span in device if "HtoD" in span.name or "DtoH" in span.name]
     copy_ids = {id(span) for span in copies}
     busy = minus(union((s.start, s.end) for s in device if id(s) not in copy_ids), evaluations)

@@ -1,4 +1,4 @@
-"""The verdict: what an update's time is bound by, with the evidence and what to change."""
+"""The verdict: the bottleneck of an update, with evidence and advice."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from forge_plugins.profiler.trace import BETWEEN, EVALUATION, STEP, Trace
 Kind = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
 
 BUSY = 0.85
-"""From this share of the time on, a device that computes is what an update waits for."""
+"""Share of busy time from which the device is the bottleneck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One update on average: seconds, as they were while it was recorded."""
+    """The average recorded update, in seconds."""
 
     device: Literal["cpu", "cuda"]
     wall: float
-    "From the asking for its data to the asking for the next."
+    "From the request of its data to the request of the next."
     busy: float
-    "Computing: on cuda kernels ran; on the cpu operators, beyond what each call costs by itself."
+    "Computing: on cuda kernels; on the cpu operators, without the overhead of each call."
     data: float = 0.0
-    "Waiting for the loader; on cuda only while the device did nothing."
+    "Waiting for the loader; on cuda only while the device was idle."
     copying: float = 0.0
-    "cuda: copies from or to the host, with no kernel beside them."
+    "cuda: copies from or to the host, without a concurrent kernel."
     unrecorded: float | None = None
-    "Seconds of an update before the recording, which costs the host time."
+    "Seconds of an unrecorded update; recording costs the host time."
     calls: float = 0.0
     "Operators called, or kernels launched."
     waits: float = 0.0
-    "cuda: how often the host waited for the device."
+    "cuda: number of times that the host waited for the device."
     waiting_in: str = ""
-    "cuda: the operator that made it wait most often."
+    "cuda: the most frequent operator that made it wait."
     between: float = 0.0
     "On the host, between two updates: logs, checkpoints, plugins."
     step: float = 0.0
     "On the host, in the optimizer's step."
     absent: float = 0.0
-    "cpu: other than for data, this thread had no processor."
+    "cpu: time without a processor, except waiting for data."
     pageable: float = 0.0
-    "cuda: the share of bytes that was copied from memory that is not pinned."
+    "cuda: the share of bytes copied from unpinned memory."
 
     @property
     def host(self) -> float:
-        """The rest: the host prepares what is to be computed."""
+        """The rest: the host prepares work."""
         return max(0.0, self.wall - self.busy - self.copying - self.data)
 
     @property
     def surplus(self) -> float:
-        """What the recording itself cost; it is the host that pays it."""
+        """The cost of recording, which falls on the host."""
         if not self.unrecorded:
             return 0.0
         return min(self.host, max(0.0, self.wall - self.unrecorded))
 
     @property
     def seconds(self) -> float:
-        """An update without what the recording cost."""
+        """An update without the cost of recording."""
         return self.wall - self.surplus
 
     @property
     def shares(self) -> dict[Kind, float]:
-        """How an update's time is divided; together 1."""
+        """The shares of an update's time; together 1."""
         parts: dict[Kind, float] = {
             "data-bound": self.data,
             "transfer-bound": self.copying,
@@ -77,12 +77,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the run uses already, so that nobody is told to do what is done."""
+    """Settings of the run, to avoid advice that is followed already."""
 
     provided: frozenset[str] = frozenset()
     "What the plugins provide."
     workers: int | None = None
-    "Worker processes of the loader; None where it knows of none."
+    "Worker processes of the loader; None if unknown."
     fused: bool = False
     "Whether every optimizer updates in one kernel."
     convolutions: bool = False
@@ -93,17 +93,17 @@ class Setup:
 
 
 def provided(plugins: Iterable[forge.Plugin]) -> frozenset[str]:
-    """What these plugins do to a run; one that does not say is taken by its name."""
+    """Return the capabilities of plugins; a plugin without `provides` counts by its name."""
     return frozenset(thing for plugin in plugins for thing in plugin.provides or (plugin.name.partition("@")[0],))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an update's time is bound by."""
+    """The bottleneck of an update."""
 
     kind: Kind
     share: float
-    "How much of the time that is."
+    "Its share of the time."
     evidence: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -115,7 +115,7 @@ def measured(
     unrecorded: float | None = None,
     ran: float | None = None,
 ) -> Measured:
-    """One update of a trace on average. `ran`: seconds of the window that the thread had a processor."""
+    """Return the average update of a trace. `ran`: CPU seconds of the thread in the window."""
     on_cuda = device == "cuda"
     window = trace.window / updates
     data = (trace.starved if on_cuda else trace.phases["data"]) / updates
@@ -141,8 +141,8 @@ def measured(
 
 
 def judge(measured: Measured, setup: Setup) -> Verdict:
-    """On cuda: compute-bound when the device is nearly always busy, else bound by what it does nothing for most often.
-    On the cpu there is one worker, so it is what takes the most time."""
+    """Return the verdict. On cuda: compute-bound if the device is nearly always busy, else bound by the main reason of
+    its idle time. On the cpu, with one worker: bound by what takes the most time."""
     shares = measured.shares
     kind: Kind = max(shares, key=lambda kind: shares[kind])
     if measured.device == "cuda":
@@ -157,7 +157,7 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
 
 
 def evidence(measured: Measured, kind: Kind) -> tuple[str, ...]:
-    """The numbers behind a verdict, most telling first."""
+    """Return the numbers behind a verdict, most important first."""
     share = measured.shares
     sentences = [_where(measured, kind, share), _how_long(measured)]
     if measured.calls:
@@ -224,7 +224,7 @@ def _for_data(measured: Measured, setup: Setup) -> list[str]:
     if setup.workers == 0:
         advice.append("Load in other processes: num_workers=4 on the loader, which has none.")
     elif setup.workers:
-        advice.append(f"Give the loader more than its {setup.workers} workers (num_workers=), while there are cores.")
+        advice.append(f"Give the loader more than its {setup.workers} workers (num_workers=), while cores are free.")
     advice.append("Data that fit into memory need no loading: forge.data.TensorLoader(inputs, labels, batch_size=...).")
     advice.append("Decode, resize and tokenize once and store the result; transform whole batches, not samples.")
     return advice

@@ -1,4 +1,4 @@
-"""Progress on the screen."""
+"""Progress display."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Progress(forge.Plugin):
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
-        forge.Interval(self.config.every)  # refuses now what is no interval
+        forge.Interval(self.config.every)  # refuse an invalid interval now
         self._view: View | None = None
         self._look_at = NEVER
         self._status = Status()
@@ -65,7 +65,7 @@ class Progress(forge.Plugin):
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        # every update passes here: one look at the clock, and out
+        # on every update: only a look at the clock
         if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
             self._status.move(trainer)
             self._look_at = self._view.look(step)
@@ -81,7 +81,7 @@ class Progress(forge.Plugin):
             return (yield)
         self._status.move(trainer)
         self._status.doing, began = STAGES.get(stage, stage), time.monotonic()
-        if self._status.evaluation_took > REFRESH:  # a short one would be gone before it is read
+        if self._status.evaluation_took > REFRESH:  # a short one would be over before it is read
             self._view.refresh()
         try:
             return (yield)
@@ -106,5 +106,5 @@ class Progress(forge.Plugin):
 
 
 def is_quiet() -> bool:
-    """Whether forge was told to say nothing but warnings."""
+    """Whether forge logs only warnings."""
     return logging.getLogger("forge").level > logging.INFO

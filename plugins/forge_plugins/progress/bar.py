@@ -1,4 +1,4 @@
-"""On a terminal: a bar for the epoch, a bar for the run, and the latest metrics under them."""
+"""Progress on a terminal: a bar for the epoch, a bar for the run, and the latest metrics."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from forge_plugins.progress.screen import Screen, is_terminal
 from forge_plugins.progress.status import NEVER, Status
 
 REFRESH = 0.25
-"""Seconds between two pictures; there is no thread, so a slow step is drawn when it ends."""
+"""Seconds between two redraws; without a thread, a slow step is drawn when it ends."""
 MOVING = "cyan"
 LEAST = 8
-"""A bar that is shorter says nothing."""
+"""Shortest useful bar, in columns."""
 WIDE, NORMAL, MIDDLE = 100, 80, 60
-"""From so many columns on there is room for words, for samples per second, for counters beside the bars."""
+"""Columns needed for words, for samples per second, for counters beside the bars."""
 
 
 class Bar:
-    """What moves while a run goes on, and a summary when it is done."""
+    """A live display during the run, and a summary at its end."""
 
     def __init__(self, status: Status):
         self.status = status
-        # a stdout that goes elsewhere must not be drawn into the terminal
+        # a redirected stdout must not be drawn on the terminal
         own_stdout = is_terminal(sys.stdout)
         self.screen: Any = Screen()  # rich itself would end the process when a pipe breaks
         self.console = Console(file=self.screen, highlight=False)
@@ -57,9 +57,9 @@ class Bar:
 
     def refresh(self) -> None:
         self.live.refresh()
-        self._next = 0.0  # what is shown now passes soon
+        self._next = 0.0  # redraw soon: this state is short
         if self.screen.gone:
-            self.live.stop()  # what others print goes its own way again
+            self.live.stop()  # stop redirecting prints
 
     def close(self) -> None:
         self.live.stop()
@@ -81,7 +81,7 @@ class Bar:
             yield self._metrics(width)
 
     def _two(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The epoch over the run, bars of the same length one under the other."""
+        """Yield the epoch's bar above the run's, of the same length."""
         status, width = self.status, options.max_width
         names = [epoch_of(status), f"update {updates_of(status)}"]
         numbers = [within_epoch(status), share_of(status)] if width >= MIDDLE else ["", ""]
@@ -105,7 +105,7 @@ class Bar:
         yield Segment.line()
 
     def _metrics(self, width: int) -> Text:
-        """As many whole metrics as fit on one line."""
+        """Return as many metrics as fit on one line."""
         text = Text(no_wrap=True)
         for group, values in grouped(self.status.metrics):
             heading = group
@@ -126,7 +126,7 @@ class Bar:
         status = self.status
         total = status.planned
         if status.ending and total is None:
-            total = status.update  # nothing moves any more
+            total = status.update  # the run has ended
         return _bar(total, status.update, width, tone(status.ending) if status.ending else MOVING)
 
     def _left(self) -> str:

@@ -1,4 +1,4 @@
-"""Anywhere but on a terminal: plain lines."""
+"""Progress as plain lines, without a terminal."""
 
 from __future__ import annotations
 

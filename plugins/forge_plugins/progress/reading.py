@@ -1,4 +1,4 @@
-"""How things read."""
+"""Format numbers, times and metrics for display."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from forge.runs.wording import rate
 from forge_plugins.progress.status import Status
 
 FIRST = ("train", "val", "test", "lr")
-"""Metrics are shown in this order, all others after them."""
+"""Order of metrics; all others follow."""
 
 
 def epoch_of(status: Status) -> str:
-    """ "epoch  3/10", or "epoch 3" where nobody set an end."""
+    """ "epoch  3/10", or "epoch 3" without a limit."""
     if status.max_epochs is None:
         return f"epoch {status.epoch}"
     return f"epoch {status.epoch:>{len(str(status.max_epochs))}}/{status.max_epochs}"
 
 
 def updates_of(status: Status) -> str:
-    """ "240/600", padded so that it does not move as it grows."""
+    """ "240/600", padded to a constant width."""
     if status.planned is None:
         return f"{status.update}"
     return f"{status.update:>{len(str(status.planned))}}/{status.planned}"
 
 
 def speed_of(speed: float, wide: bool) -> str:
-    """ "143/s", or for slow steps "2.5 s each"; empty while it is not known."""
+    """ "143/s", or for slow steps "2.5 s each"; empty while unknown."""
     if not speed:
         return ""
     if speed < 1:
@@ -62,7 +62,7 @@ def clock(seconds: float) -> str:
 
 
 def short(name: str, value: float) -> str:
-    """A few digits, of a width that seldom changes."""
+    """Return a few digits, of nearly constant width."""
     size = abs(value)
     if isinstance(value, int) or 1e4 <= size < 1e7:
         return f"{value:,.0f}"
@@ -74,7 +74,7 @@ def short(name: str, value: float) -> str:
 
 
 def ordered(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, short value), training first."""
+    """Return (name, short value), training first."""
 
     def rank(name: str) -> int:
         head = name.partition("/")[0]
@@ -84,7 +84,7 @@ def ordered(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def grouped(metrics: Mapping[str, float]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Metrics by what is before the first slash: ("train", [("loss", "0.1234"), ...])."""
+    """Yield metrics grouped by the part before the first slash: ("train", [("loss", "0.1234"), ...])."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, value in ordered(metrics):
         head, slash, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""Where it is shown: stderr, and what every way of showing can do."""
+"""stderr as the screen, and the interface of displays."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import forge
 
 
 class View(Protocol):
-    """A way to show a Status."""
+    """A display of a Status."""
 
     def look(self, step: forge.Step) -> float:
-        """An update has ended. Show what is due, and return when (on the monotonic clock) to be asked again."""
+        """Show what is due after an update, and return the time (monotonic clock) of the next call."""
         ...
 
     def refresh(self) -> None:
-        """Something else has changed."""
+        """Redraw after another change."""
         ...
 
     def close(self) -> None:
-        """The run is over."""
+        """Show the end of the run."""
         ...
 
 
 class Screen:
-    """stderr, until it fails for the first time; then nothing more is written, because a run is worth more."""
+    """stderr, until its first failure; then nothing more is written, since a run is worth more."""
 
     def __init__(self) -> None:
         self.stream, self.gone = sys.stderr, False
@@ -47,7 +47,7 @@ class Screen:
         if not self.gone:
             try:
                 action()
-            except (OSError, ValueError, AttributeError):  # it fails, somebody has closed it, or there is none
+            except (OSError, ValueError, AttributeError):  # failed, closed, or missing
                 self.gone = True
 
 
@@ -57,7 +57,7 @@ def on_terminal() -> bool:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether somebody looks at this stream; there may be none, and it may be closed."""
+    """Whether a stream is a terminal; it may be None or closed."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -1,4 +1,4 @@
-"""What there is to show."""
+"""The state that progress displays show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEVER = float("inf")
 
 @dataclass(slots=True)
 class Status:
-    """What there is to show."""
+    """The state that displays show."""
 
     verb: str = ""
     planned: int | None = None
@@ -32,24 +32,24 @@ class Status:
     "Epochs done."
     sample: int = 0
     epoch_share: float | None = None
-    "How much of the current epoch is done; None where its length is not known."
+    "Share of the current epoch that is done; None if its length is unknown."
     per_epoch: int | None = None
     plugins: Collection[str] = ()
-    "Names of the stack: what a plugin says of itself is not for the screen."
+    "Names of the stack: diagnostics of plugins are not shown."
     metrics: dict[str, float] = field(default_factory=dict)
     bests: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    "(update, value) of every validation that was better than all before, of metrics whose name says what is better."
+    "(update, value) of every validation better than all before, for metrics with a known direction."
     best_since: int | None = None
-    "Where a resumed run began this life: its best before is not known here."
+    "The update at which a resumed run began this attempt; earlier bests are unknown here."
     logged: int = 0
     "The update of the last training log."
     validated: bool = False
-    "Whether a validation has been logged and not been written about."
+    "Whether a validation has been logged and not shown yet."
     doing: str = ""
     ending: str = ""
     "How the run ended, once it has."
     speed: float = 0.0
-    "Updates per second, lately and outside of evaluation."
+    "Recent updates per second, outside of evaluation."
     evaluation_took: float = NEVER
     "Seconds of the last evaluation."
     paused: float = 0.0
@@ -59,11 +59,11 @@ class Status:
     restores: int = 0
     began: float = field(default_factory=time.monotonic)
     _first: tuple[float, int, int] | None = None
-    "When and where speed began to count: (time, update, sample)."
+    "Where the speed is measured from: (time, update, sample)."
     _last: tuple[float, int] = (0.0, 0)
 
     def lines(self) -> dict[str, str]:
-        """What stands under the summary."""
+        """Return the lines under the summary."""
         done = f"{counted(self.epochs, 'epoch')}, {counted(self.update, 'update')} in {duration(self.elapsed)}"
         rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
         found = {"trained": ended(done, self.reason)}
@@ -73,11 +73,11 @@ class Status:
 
     @property
     def has_epoch_bar(self) -> bool:
-        """Whether an epoch is something else than the run, and how far it is can be told."""
+        """Whether the run has several epochs and the position in the epoch is known."""
         return self.verb == "fit" and not self.ending and self.max_epochs != 1 and self.epoch_share is not None
 
     def move(self, trainer: forge.Run) -> None:
-        """Take the counters over, and see how fast they grow."""
+        """Copy the counters, and update the speed."""
         now, progress = time.monotonic(), trainer.progress
         self.update, self.sample, self.epochs = progress.update, progress.sample, progress.epoch
         self.epoch = trainer.step.epoch + 1 if trainer.step is not None else 1
@@ -85,7 +85,7 @@ class Status:
         if self.restores != trainer.restores:
             self._go_back(trainer)
         if self._first is None:
-            if self.update:  # the first update warms things up (compilers, caches): it counts for no speed
+            if self.update:  # the first update is a warm-up (compilers, caches) and is not measured
                 self._first, self._last, self.paused = (now, self.update, self.sample), (now, self.update), 0.0
             return
         spent, done = now - self._last[0] - self.paused, self.update - self._last[1]
@@ -94,7 +94,7 @@ class Status:
             self._last, self.paused = (now, self.update), 0.0
 
     def _go_back(self, trainer: forge.Run) -> None:
-        """The run has been restored: what came after does not count."""
+        """Forget bests after the restored update."""
         self.restores, self._first = trainer.restores, None
         for name, found in list(self.bests.items()):
             self.bests[name] = [(update, value) for update, value in found if update <= (trainer.resumed_from or 0)]
@@ -105,7 +105,7 @@ class Status:
         return {name: found[-1] for name, found in self.bests.items() if found}
 
     def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
-        """Keep the newest scalars; whether they are worth a look at once."""
+        """Store the newest scalars; return whether to show them at once."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
                 self.metrics[name] = value
@@ -140,20 +140,20 @@ class Status:
 
     @property
     def samples_per_update(self) -> float:
-        """0 where nobody counted samples."""
+        """0 if samples are not counted."""
         done = 0 if self._first is None else self.update - self._first[1]
         return 0.0 if self._first is None or not done else (self.sample - self._first[2]) / done
 
     @property
     def remaining(self) -> float | None:
-        """Seconds to the end, if everything goes on as it went."""
+        """Seconds to the end at the average speed."""
         if self.planned is None or not self.average_speed:
             return None
         return max(self.planned - self.update, 0) / self.average_speed
 
 
 def share_of_epoch(trainer: forge.Run) -> float | None:
-    """How much of the epoch is behind the last update; None where the loader has no length."""
+    """Return the share of the epoch done by the last update; None without a loader length."""
     feed, step = getattr(trainer, "feed", None), trainer.step
     if feed is None or not feed.length:
         return None

@@ -55,9 +55,9 @@ class Remat(forge.Plugin):
         modules: str | list[str] | None = None
         "Which blocks: classes or patterns of module names; null: the repeated blocks of the task."
         every: int = 1
-        "Take every k-th of them."
+        "Take every k-th block."
         budget: float | str | None = None
-        "Take as few as keep activations within a share (0.5) or a size (2 GB); null: take all."
+        "Take as few blocks as keep activations within a share (0.5) or a size (2 GB); null: all."
 
     config: Config
     provides = ("activation_checkpointing",)
@@ -77,11 +77,11 @@ class Remat(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._blocks: dict[str, nn.Module] = {}
-        "What may be computed again."
+        "Blocks that may be recomputed."
         self._installed: dict[str, Any] = {}
-        "What is, with the forward that was in its `__dict__`."
+        "Blocks that are recomputed, with the forward that was in their `__dict__`."
         self._measured: set[str | None] = set()
 
     # -- a run --------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Remat(forge.Plugin):
         if phase != "remat":
             return
         self._begin()
-        if trainer.verb != "fit":  # nothing goes backward
+        if trainer.verb != "fit":  # no backward
             return
         task, patterns = trainer.task, as_list(self.config.modules)
         self._blocks = chosen(task, patterns, "remat.modules") if patterns else repeated(task)
@@ -109,7 +109,7 @@ class Remat(forge.Plugin):
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
-        """With a budget only: the first batch of each optimizer shows what there is to save."""
+        """With a budget only: measure the first batch of each optimizer."""
         if step.name not in self._measured:
             self._measured.add(step.name)
             if self._blocks:
@@ -144,14 +144,14 @@ class Remat(forge.Plugin):
         if after > limit:
             logger.warning(
                 "remat.budget=%s cannot be met: %s%s are kept with every block that helps. The rest is outside of the "
-                "blocks, or is what they are given: name larger blocks, or make the batch smaller.",
+                "blocks, or is their input. Name larger blocks, or reduce the batch size.",
                 self.config.budget,
                 format_bytes(after),
                 turn,
             )
 
     def _measure(self, step: forge.Step) -> Meter:
-        """One forward of the first batch as it is without this plugin, and without a trace."""
+        """Measure one forward of the first batch without recomputation and without side effects."""
         trainer, installed = step.trainer, dict(self._installed)
         meter = Meter(trainer.task, self._blocks)
         for name, own in installed.items():
@@ -184,7 +184,7 @@ def _example(task: nn.Module) -> str:
 
 
 def _limit(budget: float | str | None) -> int | float | None:
-    """A share as a float, a size as an int."""
+    """Return a share as a float, a size as an int."""
     if isinstance(budget, str):
         size = size_in_bytes(budget)
         if size is None:

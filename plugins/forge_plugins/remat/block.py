@@ -1,4 +1,4 @@
-"""One block that is computed again in backward: its forward, and the buffers that a forward changes on its way."""
+"""One recomputed block: its forward, and the buffers that a forward changes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Forward = Callable[..., Any]
 
 
 def install(block: nn.Module) -> None:
-    """Have the block drop its activations; `remove` puts its own forward back."""
+    """Make the block drop its activations; `remove` restores its forward."""
     own = vars(block).get("forward")
     forward = type(block).forward if own is None else own
     if isinstance(own, MethodType) and own.__self__ is block:
         forward = own.__func__
     elif own is not None:
         forward = functools.partial(_without_self, own)
-    # a bound method: a copy of the block gets one that is bound to the copy
+    # a bound method: a copy of the block gets one bound to the copy
     vars(block)["forward"] = MethodType(rematerialised(forward), block)
 
 
 def remove(block: nn.Module, own: Any) -> None:
-    """Put back the forward that the block had in its `__dict__`, or none."""
+    """Restore the forward that the block had in its `__dict__`, if any."""
     vars(block).pop("forward", None)
     _known.pop(block, None)
     if own is not None:
@@ -39,15 +39,15 @@ def remove(block: nn.Module, own: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def rematerialised(forward: Forward) -> Forward:
-    """`forward`, computed again in backward. Of one function one is made, so that alike blocks compile alike."""
+    """Return `forward`, recomputed in backward. Cached by function, so that equal blocks compile equally."""
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiled graph writes buffers once, whatever it computes twice
+        if torch.compiler.is_compiling():  # a compiled graph writes buffers once, even if it recomputes
             return checkpoint(forward, self, *args, use_reentrant=False, **kwargs)
         return checkpoint(
-            functools.partial(forward, self, **kwargs),  # checkpoint has keywords of its own
+            functools.partial(forward, self, **kwargs),  # checkpoint has its own keywords
             *args,
             use_reentrant=False,
             preserve_rng_state=True,
@@ -68,20 +68,20 @@ def _without_self(own: Forward, self: nn.Module, *args: Any, **kwargs: Any) -> A
 
 @dataclass(slots=True)
 class Moving:
-    """The buffers that a block's forward changes, BatchNorm's statistics say.
+    """The buffers that a block's forward changes, such as BatchNorm's statistics.
 
-    The second run works on copies of what the first one found, so that it computes the same, and the block's own
-    buffers change once. Which ones change is learnt from the first forward of each mode that its modules are in.
+    The second run uses copies of the buffers before the first, so that it computes the same, and the block's own
+    buffers change once. The first forward in each combination of module modes shows which buffers change.
     """
 
     inside: list[nn.Module]
     "The modules in the block."
     buffers: list[tuple[dict[str, Tensor | None], str]]
     changed: dict[tuple[bool, ...], list[int]] = field(default_factory=dict)
-    "By the training flags of the modules: which of the buffers change."
+    "The buffers that change, by the training flags of the modules."
 
     def contexts(self, training: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What to enter around the first run and around the second, for one call of the block."""
+        """Return the contexts for the first and the second run of one call."""
         if not self.buffers:
             return nullcontext(), nullcontext()
         modes = (training, *[module.training for module in self.inside])
@@ -100,7 +100,7 @@ class Moving:
     @contextmanager
     def _learn(self, modes: tuple[bool, ...], found: dict[int, Tensor]) -> Iterator[None]:
         yield
-        # by value: kernels write BatchNorm's statistics without counting up the tensor's version
+        # by value: kernels write BatchNorm's statistics without changing the tensor's version
         still = [i for i, value in found.items() if torch.equal(self._now(i), value)]
         for i in still:
             del found[i]
@@ -126,7 +126,7 @@ _known: WeakKeyDictionary[nn.Module, Moving] = WeakKeyDictionary()
 def _moving(block: nn.Module) -> Moving:
     moving = _known.get(block)
     if moving is None:
-        _, *inside = block.modules()  # without the block itself, which nothing here may keep alive
+        _, *inside = block.modules()  # without the block itself, which must not be kept alive here
         modules = [block, *inside]
         places = [(m._buffers, name) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
         moving = _known[block] = Moving(inside, places)

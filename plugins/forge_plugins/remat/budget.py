@@ -19,16 +19,16 @@ UNITS = {unit: 10 ** (3 * i) for i, unit in enumerate(("b", "kb", "mb", "gb", "t
 
 
 def size_in_bytes(text: str) -> int | None:
-    """ "2 GB" as a number, None where it is no size."""
+    """ "2 GB" as a number, None if it is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*", text)
     unit = UNITS.get(match[2].lower()) if match else None
     return int(float(match[1]) * unit) if match and unit else None
 
 
 class Meter:
-    """What autograd keeps for backward during one forward: which storages, for which block.
+    """Measures the storages that autograd keeps for backward during one forward, by block.
 
-    Parameters, buffers and what was there before are not counted; a storage that several keep counts once.
+    Parameters, buffers and earlier tensors are not counted; a storage kept several times counts once.
     """
 
     def __init__(self, task: nn.Module, blocks: Mapping[str, nn.Module]):
@@ -38,13 +38,13 @@ class Meter:
         self._inputs: dict[str, set[int]] = {name: set() for name in blocks}
         self._inside: list[str] = []
         self._gathered: list[set[int | None]] = []
-        "Parameters that a strategy puts together while a block runs: no activations either."
+        "Parameters that a strategy gathers while a block runs: not activations either."
         self._alive: list[Any] = []
         self._own = {_key(tensor) for tensor in [*task.parameters(), *task.buffers()]}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Around a forward with all its blocks as they are written."""
+        """Measure a forward without recomputation, inside the `with`."""
         with ExitStack() as stack:
             for name, block in self.blocks.items():
                 for handle in self._watch(name, block):
@@ -69,7 +69,7 @@ class Meter:
         yield block.register_forward_hook(leave, always_call=True)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # detached: an operation that saves its own output would keep itself alive through what is packed for it
+        # detached: an operation that saves its own output would keep itself alive
         detached = tensor.detach()
         self._note(detached, self._kept[self._inside[0] if self._inside else None])
         return detached
@@ -77,14 +77,14 @@ class Meter:
     def _note(self, tensor: Tensor, where: set[int]) -> None:
         key = _key(tensor)
         if key is not None and key not in self._own:
-            self._alive.append(tensor.detach())  # while it lives, no other gets its address
+            self._alive.append(tensor.detach())  # kept alive, so that no other tensor gets its address
             self._sizes[key] = tensor.untyped_storage().nbytes()
             where.add(key)
 
-    # -- what to do about it ------------------------------------------------------------------------------------------
+    # -- choosing blocks ----------------------------------------------------------------------------------------------
 
     def kept(self, again: Iterable[str] = ()) -> int:
-        """Bytes that are kept when the blocks `again` are computed again: of those, only what they were given."""
+        """Return the bytes kept if the blocks `again` are recomputed: of those, only their inputs."""
         again = set(again)
         keys = set(self._kept[None])
         for name in self.blocks:
@@ -92,7 +92,7 @@ class Meter:
         return sum(self._sizes[key] for key in keys)
 
     def choose(self, limit: float, again: Iterable[str] = ()) -> list[str]:
-        """The few blocks with which no more than `limit` bytes are kept, or all that help. `again` are in already."""
+        """Return few blocks that bring the kept bytes below `limit`, or all that help. `again` are included already."""
         picked = list(again)
         left = [name for name in self.blocks if name not in picked]
         now = self.kept(picked)

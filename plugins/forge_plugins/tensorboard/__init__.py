@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard."""
+"""TensorBoard logging."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ logger = logging.getLogger("forge")
 
 
 class Tensorboard(forge.Plugin):
-    """Write metrics to RUN/tensorboard, for TensorBoard; `forge board` opens it.
+    """Write metrics to RUN/tensorboard; view them with `forge board`.
 
-    When to use it: always; it is part of the recipe `default`.
+    Scalars (including learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` are shown over updates. The
+    run card is the first entry under TEXT. CUSTOM SCALARS shows training against validation for every metric that both
+    have, the learning rate, and the charts declared by plugins. Hyperparameters (the options of the task, of the data,
+    of the Trainer and of every plugin that can change the run) are under HPARAMS, with the latest value of every
+    metric, and with success if the fit reached its end. The latest `forge.Embedding` of each name is under PROJECTOR.
+    `forge board` also shows a trace in RUN/profile (`*.pt.trace.json`) if torch-tb-profiler is installed.
 
-    What you see: scalars (with learning rates), `forge.Image`, `forge.Text` and `forge.Histogram` over updates. CUSTOM
-    SCALARS has training against validation for every metric that both have, the learning rate, and the charts that
-    plugins declare. TEXT starts with the run card. HPARAMS has the options of the task, the data, the Trainer and every
-    plugin that can change the run, with the latest value of every metric, and success if the fit reached its end.
-    PROJECTOR has the latest `forge.Embedding` of each name. A trace in RUN/profile (`*.pt.trace.json`) is also shown by
-    `forge board` if torch-tb-profiler is installed.
-
-    A resumed or rewound run continues the same curves: points after the checkpoint are removed, because these updates
-    are made again, and points before it are on disk before the checkpoint is. TensorBoard keeps the first
+    A resumed or rewound run continues the same curves: points after the checkpoint are removed, because those updates
+    run again, and points before it reach the disk before the checkpoint does. TensorBoard keeps the first
     hyperparameters of a run; the run card is written again by every process that continues it.
 
-    One log is one event, for any number of scalars, written by a thread. Only the main process writes, and only if
-    there is a run folder. If the folder cannot be written (a full disk), an error is logged once and the run continues.
+    One log is one event, whatever the number of scalars, written by a thread. Only the main process writes, and only
+    with a run folder. If the folder cannot be written (a full disk), one error is logged, and the run continues without
+    it.
 
     ::
 
@@ -68,7 +67,7 @@ class Tensorboard(forge.Plugin):
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one run."""
+        """Reset the state of one run."""
         self._writer: SummaryWriter | None = None
         self._failed = self._gave_up = False
         self._restores = 0
@@ -110,10 +109,10 @@ class Tensorboard(forge.Plugin):
                 add_histogram(writer, name, value, update)
             elif isinstance(value, forge.Embedding):
                 projector.write(writer.log_dir, name, value)
-                add_text(writer, name, projector.told(value), update)
+                add_text(writer, name, projector.as_text(value), update)
 
     def _lay_out(self, writer: SummaryWriter, trainer: forge.Run, update: int) -> None:
-        """Write the layout where the names that are known by now make another one."""
+        """Write the layout if the known names change it."""
         charts = layout.make(self._tags, trainer.stack)
         if charts != self._layout:
             self._layout = charts
@@ -137,7 +136,7 @@ class Tensorboard(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        """The names in use, for the layout; and what was drawn up to a checkpoint is on disk before the checkpoint."""
+        """Return the names in use, for the layout; flush, so that points reach the disk before the checkpoint."""
         if self._writer is not None:
             with self._going_on():
                 self._writer.flush()
@@ -149,7 +148,7 @@ class Tensorboard(forge.Plugin):
 
     @contextmanager
     def _going_on(self) -> Generator[None]:
-        """Metrics are not worth a run: the first OSError is logged, and ends the writing."""
+        """Log the first OSError and stop writing: metrics are not worth a run."""
         try:
             yield
         except OSError as error:
@@ -158,10 +157,10 @@ class Tensorboard(forge.Plugin):
             with suppress(OSError):
                 if writer is not None:
                     writer.close()
-            logger.error("tensorboard: its folder cannot be written: %s. The run goes on, without it.", error)
+            logger.error("tensorboard: its folder cannot be written: %s. The run continues without it.", error)
 
     def _open(self, trainer: forge.Run) -> SummaryWriter:
-        """A file of this process's own, which takes back what earlier ones drew of updates that are made again."""
+        """Open a new file, which removes points of earlier files for updates that run again."""
         assert trainer.run_dir is not None
         writer = self._writer = new_file(
             trainer.run_dir / "tensorboard", first_made(trainer), self.config.flush_seconds
@@ -174,7 +173,7 @@ class Tensorboard(forge.Plugin):
         return writer
 
     def _take_back(self, writer: SummaryWriter, trainer: forge.Run) -> None:
-        """After a rewind: what was drawn since the checkpoint is made again."""
+        """After a rewind, remove the points since the checkpoint."""
         self._restores, first = trainer.restores, first_made(trainer)
         assert first is not None
         add_restart(writer, first)
@@ -183,7 +182,7 @@ class Tensorboard(forge.Plugin):
         self._begin_anew(writer, trainer)
 
     def _begin_anew(self, writer: SummaryWriter, trainer: forge.Run) -> None:
-        """The layout, which may have been taken back, and no points of a fit that is made again from its beginning."""
+        """Write the layout again, and clear the projector if the fit starts from its beginning."""
         first = first_made(trainer) or 0
         self._layout = {}
         if self._tags:
@@ -192,7 +191,7 @@ class Tensorboard(forge.Plugin):
             projector.clear(writer.log_dir)
 
     def _add_card(self, writer: SummaryWriter, trainer: forge.Run) -> None:
-        """At the first update of this process, so that the next one to continue from there takes it back."""
+        """Write the card at the first update of this process, so that a process that continues there replaces it."""
         self._card_at = first_made(trainer) or 0
         add_text(writer, "card", run_card(trainer), self._card_at)
 
@@ -202,10 +201,10 @@ def _writes(trainer: forge.Run) -> bool:
 
 
 def first_made(trainer: forge.Run) -> int | None:
-    """The first update that this fit makes, again where it was restored; 0 where nothing is continued.
+    """Return the first update that this fit makes; 0 for a new run, None for an evaluation.
 
-    TensorBoard is told of it even then: it takes the first such word for the start of a run, and only what follows for
-    a restart. An evaluation makes none.
+    TensorBoard gets it even for a new run: it takes the first such event as the start of the run, and only later ones
+    as restarts.
     """
     if trainer.verb != "fit":
         return None
@@ -213,7 +212,7 @@ def first_made(trainer: forge.Run) -> int | None:
 
 
 def run_card(trainer: forge.Run) -> str:
-    """The card of this run as Markdown, its table as a list: TensorBoard squeezes a table's first column."""
+    """Return the run card as Markdown, its table as a list: TensorBoard squeezes a table's first column."""
     assert trainer.run_dir is not None
     file = trainer.run_dir / "card.md"
     card = file.read_text() if file.exists() else card_as_markdown(make_card(trainer))

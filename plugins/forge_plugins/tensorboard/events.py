@@ -1,4 +1,4 @@
-"""Event files: what TensorBoard reads, in the order and under the names that it needs."""
+"""Event files for TensorBoard, in the order and under the names that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("forge")
 
 PATIENCE = 16
-"""How often to try for a file name that sorts last, an eighth of a second apart."""
+"""Attempts to get a file name that sorts last, an eighth of a second apart."""
 
 
 def new_file(folder: Path, first: int | None, flush_seconds: int) -> SummaryWriter:
@@ -47,15 +47,15 @@ def new_file(folder: Path, first: int | None, flush_seconds: int) -> SummaryWrit
 
 
 def add_restart(writer: SummaryWriter, first: int) -> None:
-    """Have TensorBoard forget everything from update `first` on."""
+    """Make TensorBoard drop everything from update `first` on."""
     from tensorboard.compat.proto import event_pb2
 
-    log: Any = event_pb2  # whose classes are made as it is imported
+    log: Any = event_pb2  # its classes are created at import
     file_of(writer).add_event(log.Event(session_log=log.SessionLog(status=log.SessionLog.START)), first)
 
 
 def add_scalars(writer: SummaryWriter, scalars: Mapping[str, float], update: int) -> None:
-    """All scalars of a log in one event: add_scalar makes, queues and checksums one for each."""
+    """Write all scalars of a log as one event; add_scalar would make one for each."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
@@ -63,7 +63,7 @@ def add_scalars(writer: SummaryWriter, scalars: Mapping[str, float], update: int
 
 
 def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int) -> None:
-    """A picture, and its caption as a text of its own."""
+    """Write an image, and its caption as a text."""
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
     height, width = image.data.shape[-2:]
@@ -75,7 +75,7 @@ def add_image(writer: SummaryWriter, name: str, image: forge.Image, update: int)
 
 
 def add_histogram(writer: SummaryWriter, name: str, histogram: forge.Histogram, update: int) -> None:
-    """A distribution; in its sums every value counts as the middle of its bin."""
+    """Write a histogram; in its sums every value counts as the middle of its bin."""
     counts, edges = histogram.counts.detach().cpu().double(), histogram.edges.detach().cpu().double()
     left, right = edges[:-1], edges[1:]
     middle = (left + right) / 2
@@ -94,7 +94,7 @@ def add_histogram(writer: SummaryWriter, name: str, histogram: forge.Histogram, 
 
 
 def add_text(writer: SummaryWriter, name: str, markdown: str, update: int) -> None:
-    """A text under its own name; the writer's add_text would put "/text_summary" behind it."""
+    """Write a text under its own name; the writer's add_text would append "/text_summary"."""
     from torch.utils.tensorboard.summary import text
 
     summary = text(name, markdown)
@@ -103,5 +103,5 @@ def add_text(writer: SummaryWriter, name: str, markdown: str, update: int) -> No
 
 
 def file_of(writer: SummaryWriter) -> Any:
-    """The writer's file, which takes events and summaries as they are."""
+    """Return the writer's file, which takes raw events and summaries."""
     return writer._get_file_writer()

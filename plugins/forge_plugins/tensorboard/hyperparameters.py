@@ -15,7 +15,7 @@ Hyperparameter = bool | int | float | str
 
 
 def hyperparameters(trainer: forge.Run) -> dict[str, Hyperparameter]:
-    """What can be varied between runs: options by the names they have in a recipe."""
+    """Return the options that can vary between runs, by their names in a recipe."""
     found: dict[str, Any] = {f"task.{key}": value for key, value in trainer.task.init_args.items()}
     data = trainer.recipe.config.get("data") if trainer.recipe is not None else None
     found |= {f"data.{key}": value for key, value in (data or {}).items()}
@@ -27,7 +27,7 @@ def hyperparameters(trainer: forge.Run) -> dict[str, Hyperparameter]:
 
 
 def add_hyperparameters(writer: SummaryWriter, values: dict[str, Hyperparameter]) -> None:
-    """What TensorBoard's HPARAMS page reads, in this run's own file; add_hparams would make a second run of it.
+    """Write hyperparameters for the HPARAMS page to this run's file; add_hparams would create a second run.
 
     The page finds its columns in the runs: every hyperparameter of any of them, and every scalar. A list of columns in
     one run, as add_hparams writes it, would hide those of all others.
@@ -39,7 +39,7 @@ def add_hyperparameters(writer: SummaryWriter, values: dict[str, Hyperparameter]
 
 
 def add_end_of_session(writer: SummaryWriter) -> None:
-    """The run was a success. TensorBoard keeps the first end it reads, so one that may be resumed has none."""
+    """Mark the run as a success. TensorBoard keeps the first end, so a run that may be resumed has none."""
     from torch.utils.tensorboard.summary import hparams
 
     _, _, end = hparams({}, {})

@@ -1,4 +1,4 @@
-"""The layout of TensorBoard's CUSTOM SCALARS page: which scalars stand in one chart, and in which order."""
+"""The layout of TensorBoard's CUSTOM SCALARS page: charts, their scalars, and their order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Layout = dict[str, dict[str, str]]
-"""Sections, in them titles of charts, and for each the pattern of the names that are drawn in it."""
+"""Sections, with titles of charts, and for each chart the pattern of its names."""
 BOTH_STAGES = "training and validation"
 RATES = r"lr(/.+)?"
 
 
 def make(names: Iterable[str], plugins: Iterable[forge.Plugin]) -> Layout:
-    """The charts for which there is something to draw.
+    """Return the charts that have data.
 
-    Patterns rather than names, and the same order whatever the stack: TensorBoard puts the layouts of several runs
-    together, chart by chart, by comparing them.
+    They use patterns rather than names, in an order independent of the stack: TensorBoard merges the layouts of several
+    runs chart by chart, by comparing them.
     """
     known = sorted(names)
     by_name = sorted(plugins, key=lambda plugin: plugin.name)
     declared = [chart for plugin in by_name for chart in plugin.charts.items()]
-    declared.sort(key=lambda chart: chart[0].partition("/")[0])  # within a section as they were declared
+    declared.sort(key=lambda chart: chart[0].partition("/")[0])  # within a section in the order of declaration
     charts = [*_both_stages(known), ("learning rate/learning rate", RATES), *declared]
     made: Layout = {}
     for where, pattern in charts:
@@ -38,7 +38,7 @@ def make(names: Iterable[str], plugins: Iterable[forge.Plugin]) -> Layout:
 
 
 def _both_stages(names: list[str]) -> list[tuple[str, str]]:
-    """A chart for each metric that training and validation (or one of several) have, the loss first."""
+    """Return a chart for each metric of both training and validation, the loss first."""
     trained = [name.removeprefix("train/") for name in names if name.startswith("train/")]
     charts = []
     for metric in sorted(trained, key=lambda metric: (metric != "loss", metric)):
@@ -49,7 +49,7 @@ def _both_stages(names: list[str]) -> list[tuple[str, str]]:
 
 
 def add(writer: SummaryWriter, layout: Layout, update: int) -> None:
-    """Have TensorBoard use this layout; the latest counts."""
+    """Write this layout; TensorBoard uses the latest."""
     from torch.utils.tensorboard.summary import custom_scalars
 
     # TensorBoard matches patterns from the start of a name, but not up to its end

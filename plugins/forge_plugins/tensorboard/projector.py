@@ -23,11 +23,11 @@ from forge.util.files import atomic_write
 CONFIG = "projector_config.pbtxt"
 FOLDER = "projector"
 WIDEST = 8192
-"""Pixels: a larger sheet of pictures is not shown."""
+"""Largest size of a sheet of images that is shown, in pixels."""
 
 
 def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
-    """Put points in the place of the former ones of that name."""
+    """Write points, replacing earlier ones of that name."""
     home = Path(folder) / FOLDER / quote(name, safe="")
     home.mkdir(parents=True, exist_ok=True)
     vectors = embedding.vectors.detach().cpu().float().nan_to_num().numpy()
@@ -46,19 +46,19 @@ def write(folder: str | Path, name: str, embedding: forge.Embedding) -> None:
 
 
 def clear(folder: str | Path) -> None:
-    """Leave nothing of an earlier fit."""
+    """Remove all points of an earlier fit."""
     (Path(folder) / CONFIG).unlink(missing_ok=True)
     shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
 
 
-def told(embedding: forge.Embedding) -> str:
-    """What the TEXT page says of it."""
+def as_text(embedding: forge.Embedding) -> str:
+    """Return the text for the TEXT page."""
     count, width = embedding.vectors.shape
     return f"{count:,} points of {width:,} dimensions. The PROJECTOR page shows the latest."
 
 
 def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> None:
-    """Say where the points are, besides those of other names."""
+    """Add the points to the list, beside those of other names."""
     from google.protobuf import text_format
     from tensorboard.plugins.projector import projector_config_pb2
 
@@ -80,7 +80,7 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
 
 
 def _draw(file: Path, images: Tensor) -> tuple[int, int]:
-    """All pictures on one square sheet, row by row; return (width, height) of each on it."""
+    """Draw all images on one square sheet, row by row; return (width, height) of each."""
     images = images.detach().cpu()
     images = images.float() if images.is_floating_point() else images.float() / 255
     columns = math.ceil(math.sqrt(len(images)))
@@ -99,10 +99,10 @@ def _draw(file: Path, images: Tensor) -> tuple[int, int]:
 
 
 def _from(folder: Path, file: Path) -> str:
-    """TensorBoard's paths begin at the folder of its list."""
+    """Return a path relative to the folder of the list, as TensorBoard needs it."""
     return file.relative_to(folder).as_posix()
 
 
 def _one_line(label: Any) -> str:
-    """A tab would make columns of it, and an empty line would be left out."""
+    """Return a label without tabs, which separate columns, and never empty, since empty lines are dropped."""
     return " ".join(str(label).split()) or "–"

@@ -1,4 +1,4 @@
-"""How fast a run is, and what it takes."""
+"""Throughput, step times, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins.throughput import memory, told
+from forge_plugins.throughput import memory_use, summary
+from forge_plugins.throughput.inspection import StepInspection
 from forge_plugins.throughput.items import Items
-from forge_plugins.throughput.look import Look
 from forge_plugins.throughput.peaks import peak_of
 from forge_plugins.throughput.steps import DeviceSteps, Done, HostSteps, Steps, Summary, percentile
 
 logger = logging.getLogger("forge")
 
 RECENT = 10_000
-"""How many updates the percentiles of the last line are over."""
+"""Updates that the percentiles of the final line cover."""
 
 
 class Throughput(forge.Plugin):
@@ -60,12 +60,11 @@ class Throughput(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         items: str | None = None
-        """What the task's num_items counts, such as tokens: the name of its rate; null: tokens or items, chosen
-        automatically."""
+        "Name of what num_items counts, such as tokens, for its rate; null: tokens or items, by the batch."
         flops: bool = True
         "Count FLOPs."
         peak: float | None = None
-        "Peak of the device in TFLOP/s, in place of the value in the table of data sheets."
+        "The device's peak in TFLOP/s, instead of the table of data sheets."
         memory: bool = True
         "Measure memory."
 
@@ -102,17 +101,17 @@ class Throughput(forge.Plugin):
         self._running = True
         self._steps: Steps = DeviceSteps.on(device) if on_cuda else HostSteps()
         self._items = Items(config.items, trainer.task_defines_num_items)
-        self._look = Look(trainer, config.flops, activations=config.memory and not on_cuda)
+        self._look = StepInspection(trainer, config.flops, activations=config.memory and not on_cuda)
         self._step: forge.Step | None = None
-        "The step under way."
+        "The current step."
         self._flops: float | None = None
-        "What it has computed so far."
+        "Its FLOPs so far."
         self._counts = False
         "Whether its time counts."
         self._updates = 0
         self._peak: float | None = None
-        "What the device can do at most, in FLOP/s."
-        self._breakdown: memory.Breakdown | None = None
+        "The device's peak, in FLOP/s."
+        self._breakdown: memory_use.Breakdown | None = None
         self._total = Summary.of([])
         self._times: deque[float] = deque(maxlen=RECENT)
         self._failed = False
@@ -138,14 +137,14 @@ class Throughput(forge.Plugin):
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        if self._step is not step:  # a window that is left out is no step
+        if self._step is not step:  # a skipped window is not a step
             return
         self._step = None
         self._updates += 1
         done = Done(0.0, step.data_wait, step.samples, self._items.of(step), self._flops)
         self._steps.end(done, self._counts)
         if self._look.fresh:
-            self._tell_flops(step.trainer)
+            self._log_flops(step.trainer)
         if step.ends_interval:
             self._record(step)
 
@@ -155,14 +154,14 @@ class Throughput(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
-        if not self._running:  # the run was no fit, or ended before it began
+        if not self._running:  # not a fit, or ended before it began
             return
         self._running = False
         if not self._failed:
-            trainer.env.synchronize()  # the run is over: what the device still does can be waited for
+            trainer.env.synchronize()  # the run is over, so waiting for the device is fine
         self._take()
         if self._total.updates and trainer.env.is_main:
-            text = told.summary(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
+            text = summary.of_run(self._total, sorted(self._times), self._items.name, self._peak, self._breakdown)
             logger.info("throughput: %s", text)
 
     # -- at a log -----------------------------------------------------------------------------------------------------
@@ -197,25 +196,25 @@ class Throughput(forge.Plugin):
     def _record_memory(self, step: forge.Step) -> None:
         trainer, first = step.trainer, self._breakdown is None
         if trainer.env.device.type == "cuda":
-            self._breakdown = memory.on_cuda(trainer)
+            self._breakdown = memory_use.on_cuda(trainer)
         elif first:
-            self._breakdown = memory.on_host(trainer, self._look.activations)
+            self._breakdown = memory_use.on_host(trainer, self._look.activations)
         assert self._breakdown is not None
         for name, number in {**self._breakdown.parts(), "peak": self._breakdown.peak}.items():
             step.record(f"throughput/{name}_gb", number / 1e9)
         if first:
-            trainer.publish({"memory": forge.Text(memory.as_markdown(self._breakdown))})
+            trainer.publish({"memory": forge.Text(memory_use.as_markdown(self._breakdown))})
             if trainer.env.is_main:
-                logger.info("throughput: memory %s.", memory.told(self._breakdown, str(trainer.env.device)))
+                logger.info("throughput: memory %s.", memory_use.as_text(self._breakdown, str(trainer.env.device)))
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
-    def _tell_flops(self, trainer: forge.Run) -> None:
-        """What was counted, and what it is compared with."""
+    def _log_flops(self, trainer: forge.Run) -> None:
+        """Log the counted FLOPs and the peak."""
         self._look.fresh = False
-        dtype, name = self._look.dtype, told.device_name(trainer.env.device)
+        dtype, name = self._look.dtype, summary.device_name(trainer.env.device)
         given = self.config.peak
         peak = given if given is not None else peak_of(name, dtype) if dtype is not None else None
         self._peak = None if peak is None else peak * 1e12
         if trainer.env.is_main:
-            logger.info("throughput: %s", told.flops(self._look.counts, dtype, name, peak, given is not None))
+            logger.info("throughput: %s", summary.of_flops(self._look.counts, dtype, name, peak, given is not None))

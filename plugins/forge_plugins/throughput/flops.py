@@ -1,4 +1,4 @@
-"""FLOPs: what a step computes, by torch's own formulas."""
+"""FLOPs of a step, by torch's formulas."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ TORCHS_OWN = ("aten", "prim", "prims", "profiler", "debugprims", "rngprims", "_c
 DEAR = re.compile(r"attention|conv|rnn|lstm|gru|mm$|linear|fft")
 """Names of torch's own operations that compute much; not all of them have a formula."""
 HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""How the names end under which a module keeps its hooks."""
+"""Endings of the attributes that hold a module's hooks."""
 
 
 @dataclass(slots=True)
 class Count:
-    """What was computed."""
+    """Counted FLOPs."""
 
     by_dtype: Counter[str] = field(default_factory=Counter)
-    "FLOPs by the type of number they were computed in."
+    "FLOPs by dtype."
     unknown: Counter[str] = field(default_factory=Counter)
-    "Operations that nobody has given a formula, with how often they were called."
+    "Operations without a formula, with the number of calls."
 
     @property
     def total(self) -> int:
@@ -45,15 +45,15 @@ class Count:
 
     @property
     def dtype(self) -> str | None:
-        """The type that most was computed in."""
+        """The dtype of most FLOPs."""
         return self.by_dtype.most_common(1)[0][0] if self.by_dtype else None
 
 
 class Counting(TorchDispatchMode):
-    """Counts while operations run as they are, with the formulas of torch's flop counter.
+    """Counts FLOPs while operations run unchanged, with the formulas of torch's flop counter.
 
-    torch's own FlopCounterMode does not run the kernels of Triton that it meets, and hooks into every module to know
-    whose FLOPs they are; nor does it tell in which type of number a product was computed.
+    torch's own FlopCounterMode does not run Triton kernels, places hooks on every module to attribute FLOPs, and does
+    not report the dtype of a product.
     """
 
     supports_higher_order_operators = True
@@ -74,7 +74,7 @@ class Counting(TorchDispatchMode):
     def _add(self, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
         try:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
-        except Exception:  # a formula that does not know these arguments must not cost a run
+        except Exception:  # a formula that fails must not fail the run
             self.count.unknown[str(packet)] += 1
             return
         first = next(leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor))
@@ -82,13 +82,13 @@ class Counting(TorchDispatchMode):
 
 
 def is_compiled(trainer: forge.Run, graphs_before: int) -> bool:
-    """Whether some of what this run calls is compiled: a dispatch mode around it would have it run uncompiled."""
+    """Whether parts of the model are compiled: a dispatch mode around them would run them uncompiled."""
     marked = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in trainer.model.modules())
     return marked or graphs_compiled() > graphs_before
 
 
 def graphs_compiled() -> int:
-    """How many graphs this process has compiled so far."""
+    """Return the number of graphs compiled by this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -99,9 +99,9 @@ def graphs_compiled() -> int:
 
 
 def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
-    """Count forward and backward of the window's first micro-batch on a copy of the task that holds no numbers.
+    """Count forward and backward of the window's first micro-batch on a copy of the task with fake tensors.
 
-    Nothing of the run is touched: every tensor in it is a fake one, and one that is not raises.
+    The run is unchanged: every tensor in the copy is fake, and a real one raises.
     """
     trainer = step.trainer
     device, rng = trainer.env.device, RNGState.capture(trainer.env.device)
@@ -122,7 +122,7 @@ def probe(step: forge.Step, autocast: torch.dtype | None) -> Count:
 
 
 def _hollow(task: TaskModule, fake: FakeTensorMode) -> TaskModule:
-    """A copy of the task with fake tensors in place of its own, without hooks and uncompiled."""
+    """Return a copy of the task with fake tensors, without hooks and uncompiled."""
     memo: dict[int, Any] = {}
     for tensor in (*task.parameters(), *task.buffers()):
         memo[id(tensor)] = _fake(tensor, fake)

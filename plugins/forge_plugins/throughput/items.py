@@ -1,4 +1,4 @@
-"""What a batch holds beside samples: tokens, or whatever the task counts."""
+"""Items of a batch beside samples: tokens, or what the task counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("forge")
 
 
 class Items:
-    """Counts the items of a step. What they are called is known once the first window is there."""
+    """Counts the items of a step. Their name is decided by the first window."""
 
     def __init__(self, given: str | None, task_counts: bool):
         self.name: str | None = None
@@ -22,7 +22,7 @@ class Items:
         self._decided = False
 
     def of(self, step: forge.Step) -> Tensor | float:
-        """How many a window holds; a tensor of the task's is not read."""
+        """Return the number of items in a window; a tensor stays unread."""
         if not self._decided:
             self._decide(step.window[0])
         if self.name is None:
@@ -39,14 +39,14 @@ class Items:
             self.name = self._given or ("tokens" if whole else "items")
         elif self._given is not None:
             logger.warning(
-                "throughput.items=%s has nothing to count: define num_items(self, batch) on the task, which says how "
-                "many a batch holds.",
+                "throughput.items=%s has nothing to count. Define num_items(self, batch) on the task: the number of "
+                "items in a batch.",
                 self._given,
             )
 
 
 def first_tensor(batch: Any) -> Tensor | None:
-    """The first tensor in a batch, which is its inputs."""
+    """Return the first tensor of a batch: its inputs."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):

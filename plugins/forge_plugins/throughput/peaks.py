@@ -1,4 +1,4 @@
-"""What devices can do at most, from their data sheets: dense matrix products, in TFLOP/s."""
+"""Peaks of devices by their data sheets: dense matrix products, in TFLOP/s."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", t
 
 
 def _peaks(fp32: float, tf32: float | None, fp16: float, bf16: float | None = None) -> dict[str, float]:
-    """`bf16` is as fast as `fp16` on everything that has it, which is where there is tf32 too."""
+    """Devices with tf32 have bf16 too, as fast as fp16."""
     found = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16 if tf32 is None else fp16}
     return {dtype: peak for dtype, peak in found.items() if peak is not None}
 
 
 PEAKS: dict[str, dict[str, float]] = {
-    # the words of a device's name, all of which must be there; of several entries the one with most words counts
+    # words that must all be in a device's name; of several entries the one with most words counts
     "B200": _peaks(75, 1125, 2250),
     "GH200": _peaks(66.9, 494.7, 989.4),
     "H200": _peaks(66.9, 494.7, 989.4),
@@ -48,11 +48,11 @@ PEAKS: dict[str, dict[str, float]] = {
     "MI300X": _peaks(163.4, 653.7, 1307.4),
 }
 UNLIKE = {"mig", "laptop", "max", "super", "d", "ti"}
-"""A name with one of these is another device than its number says: a slice, or a slower or faster relative."""
+"""Words that mark a different device with the same number: a slice, or a slower or faster variant."""
 
 
 def peak_of(device_name: str, dtype: str) -> float | None:
-    """The peak of a device for a type of number, in TFLOP/s; None where it is not known."""
+    """Return the peak of a device for a dtype, in TFLOP/s; None if unknown."""
     words = _words(device_name)
     if words & UNLIKE:
         return None
@@ -61,7 +61,7 @@ def peak_of(device_name: str, dtype: str) -> float | None:
 
 
 def as_computed(dtype: torch.dtype, device: torch.device, convolution: bool) -> str:
-    """What a dtype is to the device: CUDA may be allowed to compute products of float32 in tf32."""
+    """Return the type in which the device computes: CUDA may compute float32 products in tf32."""
     if dtype == torch.float32 and device.type == "cuda":
         backends = torch.backends
         precision = backends.cudnn.conv.fp32_precision if convolution else backends.cuda.matmul.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""How long steps take: by the host's clock, or by the device's own where it works behind the host."""
+"""Times of steps, by the host's clock or by events on the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 clock = time.perf_counter
 PAUSE = 1e-3
-"""Seconds between two steps from which on something else came between them: a log, a validation, a checkpoint."""
+"""Gap in seconds between two steps that indicates other work: a log, a validation, a checkpoint."""
 AT_ONCE = 256
-"""Steps whose end is looked for at once, so that a long log interval holds no more events than this."""
+"""Events that a long log interval may hold before finished ones are collected."""
 
 
 @dataclass(slots=True)
@@ -35,20 +35,20 @@ class Steps(Protocol):
     """Measures updates, one after the other."""
 
     def begin(self, waited: float) -> None:
-        """The step begins, after so many seconds of waiting for its data."""
+        """Begin a step, after `waited` seconds for its data."""
         ...
 
     def end(self, done: Done, counts: bool) -> None:
-        """The step is over; `done` has all but its seconds. One that does not count is measured and left out."""
+        """End a step; `done` has all but its seconds. A step that does not count is left out."""
         ...
 
     def take(self) -> list[Done]:
-        """The updates that are known to be over, each once. Nothing is waited for."""
+        """Return the updates known to be finished, each once, without waiting."""
         ...
 
 
 class HostSteps:
-    """By the host's clock: a step is over when the host says so."""
+    """Measures by the host's clock."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -68,10 +68,10 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """By events on the CUDA stream, which the device passes in its own time and the host reads later.
+    """Measures by events on the CUDA stream, which the host reads later.
 
-    A step lasts from the end of the one before it to its own: that is the time of whoever was slower, host or device.
-    Where something else came between (a validation, a checkpoint), it begins where the device began with it.
+    A step lasts from the end of the previous one to its own end: the time of the slower of host and device. After other
+    work (a validation, a checkpoint), it begins where the device began it.
     """
 
     def __init__(self, make_event: Callable[[], Any], stream: Any = None) -> None:
@@ -108,7 +108,7 @@ class DeviceSteps:
             if done is not None:
                 done.seconds = start.elapsed_time(stop) / 1e3 + before
                 self._done.append(done)
-            # the next step begins at `stop`, or has an event of its own
+            # the next step begins at `stop`, or has its own event
             self._free.append(start)
 
     def _event(self) -> Any:
@@ -122,7 +122,7 @@ class DeviceSteps:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What some updates came to."""
+    """Totals of some updates."""
 
     updates: int
     seconds: float
@@ -130,10 +130,10 @@ class Summary:
     samples: int
     items: Tensor | float
     counted: float
-    "Seconds of those updates whose FLOPs are known."
+    "Seconds of the updates with known FLOPs."
     flops: float
     times: list[float]
-    "Seconds of each update, in order of size."
+    "Seconds of each update, sorted."
 
     @classmethod
     def of(cls, done: list[Done]) -> Summary:
@@ -150,7 +150,7 @@ class Summary:
         )
 
     def plus(self, other: Summary) -> Summary:
-        """Both together; the times of single updates are kept elsewhere."""
+        """Return the sum; the times of single updates are kept elsewhere."""
         return Summary(
             self.updates + other.updates,
             self.seconds + other.seconds,
@@ -175,5 +175,5 @@ class Summary:
 
 
 def percentile(times: list[float], share: float) -> float:
-    """Of sorted times the one that so large a share of them does not exceed."""
+    """Return the time of sorted `times` that a share of them does not exceed."""
     return times[max(0, math.ceil(share * len(times)) - 1)]

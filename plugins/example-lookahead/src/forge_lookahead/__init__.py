@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.engine.trainer import Trainer
 
 __all__ = ["Lookahead"]
 
 
 class Lookahead(forge.Plugin):
-    """Let slow weights follow the optimizer's fast ones, and start the fast ones afresh from there.
+    """Keep slow weights that follow the optimizer's fast weights, and restart the fast weights from them.
 
     After every `every` updates the slow weights move by `alpha` towards the fast weights, which are then set to the
     slow ones. Skipped updates do not count. The distance covered is logged as `lookahead/distance`.
@@ -24,9 +23,9 @@ class Lookahead(forge.Plugin):
     @dataclass(kw_only=True, slots=True)
     class Config:
         every: int = 5
-        "Updates between two meetings of slow and fast weights (k in the paper)."
+        "Updates between two synchronisations of slow and fast weights (k in the paper)."
         alpha: float = 0.5
-        "How far the slow weights move towards the fast ones: 0 not at all, 1 all the way."
+        "Share of the way that the slow weights move towards the fast ones, from 0 to 1."
 
         def __post_init__(self) -> None:
             if self.every < 1:
@@ -36,10 +35,10 @@ class Lookahead(forge.Plugin):
 
     config: Config
     provides = ("lookahead",)
-    before = ("averaged_weights",)  # what averages weights shall see the slow ones, where they have just met
+    before = ("averaged_weights",)  # plugins that average weights see them after the synchronisation
 
     @forge.hookimpl
-    def forge_start(self, trainer: Trainer) -> None:
+    def forge_start(self, trainer: forge.Run) -> None:
         # made here and not in __init__: one plugin object can serve several runs
         self.updates = 0
         self.slow: dict[str, Tensor] = {}
@@ -52,7 +51,7 @@ class Lookahead(forge.Plugin):
             return
         self.updates += 1
         if self.updates % self.config.every == 0:
-            step.record("lookahead/distance", self._meet(step.trainer))
+            step.record("lookahead/distance", self._synchronise(step.trainer))
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
@@ -65,8 +64,8 @@ class Lookahead(forge.Plugin):
             slow.copy_(state["slow"][name])
 
     @torch.no_grad()
-    def _meet(self, trainer: Trainer) -> Tensor:
-        """Move slow weights towards fast ones and put both there; return how far the fast ones had gone."""
+    def _synchronise(self, trainer: forge.Run) -> Tensor:
+        """Move the slow weights, set the fast ones to them, and return the distance that the fast ones had moved."""
         pairs = [(self.slow[name], fast) for name, fast in self._fast(trainer)]
         gone = torch.stack([torch.linalg.vector_norm(fast - slow) for slow, fast in pairs])
         for slow, fast in pairs:
@@ -75,5 +74,5 @@ class Lookahead(forge.Plugin):
         return torch.linalg.vector_norm(gone)  # a tensor: it stays on the device until the next log
 
     @staticmethod
-    def _fast(trainer: Trainer) -> list[tuple[str, Tensor]]:
+    def _fast(trainer: forge.Run) -> list[tuple[str, Tensor]]:
         return [(name, weight) for name, weight in trainer.task.named_parameters() if weight.requires_grad]

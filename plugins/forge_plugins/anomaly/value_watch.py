@@ -1,8 +1,8 @@
-"""Watch: every operation of a window, forward and backward, that has a NaN or an infinity in its output.
+"""Record every operation of a window, forward and backward, with a NaN or an infinity in its output.
 
-Between the user's code and torch's kernels stands a TorchDispatchMode, which sees each operation with its inputs. What
-it writes down are Events; each knows where its bad inputs came from, so that `trace` can walk from a bad loss or
-gradient back to where it began. What is infinite on purpose (an attention mask) is written down too: nobody walks by.
+A TorchDispatchMode between the user's code and torch's kernels sees each operation with its inputs. It records a
+BadOperation for each bad output, with the origins of its bad inputs, so that `origin` can walk from a bad loss or
+gradient back to its origin. Deliberate infinities (an attention mask) are recorded too; no walk reaches them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE = os.path.join("torch", "autograd", "graph.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodeLine:
     """A line of the user's code."""
 
     file: str
@@ -40,21 +40,21 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """Which module and line an operation belongs to."""
+class OperationContext:
+    """The module and line of an operation."""
 
     module: str
     kind: str
-    place: Place | None
+    place: CodeLine | None
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """A bad input: made by an earlier event, or there before the window began (`source`, if it has a name)."""
+class BadInput:
+    """A bad input: made by an earlier operation, or existing before the window (`source`, if it has a name)."""
 
     nan: bool
     inf: bool
-    event: Event | None
+    event: BadOperation | None
     source: str | None
 
     @property
@@ -63,7 +63,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Event:
+class BadOperation:
     """One operation with a NaN or an infinity in its output."""
 
     number: int
@@ -71,45 +71,45 @@ class Event:
     node: str | None
     "In backward: the name of the autograd node, such as SqrtBackward0."
     micro: int
-    context: Context
+    context: OperationContext
     nan: bool
     inf: bool
-    causes: list[Cause]
+    causes: list[BadInput]
     inputs: list[dict[str, Any]] = field(default_factory=list)
     output: dict[str, Any] = field(default_factory=dict)
     bad_rows: list[int] | None = None
-    "Where the output is not finite along its first dimension."
+    "Indices along the first dimension where the output is not finite."
     length: int = 0
-    "How long that dimension is."
+    "The size of that dimension."
     moves: bool = False
-    "Whether it only hands its input on: a view, a copy."
+    "Whether it only passes its input on: a view, a copy."
 
 
-class Watch(TorchDispatchMode):
-    """Writes events down while it is entered. `sources` names tensors that are there already."""
+class ValueWatch(TorchDispatchMode):
+    """Records bad operations while it is active. `sources` names tensors that exist before the window."""
 
     def __init__(self, step: forge.Step, sources: list[tuple[str, Tensor]]):
         super().__init__()
         self.step, self.task = step, step.trainer.task
         self.events = 0
         self._modules = [("", type(self.task).__name__)]
-        self._contexts: dict[int, Context] = {}
-        self._made_by: dict[int, Event] = {}
-        self._alive: list[Any] = []  # storages of bad tensors: while they live, no other gets their address
+        self._contexts: dict[int, OperationContext] = {}
+        self._made_by: dict[int, BadOperation] = {}
+        self._alive: list[Any] = []  # storages of bad tensors, kept so that no other gets their address
         self._sources: dict[int, str] = {}
         for name, tensor in sources:
             if (key := storage_key(tensor)) is not None:
                 self._sources.setdefault(key, name)
 
-    def cause(self, tensor: Tensor) -> Cause | None:
-        """Why a tensor is bad, or None where it is finite."""
+    def cause(self, tensor: Tensor) -> BadInput | None:
+        """Return the origin of a bad tensor, or None for a finite one."""
         nan, inf = badness(tensor)
         if not (nan or inf):
             return None
         key = storage_key(tensor)
         if key is None:
-            return Cause(nan, inf, None, None)
-        return Cause(nan, inf, self._made_by.get(key), self._sources.get(key))
+            return BadInput(nan, inf, None, None)
+        return BadInput(nan, inf, self._made_by.get(key), self._sources.get(key))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,12 +120,12 @@ class Watch(TorchDispatchMode):
         described = [describe(tensor) for tensor in inputs] if func._schema.is_mutable else None
         out = func(*args, **kwargs)
         name = func._schema.name.replace("::", ".")
-        if "empty" in name or "resize" in name:  # memory that nobody has written to yet
+        if "empty" in name or "resize" in name:  # uninitialised memory
             return out
         made = [(tensor, *badness(tensor)) for tensor in tensors_in(out)]
         bad = [(tensor, nan, inf) for tensor, nan, inf in made if nan or inf]
         if bad:
-            event = Event(
+            event = BadOperation(
                 self.events,
                 name,
                 node.name() if node is not None else None,
@@ -148,11 +148,11 @@ class Watch(TorchDispatchMode):
                     self._alive.append(tensor.untyped_storage())
         return out
 
-    # -- where an operation belongs -----------------------------------------------------------------------------------
+    # -- modules and lines --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Know at any time which module is running, by forward hooks on all of them."""
+        """Track which module is running, by forward hooks on all modules."""
         handles = []
         for path, module in self.task.named_modules():
             entry = (path, type(module).__name__)
@@ -167,27 +167,27 @@ class Watch(TorchDispatchMode):
     def _leave(self) -> None:
         self._modules.pop()
 
-    def _here(self) -> Context:
-        context = Context(*self._modules[-1], user_place(sys._getframe(2)))
-        # the node that autograd has just made for this operation has the last number given out; the first operation
-        # seen after that is its own
+    def _here(self) -> OperationContext:
+        context = OperationContext(*self._modules[-1], user_place(sys._getframe(2)))
+        # the autograd node just made for this operation has the latest sequence number; the first operation seen with
+        # that number is its own
         self._contexts.setdefault(_last_node(), context)
         return context
 
-    def _of_node(self, node: Any) -> Context:
-        """In backward: the forward operation that a node belongs to; in a backward of the user's own, that."""
-        known = self._contexts.get(node._sequence_nr(), Context("", type(self.task).__name__, None))
+    def _of_node(self, node: Any) -> OperationContext:
+        """Return the context of a node's forward operation, with the line of a custom backward if any."""
+        known = self._contexts.get(node._sequence_nr(), OperationContext("", type(self.task).__name__, None))
         own = user_place(sys._getframe(2), until=ENGINE)
-        return known if own is None else Context(known.module, known.kind, own)
+        return known if own is None else OperationContext(known.module, known.kind, own)
 
 
 def _last_node() -> int:
-    """The number of the last autograd node that was made."""
+    """Return the sequence number of the last autograd node."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -202,7 +202,7 @@ def _keys(tensors: list[Tensor]) -> set[int]:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """The same for every view of one memory; None for tensors that have none."""
+    """Return a key equal for all views of one storage; None for tensors without a storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
@@ -210,7 +210,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def badness(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether it has a NaN, whether it has an infinity."""
+    """Return whether a tensor has a NaN, and whether it has an infinity."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return False, False
     values = values_of(tensor.detach())
@@ -220,34 +220,34 @@ def badness(tensor: Tensor) -> tuple[bool, bool]:
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """A tensor in a few numbers: type, shape, range of what is finite, and how much is not."""
-    told: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    """Summarise a tensor: type, shape, range of finite values, and counts of the others."""
+    described: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or not tensor.numel():
-        return told
+        return described
     values = values_of(tensor.detach())
     finite = values[torch.isfinite(values)].double()
-    told |= {"nan": int(torch.isnan(values).sum()), "inf": int(torch.isinf(values).sum())}
+    described |= {"nan": int(torch.isnan(values).sum()), "inf": int(torch.isinf(values).sum())}
     if finite.numel():
-        told |= {"min": float(finite.min()), "max": float(finite.max()), "zeros": int((finite == 0).sum())}
-    return told
+        described |= {"min": float(finite.min()), "max": float(finite.max()), "zeros": int((finite == 0).sum())}
+    return described
 
 
 def bad_rows(tensor: Tensor) -> tuple[list[int] | None, int]:
-    """The places along the first dimension with something bad in them, and that dimension's length."""
+    """Return the indices along the first dimension with a bad value, and that dimension's size."""
     if tensor.ndim == 0 or tensor.layout is not torch.strided:
         return None, 0
     bad = ~torch.isfinite(tensor.detach())
     return bad.reshape(tensor.shape[0], -1).any(1).nonzero().flatten().tolist(), tensor.shape[0]
 
 
-def user_place(frame: FrameType | None, until: str = "") -> Place | None:
-    """The innermost line that is neither torch's nor forge's; with `until`, only below a file of that name."""
+def user_place(frame: FrameType | None, until: str = "") -> CodeLine | None:
+    """Return the innermost line of the user's code; with `until`, stop at a file of that name."""
     while frame is not None:
         file = frame.f_code.co_filename
         if until and file.endswith(until):
             return None
         if not is_library(file) and not (file.startswith(STANDARD) and "site-packages" not in file):
             code = linecache.getline(file, frame.f_lineno).strip()
-            return Place(file, frame.f_lineno, frame.f_code.co_name, code)
+            return CodeLine(file, frame.f_lineno, frame.f_code.co_name, code)
         frame = frame.f_back
     return None

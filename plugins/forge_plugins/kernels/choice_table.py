@@ -1,4 +1,4 @@
-"""What the log says of a choice: every call with its times, and which kernel runs it."""
+"""The logged table of choices: every call with its times, and its kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = ("call", "times", "as written", "kernel", "used")
 def table(
     choices: Sequence[KernelChoice], counts: Mapping[RecordedCall, int], measured: int, compiled: bool, device: str
 ) -> str:
-    """The decision table, one line a call."""
+    """Return the decision table, one line per call."""
     against = "torch.compile" if compiled else "what they replace"
     known = len(choices) - measured
     source = "measured now" if not known else f"{known} of {len(choices)} known from an earlier run"

@@ -1,4 +1,4 @@
-"""What the ledger says at the end of a fit: plain data, and the same as text."""
+"""The ledger's report at the end of a fit, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ("plugin", "hook", "calls", "µs/update", "share", "worst µs")
 
 
 def make(period: Period | None, once: list[dict[str, Any]], syncs: list[dict[str, Any]] | None) -> Report:
-    """Everything measured in one fit, as plain data: `rows` per plugin and hook, dearest first."""
+    """Return the measurements of one fit as plain data: `rows` per plugin and hook, most expensive first."""
     updates = max(period.updates, 1) if period is not None else 1
     rows: list[dict[str, Any]] = []
     for entry in period.entries if period is not None else []:
@@ -48,10 +48,10 @@ def make(period: Period | None, once: list[dict[str, Any]], syncs: list[dict[str
     return report
 
 
-def told(report: Report) -> str:
-    """The report as text for the log."""
+def as_text(report: Report) -> str:
+    """Return the report as text for the log."""
     if not report["updates"]:
-        return "ledger: the run ended before its second update; the first one warms things up and is not counted."
+        return "ledger: the run ended before its second update; the first one is a warm-up and is not counted."
     lines = [f"ledger: {headline(report)}"]
     costs = [row for row in report["rows"] if row["is_cost"]]
     work = [row for row in report["rows"] if not row["is_cost"]]
@@ -62,12 +62,12 @@ def told(report: Report) -> str:
     if once:
         lines.append(f"  once: {', '.join(once)}")
     if "syncs" in report:
-        lines += [f"  {line}" for line in told_syncs(report)]
+        lines += [f"  {line}" for line in sync_lines(report)]
     return "\n".join(lines)
 
 
 def headline(report: Report) -> str:
-    """What an update takes, and what plugins take of it."""
+    """Return the time of an update, and the share of plugins."""
     beside = [
         f"{report[key]:,.0f} µs {what}"
         for key, what in (("data_wait_us", "waiting for data"), ("validation_us", "of validation"))
@@ -80,12 +80,12 @@ def headline(report: Report) -> str:
     )
 
 
-def told_syncs(report: Report) -> list[str]:
-    """What the sync audit found, one line each."""
+def sync_lines(report: Report) -> list[str]:
+    """Return the findings of the sync audit, one line each."""
     found = [sync for sync in report["syncs"] if not sync["expected"]]
     expected = [sync for sync in report["syncs"] if sync["expected"]]
     lines = [f"host syncs: {report['syncs_per_update']:.2g} per update{':' if found else ''}"]
-    lines += [f"  {told_sync(sync)}" for sync in found]
+    lines += [f"  {sync_text(sync)}" for sync in found]
     if expected:
         kinds = sorted({sync["expected"] for sync in expected})
         count = sum(sync["count"] for sync in expected)
@@ -93,8 +93,8 @@ def told_syncs(report: Report) -> list[str]:
     return lines
 
 
-def told_sync(sync: dict[str, Any]) -> str:
-    """One place that made the host wait."""
+def sync_text(sync: dict[str, Any]) -> str:
+    """Return one place that made the host wait, as text."""
     return f"{sync['who']}, {sync['file']}:{sync['line']}: {sync['code']} ({sync['per_update']:.2g} per update)"
 
 

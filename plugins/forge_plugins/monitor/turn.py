@@ -1,4 +1,4 @@
-"""One look at the turn of one optimizer: hooks on before it, off after it, numbers on their way."""
+"""Statistics of one optimizer's turn: hooks before it, removal after it, numbers in flight."""
 
 from __future__ import annotations
 
@@ -15,47 +15,52 @@ from forge_plugins.monitor.histograms import unpacked
 from forge_plugins.monitor.parcel import Contents
 
 
-class Wanted(Protocol):
-    """What to look at, among monitor's options."""
+class StatisticsOptions(Protocol):
+    """The options of monitor that select statistics."""
 
     gradients: bool
     weights: bool
     activations: bool
 
 
-class Look:
-    """Follows a train step. `count`: take statistics; `draw`: make histograms."""
+class TurnStatistics:
+    """Follows a train step. `count`: compute statistics; `draw`: make histograms."""
 
     def __init__(
-        self, step: forge.Step, wanted: Wanted, modules: Sequence[tuple[str, nn.Module]], count: bool, draw: bool
+        self,
+        step: forge.Step,
+        options: StatisticsOptions,
+        modules: Sequence[tuple[str, nn.Module]],
+        count: bool,
+        draw: bool,
     ):
         self._prefix = "monitor/" if step.name is None else f"monitor/{step.name}/"
         self._index, self._samples = step.index, step.samples
-        self._activations = Activations(step, modules if wanted.activations else (), count, draw)
-        self._parameters = Parameters(step, wanted.gradients, wanted.weights, count, draw)
+        self._activations = Activations(step, modules if options.activations else (), count, draw)
+        self._parameters = Parameters(step, options.gradients, options.weights, count, draw)
         self._inspected = False
 
     def inspect(self) -> None:
-        """Gradients are true now, and the weights have not moved. A closure comes by here several times."""
+        """Record final gradients and unmoved weights. A closure calls this several times; only the first counts."""
         if not self._inspected:
             self._inspected = True
             self._parameters.before_step()
 
     def close(self) -> None:
-        """Take the hooks off, whatever happened."""
+        """Remove the hooks."""
         self._activations.close()
 
     def finish(self, step: forge.Step) -> None:
-        """The optimizer has stepped, or not."""
+        """Record the weights after the optimizer step."""
         if self._inspected:
             self._parameters.after_step(step.updated)
 
     def pack(self) -> dict[str, Tensor]:
-        """What is to be read."""
+        """Return the tensors to read."""
         return {**self._parameters.pack, **self._activations.pack()}
 
     def read(self, contents: Contents, judge: Judge) -> tuple[dict[str, Any], list[str]]:
-        """Metrics by name, and alarms in words."""
+        """Return metrics by name, and the texts of alarms."""
         readings, activations = self._parameters.read(contents), self._activations.read(contents)
         metrics: dict[str, Any] = dict(readings.metrics())
         for name, seen in activations.items():

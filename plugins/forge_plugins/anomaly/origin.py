@@ -1,4 +1,4 @@
-"""Trace: from a bad loss or gradient back to the first operation that made it, or to what was bad before."""
+"""Walk from a bad loss or gradient back to its origin: an operation, or a tensor that was bad before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from forge_plugins.anomaly.watch import Cause, Event
+from forge_plugins.anomaly.value_watch import BadInput, BadOperation
 
 DELIBERATE = frozenset(
     f"aten.{name}"
@@ -16,16 +16,16 @@ DELIBERATE = frozenset(
         *("index_fill", "index_fill_", "constant_pad_nd", "scatter", "scatter_", "lift_fresh_copy"),
     )
 )
-"""Operations that put a constant somewhere: what is infinite there was meant to be, as in an attention mask."""
+"""Operations that write a constant: an infinity there is deliberate, as in an attention mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where it began: an operation, or a tensor that was bad before (`source`) and the operation it met first."""
+    """The origin: an operation, or a tensor that was bad before (`source`) and the first operation that used it."""
 
-    event: Event | None
+    event: BadOperation | None
     source: str | None = None
-    first_user: Event | None = None
+    first_user: BadOperation | None = None
     nan: bool = False
 
     @property
@@ -34,14 +34,14 @@ class Origin:
 
     @property
     def deliberate(self) -> bool:
-        """An infinity that somebody put there: by a fill, in a buffer, or as a constant without a name."""
+        """Whether the infinity is deliberate: a fill, a buffer, or a constant without a name."""
         if self.event is not None:
             return self.event.op in DELIBERATE
         return not self.nan and (self.source is None or self.source.startswith("buffer "))
 
 
-def find(symptoms: Iterable[Cause]) -> dict[str, Any]:
-    """The finding: what is to blame (`kind` and its details), and what became of it (`then`)."""
+def find(symptoms: Iterable[BadInput]) -> dict[str, Any]:
+    """Return the finding: the origin (`kind` and its details), and the first NaN made from it (`then`)."""
     origins = [_walk(cause) for cause in symptoms]
     if not origins:
         return {"kind": "none"}
@@ -50,14 +50,14 @@ def find(symptoms: Iterable[Cause]) -> dict[str, Any]:
         infinite = [_walk(cause) for cause in first.event.causes if cause.inf]
         blamed = [origin for origin in infinite if not origin.deliberate]
         if blamed:
-            return {**_told(min(blamed, key=lambda origin: origin.age)), "then": _operation(first.event)}
+            return {**_as_finding(min(blamed, key=lambda origin: origin.age)), "then": _operation(first.event)}
         if infinite:
-            return {**_told(first), "given": _told(infinite[0])}
-    return _told(first)
+            return {**_as_finding(first), "given": _as_finding(infinite[0])}
+    return _as_finding(first)
 
 
-def _walk(cause: Cause) -> Origin:
-    """Along NaN where there is one, else along infinities, always to the oldest."""
+def _walk(cause: BadInput) -> Origin:
+    """Follow NaN if any, else infinities, always to the oldest input."""
     nan, user = cause.nan, None
     while cause.event is not None:
         event = cause.event
@@ -71,17 +71,17 @@ def _walk(cause: Cause) -> Origin:
     return Origin(None, cause.source, user, cause.nan)
 
 
-def _told(origin: Origin) -> dict[str, Any]:
+def _as_finding(origin: Origin) -> dict[str, Any]:
     if origin.event is not None:
         event = origin.event
-        told = {**_operation(event), "inputs": event.inputs, "output": event.output}
-        return {**told, "bad_rows": event.bad_rows, "length": event.length}
+        found = {**_operation(event), "inputs": event.inputs, "output": event.output}
+        return {**found, "bad_rows": event.bad_rows, "length": event.length}
     met = {"met": _operation(origin.first_user)} if origin.first_user is not None else {}
     kind = origin.source.partition(" ")[0] if origin.source else "constant"
     return {"kind": kind, "name": (origin.source or "").partition(" ")[2], **met}
 
 
-def _operation(event: Event) -> dict[str, Any]:
+def _operation(event: BadOperation) -> dict[str, Any]:
     context = event.context
     return {
         "kind": "backward" if event.node else "forward",

@@ -1,4 +1,4 @@
-"""Does an update read the device? A capture could not bear it."""
+"""Find reads of the device in an update, which would break a capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_plugins._syncs import Listener, own_line
 
 @contextmanager
 def reads_of_the_device() -> Iterator[list[str]]:
-    """The places where the host waits for the device meanwhile, in the order found: `model.py:12 (loss.item())`."""
+    """Collect the lines where the host waits for the device inside the `with`: `model.py:12 (loss.item())`."""
     found: list[str] = []
     listener = Listener(lambda frame: found.append(own_line(traceback.extract_stack(frame))))
     listener.start()

@@ -1,4 +1,4 @@
-"""A look into one step of each optimizer: what it computes, and what it keeps for backward."""
+"""Inspect one step of each optimizer: its FLOPs, and the tensors kept for backward."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import torch
 
 import forge
 from forge_plugins.throughput.flops import Count, Counting, graphs_compiled, is_compiled, probe
-from forge_plugins.throughput.memory import Saved
+from forge_plugins.throughput.memory_use import Saved
 
 logger = logging.getLogger("forge")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Look:
-    """Looks into the second step of each optimizer: in the first one things are still being compiled."""
+class StepInspection:
+    """Inspects the second step of each optimizer; the first may still compile."""
 
     def __init__(self, trainer: forge.Run, flops: bool, activations: bool):
         self.counts: dict[str | None, tuple[Count, float]] = {}
-        "By optimizer: what a window computed, and the samples in it."
+        "By optimizer: the FLOPs of a window, and its samples."
         self.activations: int | None = None
-        "Bytes that backward kept at most; None before a look, and where it cannot be seen."
+        "Most bytes kept for backward; None before the inspection, and if unknown."
         self.fresh = False
-        "Whether something was counted that nobody has told of."
+        "Whether counts are new and not logged yet."
         self._trainer, self._flops, self._activations = trainer, flops, activations
         self._turns: Counter[str | None] = Counter()
         self._graphs = graphs_compiled() if flops or activations else 0
 
     def at(self, step: forge.Step) -> AbstractContextManager[None] | None:
-        """What to put around this turn of an optimizer, if it is the one to look into."""
+        """Return the context for this turn of an optimizer, if it is inspected."""
         self._turns[step.name] += 1
         if self._turns[step.name] != 2 or not (self._flops or self._activations):
             return None
         return self._into(step)
 
     def flops(self, step: forge.Step) -> float | None:
-        """What this turn computed, by how much larger or smaller its window is than the one that was looked into."""
+        """Return the FLOPs of this turn, scaled from the inspected window by samples."""
         counted = self.counts.get(step.name)
         return None if counted is None else counted[0].total * step.samples / counted[1]
 
     @property
     def dtype(self) -> str | None:
-        """The type of number that most is computed in."""
+        """The type of most FLOPs."""
         together = sum((count.by_dtype for count, _ in self.counts.values()), start=Counter[str]())
         return Count(together).dtype
 
@@ -67,14 +67,14 @@ class Look:
             self._keep(step, counting.count, step.samples)
 
     def _probe(self, step: forge.Step) -> None:
-        """One micro-batch stands for the window."""
+        """Count one micro-batch with fake tensors, for the whole window."""
         try:
             count = probe(step, autocast_of(self._trainer))
-        except Exception as error:  # whatever a task does that needs real numbers
+        except Exception as error:  # for example a task that needs real numbers
             said = str(error).strip().partition("\n")[0]
             logger.warning(
-                "throughput: the FLOPs of %s are not known: it is compiled, where nothing can be counted, and a copy "
-                "of the task without numbers in it does not run (%s: %s).",
+                "throughput: the FLOPs of %s are unknown: it is compiled, where nothing can be counted, and a copy "
+                "of the task with fake tensors does not run (%s: %s).",
                 type(self._trainer.task).__name__,
                 type(error).__name__,
                 said,
@@ -88,6 +88,6 @@ class Look:
 
 
 def autocast_of(trainer: forge.Run) -> torch.dtype | None:
-    """What forward runs in: who provides autocast says so in `dtype`."""
+    """Return the autocast dtype: the `dtype` of the plugin that provides autocast."""
     providers = (plugin for plugin in trainer.stack if "autocast" in plugin.provides)
     return next((DTYPES.get(getattr(plugin, "dtype", "")) for plugin in providers), None)

@@ -1,4 +1,4 @@
-"""Looking: one forward of the first batch, without a trace in the run, to see which calls a kernel could replace."""
+"""Find the calls that a kernel could replace, by one forward of the first batch without side effects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from forge_kernels.selection import Candidate
 logger = logging.getLogger("forge")
 
 
-class Seen:
-    """The calls of one forward: how often each kind came, and which modules make it."""
+class ObservedCalls:
+    """The calls of one forward: the count of each kind, and the modules that make it."""
 
     def __init__(self) -> None:
         self.calls: dict[RecordedCall, RecordedCall] = {}
-        "By kind, the first of each."
+        "The first call of each kind."
         self.counts: dict[RecordedCall, int] = {}
         self.modules: dict[RecordedCall, list[str]] = {}
 
@@ -40,14 +40,14 @@ class Seen:
             paths.append(path)
 
 
-def look(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> Seen:
-    """What the first batch calls of all that the candidates replace. Nothing is kept for a backward, so it takes the
-    memory of an evaluation. A forward that fails has shown nothing: the run's own is about to fail in the same way.
+def observe_calls(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> ObservedCalls:
+    """Return the calls of the first batch that candidates can replace. No activations are kept, so it takes the memory
+    of an evaluation. If the forward fails, return nothing: the run's own forward is about to fail in the same way.
 
-    Torch's losses are looked at too, as in the first batch of every eager run: a kernel in their place hides them from
-    that. What is wrong with them counts as a failure here, so that the run's own forward meets torch's function.
+    Torch's losses are checked too, as in the first batch of every eager run, since a kernel would hide them from that
+    check. A problem counts as a failure here, so that the run's own forward meets torch's function.
     """
-    trainer, seen = step.trainer, Seen()
+    trainer, seen = step.trainer, ObservedCalls()
     functions = {c.target for c in candidates if isinstance(c.replaces, Functional)}
     try:
         with ExitStack() as stack:
@@ -61,14 +61,14 @@ def look(step: forge.Step, candidates: Sequence[Candidate], compiled: bool) -> S
             batch = trainer.hooks.forge_prepare_batch(step, step.window[0])
             trainer.hooks.forge_forward(step, batch)
     except Exception as error:
-        logger.debug("kernels: the first batch could not be looked at: %s", error)
-        return Seen()
+        logger.debug("kernels: the first batch could not be observed: %s", error)
+        return ObservedCalls()
     return seen
 
 
 @contextmanager
-def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: Seen) -> Iterator[None]:
-    """Meanwhile every call of a module that a candidate can replace is noted."""
+def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: ObservedCalls) -> Iterator[None]:
+    """Record every call of a module that a candidate can replace, inside the `with`."""
     handles: list[Any] = []
     try:
         for target in sorted({c.target for c in candidates if isinstance(c.replaces, Module)}):
@@ -83,7 +83,7 @@ def _watching(task: nn.Module, candidates: Sequence[Candidate], seen: Seen) -> I
             handle.remove()
 
 
-def _note(seen: Seen, target: str, path: str, module: nn.Module, args: Any, options: Any) -> None:
+def _note(seen: ObservedCalls, target: str, path: str, module: nn.Module, args: Any, options: Any) -> None:
     try:
         parameters = [str(TensorSpec.of(parameter)) for parameter in module.parameters()]
         seen.note(RecordedCall.of(target, args, options, f"{module!r} {', '.join(parameters)}"), path)
@@ -92,7 +92,7 @@ def _note(seen: Seen, target: str, path: str, module: nn.Module, args: Any, opti
 
 
 def _can_be_swapped(module: nn.Module, target: str, path: str, candidates: Sequence[Candidate]) -> bool:
-    """Whether a candidate takes it. What is sharded, or compiled by itself, was made what it is before: it stays."""
+    """Whether a candidate can replace it. Sharded or separately compiled modules stay unchanged."""
     if module._compiled_call_impl is not None or not all(type(p) is nn.Parameter for p in module.parameters()):
         return False
     swaps = [(c.replaces, c.kernel.name) for c in candidates if isinstance(c.replaces, Module) and c.target == target]
@@ -100,7 +100,7 @@ def _can_be_swapped(module: nn.Module, target: str, path: str, candidates: Seque
 
 
 def _dropped(tensor: Tensor) -> None:
-    """What autograd would keep for the backward that is not going to come."""
+    """Drop the tensors that autograd would keep: no backward follows."""
 
 
 _gone: Callable[[Any], Any] = lambda kept: kept  # noqa: E731

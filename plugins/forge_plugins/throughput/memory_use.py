@@ -1,4 +1,4 @@
-"""Memory: parameters, gradients, optimizer and activations, in bytes."""
+"""Memory use in bytes: parameters, gradients, optimizer and activations."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from forge.util.text import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """What fills the memory at its peak; the parts add up to it."""
+    """The parts of memory at its peak; they add up to it."""
 
     parameters: int
     "Parameters and buffers."
     gradients: int
     optimizer: int
     activations: int | None
-    "What backward needs, and on CUDA whatever else lives only within a step; None where it could not be seen."
+    "Tensors kept for backward, and on CUDA all others that live within a step; None if unknown."
     other: int
-    "On CUDA: what is held between steps beside these, such as batches and averages of the weights."
+    "On CUDA: everything else held between steps, such as batches and averages of the weights."
 
     @property
     def peak(self) -> int:
@@ -40,16 +40,16 @@ class Breakdown:
 
 
 class Saved:
-    """While entered: how many bytes backward keeps, at most at one time. What it keeps stays what it is.
+    """Measures the most bytes kept for backward at one time, inside the `with`. The tensors are unchanged.
 
-    torch.func refuses to run while somebody listens to what is kept; then this one leaves, and `peak` is None.
+    torch.func refuses to run under such hooks; then they are removed, and `peak` is None.
     """
 
     def __init__(self, task: torch.nn.Module):
         self.peak: int | None = 0
         self._now = 0
         self._held: dict[int, list[int]] = {}
-        "Storages that are held: how often, and how large."
+        "Held storages: reference count and size."
         self._own = {_key(tensor) for tensor in (*task.parameters(), *task.buffers())}
         self._hooks = graph.saved_tensors_hooks(self._pack, _unpack)
         self._disable = graph.disable_saved_tensors_hooks
@@ -96,7 +96,7 @@ class Saved:
 
 
 class _Held:
-    """A tensor that the graph keeps; when the graph lets go of it, it is counted out."""
+    """A tensor kept by the graph; uncounted when the graph drops it."""
 
     __slots__ = ("_key", "_saved", "tensor")
 
@@ -113,28 +113,28 @@ def _unpack(held: _Held) -> Tensor:
 
 
 def on_cuda(trainer: forge.Run) -> Breakdown:
-    """At the end of a step, by what the allocator counts: nothing is waited for."""
+    """Return the memory at the end of a step by the allocator's counters, without waiting."""
     device = trainer.env.device
     parameters, gradients, optimizer = _parameters(trainer), _gradients(trainer), _optimizer(trainer)
-    peak, at_rest = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    other = max(0, min(at_rest, peak - gradients) - parameters - optimizer)
+    peak, between_steps = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    other = max(0, min(between_steps, peak - gradients) - parameters - optimizer)
     return Breakdown(parameters, gradients, optimizer, max(0, peak - parameters - gradients - optimizer - other), other)
 
 
 def on_host(trainer: forge.Run, activations: int | None) -> Breakdown:
-    """By what is known to be there: the host has no allocator to ask."""
+    """Return the memory by known tensors: the host has no counters of an allocator."""
     return Breakdown(_parameters(trainer), _gradients(trainer), _optimizer(trainer), activations, 0)
 
 
-def told(breakdown: Breakdown, device: str) -> str:
-    """One line: the peak and its parts."""
+def as_text(breakdown: Breakdown, device: str) -> str:
+    """Return one line: the peak and its parts."""
     parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in breakdown.parts().items())
     unseen = ", activations unknown (compiled code and torch.func hide them)" if breakdown.activations is None else ""
     return f"{format_bytes(breakdown.peak)} at the peak on {device}: {parts}{unseen}"
 
 
 def as_markdown(breakdown: Breakdown) -> str:
-    """A table for sinks that draw Markdown."""
+    """Return a Markdown table."""
     rows = [
         f"| {name} | {format_bytes(number)} | {number / max(breakdown.peak, 1):.1%} |"
         for name, number in _rows(breakdown)
@@ -151,7 +151,7 @@ def _parameters(trainer: forge.Run) -> int:
 
 
 def _gradients(trainer: forge.Run) -> int:
-    """Of several optimizers each has gradients in its own turn only: the largest share counts."""
+    """Return the largest of the optimizers' gradients: each has them in its own turn only."""
     return max(
         _bytes((p for p in trainer.optimizers.parameters(name) if p.requires_grad), trainer.env.device)
         for name in trainer.optimizers
@@ -164,13 +164,13 @@ def _optimizer(trainer: forge.Run) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Each tensor once, and only what is on the device."""
+    """Return the bytes of the tensors on the device, each counted once."""
     found = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors if tensor.device == device}
     return sum(found.values())
 
 
 def _key(tensor: Tensor) -> int | None:
-    """The storage of a tensor; None for kinds of tensors that have none."""
+    """Return the storage of a tensor; None for tensors without one."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

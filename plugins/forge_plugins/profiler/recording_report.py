@@ -17,11 +17,11 @@ LABELS = {
 }
 LONGEST = 60
 TO_OPEN = "To look at a trace, open its file at https://ui.perfetto.dev: nothing is uploaded."
-NO_VERDICT = "There is no verdict: torch's profiler does not see what the device {} does."
+NO_VERDICT = "No verdict: torch's profiler does not record the device {}."
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Rows under a heading; the first column is text, the others are numbers."""
 
     title: str
@@ -31,7 +31,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is to be said about one recording."""
+    """The report of one recording."""
 
     device: str
     first: int
@@ -41,7 +41,7 @@ class Report:
     verdict: Verdict | None
     top: int
     peak: int | None = None
-    "Most bytes in use while it was recorded, where that was asked for."
+    "Most bytes in use during the recording, if measured."
     files: tuple[str, ...] = ()
 
     @property
@@ -53,7 +53,7 @@ class Report:
     # -- as text ------------------------------------------------------------------------------------------------------
 
     def text(self) -> str:
-        """For a terminal: the verdict, where the time goes, and the operators that the verdict is about."""
+        """Return the report for a terminal: verdict, time by phase, and the operators of the verdict."""
         lines = [f"profiler: {self.title} on {self.device}", ""]
         if self.verdict is not None:
             lines += [f"  {self.verdict.kind}", *(f"    {sentence}" for sentence in self.verdict.evidence)]
@@ -68,7 +68,7 @@ class Report:
         return "\n".join(lines).rstrip()
 
     def markdown(self) -> str:
-        """For a page: the same, and all tables."""
+        """Return the report as Markdown, with all tables."""
         lines = [f"## {self.title[0].upper()}{self.title[1:]}", "", f"Device: {self.device}.", ""]
         if self.verdict is not None:
             lines += [f"**{self.verdict.kind}**", "", *(f"- {sentence}" for sentence in self.verdict.evidence), ""]
@@ -85,20 +85,20 @@ class Report:
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
-    def tables(self) -> list[Table]:
-        """All there are."""
+    def tables(self) -> list[ReportTable]:
+        """Return all tables."""
         tables = [self.phases(), self.operators("cpu")]
         if self.trace.kernels:
             tables += [self.operators("device"), self.kernels()]
         return tables if self.peak is None else [*tables, self.allocators()]
 
-    def main_operators(self) -> Table:
-        """By the time that matters for the verdict."""
+    def main_operators(self) -> ReportTable:
+        """Return operators by the time that matters for the verdict."""
         on_device = bool(self.trace.kernels) and (self.verdict is None or self.verdict.kind == "compute-bound")
         return self.operators("device" if on_device else "cpu")
 
-    def phases(self) -> Table:
-        """Where the host's time of an update goes."""
+    def phases(self) -> ReportTable:
+        """Return the host's time of an update by phase."""
         phases = self.trace.phases
         total = sum(seconds for name, seconds in phases.items() if name != EVALUATION) or 1.0
         rows = [
@@ -110,10 +110,10 @@ class Report:
             for name in PHASES
             if phases[name] > 0.0005 * total
         ]
-        return Table("an update, on the host", ("", "time", "share"), rows)
+        return ReportTable("an update, on the host", ("", "time", "share"), rows)
 
-    def operators(self, by: str) -> Table:
-        """The operators that take the most time themselves, on host or device."""
+    def operators(self, by: str) -> ReportTable:
+        """Return the operators with the most own time, on host or device."""
         found = _top(self.trace.operators, lambda o: o.device if by == "device" else o.cpu, self.top)
         columns, seconds = ["calls", "self CPU", "share"], [lambda o: o.cpu]
         if self.trace.kernels:
@@ -124,19 +124,19 @@ class Report:
             for o in found
         ]
         where = "CUDA" if by == "device" else "CPU"
-        return Table(f"operators of an update, by self {where} time", ("", *columns), rows)
+        return ReportTable(f"operators of an update, by self {where} time", ("", *columns), rows)
 
-    def kernels(self) -> Table:
-        """What ran on the device longest."""
+    def kernels(self) -> ReportTable:
+        """Return the kernels with the most time on the device."""
         found = _top(self.trace.kernels, lambda kernel: kernel.device, self.top)
         rows = [(_short(k.name), f"{k.calls / self.updates:.4g}", *self._timed([k.device])) for k in found]
-        return Table("kernels of an update", ("", "runs", "time", "share"), rows)
+        return ReportTable("kernels of an update", ("", "runs", "time", "share"), rows)
 
-    def allocators(self) -> Table:
-        """Who takes the most memory."""
+    def allocators(self) -> ReportTable:
+        """Return the operators that allocate the most memory."""
         found = _top(self.trace.operators, lambda operator: operator.memory, self.top)
         rows = [(_short(o.name), f"{o.calls / self.updates:.4g}", format_bytes(o.memory / self.updates)) for o in found]
-        return Table("operators of an update, by memory taken", ("", "calls", "taken"), rows)
+        return ReportTable("operators of an update, by memory taken", ("", "calls", "taken"), rows)
 
     def _timed(self, seconds: Any) -> list[str]:
         window = self.trace.window or 1.0
@@ -148,30 +148,30 @@ class Report:
     # -- as data ------------------------------------------------------------------------------------------------------
 
     def plain(self) -> dict[str, Any]:
-        """For a program: seconds and counts of one update on average."""
-        told: dict[str, Any] = {"device": self.device, "first": self.first, "updates": self.updates}
+        """Return plain data: seconds and counts of an average update."""
+        plain: dict[str, Any] = {"device": self.device, "first": self.first, "updates": self.updates}
         if self.verdict is not None and self.measured is not None:
-            told["verdict"] = {
+            plain["verdict"] = {
                 "kind": self.verdict.kind,
                 "shares": {kind.removesuffix("-bound"): share for kind, share in self.measured.shares.items()},
                 "evidence": list(self.verdict.evidence),
                 "advice": list(self.verdict.advice),
             }
-            told["seconds"] = self.measured.seconds
-        told["seconds_recorded"] = self.trace.window / self.updates
-        told["phases"] = {name: self.trace.phases[name] / self.updates for name in PHASES}
-        told["operators"] = [self._plain(o) for o in _top(self.trace.operators, lambda o: o.cpu, None)]
-        told["kernels"] = [self._plain(k) for k in _top(self.trace.kernels, lambda k: k.device, None)]
+            plain["seconds"] = self.measured.seconds
+        plain["seconds_recorded"] = self.trace.window / self.updates
+        plain["phases"] = {name: self.trace.phases[name] / self.updates for name in PHASES}
+        plain["operators"] = [self._plain(o) for o in _top(self.trace.operators, lambda o: o.cpu, None)]
+        plain["kernels"] = [self._plain(k) for k in _top(self.trace.kernels, lambda k: k.device, None)]
         if self.peak is not None:
-            told["peak_bytes"] = self.peak
-        return told
+            plain["peak_bytes"] = self.peak
+        return plain
 
     def _plain(self, operator: Operator) -> dict[str, Any]:
-        told: dict[str, Any] = {"name": operator.name, "calls": operator.calls / self.updates}
+        plain: dict[str, Any] = {"name": operator.name, "calls": operator.calls / self.updates}
         for name in ("cpu", "device", "memory"):
             if getattr(operator, name):
-                told[name] = getattr(operator, name) / self.updates
-        return told
+                plain[name] = getattr(operator, name) / self.updates
+        return plain
 
 
 def _top(found: list[Operator], key: Callable[[Operator], float], count: int | None) -> list[Operator]:
@@ -179,18 +179,18 @@ def _top(found: list[Operator], key: Callable[[Operator], float], count: int | N
 
 
 def _short(name: str) -> str:
-    """Names of kernels go on for lines."""
+    """Shorten a name; those of kernels can be very long."""
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
-def _aligned(table: Table) -> list[str]:
+def _aligned(table: ReportTable) -> list[str]:
     cells: Sequence[Sequence[str]] = [(table.title, *table.columns[1:]), *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
     lines = ((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])) for row in cells)
     return [f"  {'  '.join(line)}" for line in lines]
 
 
-def _piped(table: Table) -> list[str]:
+def _piped(table: ReportTable) -> list[str]:
     escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
     heading = f"| {table.title} | {' | '.join(table.columns[1:])} |"
     return [heading, "|---|" + "---:|" * (len(table.columns) - 1), *(f"| {' | '.join(row)} |" for row in escaped)]

@@ -1,7 +1,7 @@
-"""Watch: what torch compiled, where it broke off, and why it compiled again.
+"""Count what torch compiled, where graphs broke, and why it compiled again.
 
-torch counts these things for itself, in places that are not promised to stay. Each is asked for by itself here, so that
-one that is gone makes a report shorter, and never a run fail.
+torch keeps these counts in private places that may change. Each is read separately here, so that a missing one makes
+the report shorter, and never fails a run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ EXPECTED = re.compile(
     r"requires_grad mismatch|GLOBAL_STATE changed|dispatch key set mismatch|___check_global_state"
     r"|\.training\b|\.__dict__\[['\"]training['\"]\]"
 )
-"""Conditions that fail without anything being wrong: evaluation, a frozen or thawed parameter, a first block."""
+"""Guards that fail in normal operation: evaluation, a frozen or thawed parameter, a first block."""
 LIMIT = re.compile(r"recompile.?limit", re.IGNORECASE)
 GUARD = re.compile(r"(?P<what>.+?) # (?P<code>.+) # (?P<place>\S+:\d+) in \S+")
-"""A condition that a graph was compiled under, the code that it comes from, and where that is."""
+"""A guard of a graph, the code that it comes from, and its place."""
 HINT = re.compile(r"\s*\(HINT:.*", re.DOTALL)
-"""What torch adds to some guards; forge has its own advice."""
+"""A hint that torch adds to some guards; forge has its own advice."""
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
 SIZE = re.compile(
     r"tensor '(?P<what>.+?)' size mismatch at index (?P<axis>\d+)\. expected (?P<first>\d+), actual (?P<now>\d+)"
@@ -33,19 +33,19 @@ SIZE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Recompile:
-    """A function that was compiled once more, because its inputs were not what it was compiled for."""
+    """A function that was compiled again, because a guard failed."""
 
     function: str
     condition: str
-    "What did not hold any more, or what was found instead."
+    "The guard that failed, or what was found instead."
     reason: str
-    "The condition in words, with the place and the line of code that it comes from where torch says them."
+    "The condition as text, with place and line of code if torch gives them."
 
     @classmethod
-    def read(cls, function: str, told: str) -> Recompile:
-        """From what torch tells, without the number of the graph that it was compared with."""
-        told = HINT.sub("", re.sub(r"^\d+/\d+: ", "", told.strip()))
-        text = " ".join(told.split("\n")[0].split())
+    def read(cls, function: str, text: str) -> Recompile:
+        """Parse torch's reason, without the number of the compared graph."""
+        text = HINT.sub("", re.sub(r"^\d+/\d+: ", "", text.strip()))
+        text = " ".join(text.split("\n")[0].split())
         guard = GUARD.fullmatch(text)
         if guard is None:
             return cls(function, text.partition(" # ")[0], _cut(text))
@@ -57,7 +57,7 @@ class Recompile:
 
     @property
     def short_batch(self) -> tuple[int, int] | None:
-        """(samples, instead of) where it was for a smaller batch, as the last one of an epoch is."""
+        """(samples, expected samples) for a smaller batch, such as the last of an epoch; else None."""
         size = SIZE.search(self.condition)
         if size is None or size["axis"] != "0" or int(size["now"]) >= int(size["first"]):
             return None
@@ -69,21 +69,21 @@ class Recompile:
 
 
 @dataclass(slots=True)
-class Watch:
-    """Counts from when it was made; `look` brings it up to date."""
+class CompileWatch:
+    """Counts from its creation; `look` updates the counts."""
 
     graphs: int | None = 0
-    "Graphs that were compiled; None where torch does not say."
+    "Graphs compiled; None if torch does not report them."
     ops: int = 0
     "Operations in all of them."
     seconds: float = 0.0
-    "How long compiling took, as far as torch says."
+    "Seconds of compilation, as far as torch reports them."
     breaks: dict[str, str] = field(default_factory=dict)
-    "Where a graph had to end before the function did: file:line, and the reason."
+    "Graph breaks: file:line, and the reason."
     recompiles: list[Recompile] = field(default_factory=list)
-    "Those that were not to be expected."
+    "Unexpected recompiles."
     limits: list[Recompile] = field(default_factory=list)
-    "Functions that reached torch's limit: their new inputs run without being compiled."
+    "Functions that reached torch's limit: new inputs run uncompiled."
     _names: dict[str, str] = field(default_factory=dict)
     _seen: Any = None
     _breaks_seen: int = 0
@@ -93,13 +93,13 @@ class Watch:
         self.skip()
 
     def skip(self) -> None:
-        """Leave out what was compiled since the last look."""
+        """Ignore what was compiled since the last look."""
         self._counted = _counters()
         self._breaks_seen = len(_break_reasons())
         self._seen = next(iter(reversed(_frames())), None)
 
     def look(self) -> None:
-        """Count what was compiled, or failed to be, since the last look."""
+        """Count compilations and failures since the last look."""
         self._count()
         reasons = _break_reasons()
         new = reasons[self._breaks_seen :] if len(reasons) >= self._breaks_seen else reasons  # or torch was reset
@@ -123,7 +123,7 @@ class Watch:
         if now is None or last is None or self.graphs is None:
             self.graphs = None
             return
-        since = last if now[0] >= last[0] else (0, 0)  # or somebody cleared the counters
+        since = last if now[0] >= last[0] else (0, 0)  # or the counters were cleared
         self.graphs, self.ops = self.graphs + now[0] - since[0], self.ops + now[1] - since[1]
 
     def _new_frames(self) -> list[Any]:
@@ -147,7 +147,7 @@ class Watch:
             self.recompiles.append(again)
 
     def _name(self, frame: Any) -> str:
-        """The function's name; a frame that was given up has none, but others of it had."""
+        """Return the function's name; a failed frame has none, but earlier frames of the function had."""
         number = str(getattr(frame, "compile_id", "")).partition("/")[0]
         name = getattr(frame, "co_name", None)
         if name:
@@ -157,11 +157,11 @@ class Watch:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What torch says
+# torch's records
 
 
 def graphs_so_far() -> int | None:
-    """How many graphs this process has compiled."""
+    """Return the number of graphs compiled by this process."""
     counted = _counters()
     return None if counted is None else counted[0]
 
@@ -190,7 +190,7 @@ def _break_reasons() -> list[Any]:
 
 
 def _frames() -> list[Any]:
-    """The last frames that torch compiled or tried to, forward and backward."""
+    """Return the latest frames that torch compiled or tried to, forward and backward."""
     if "torch._dynamo" not in sys.modules:
         return []
     try:
@@ -201,7 +201,7 @@ def _frames() -> list[Any]:
 
 
 def why_disabled() -> str | None:
-    """What keeps torch from compiling anything, if somebody switched it off."""
+    """Return why torch compiles nothing, if it is switched off."""
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") not in ("", "0"):
         return "TORCHDYNAMO_DISABLE is set: unset it."
     try:
@@ -210,15 +210,15 @@ def why_disabled() -> str | None:
         stance = str(_stance.stance)
     except (ImportError, AttributeError):
         return None
-    return None if stance == "default" else f'torch.compiler.set_stance("{stance}") is in force: leave it out.'
+    return None if stance == "default" else f'torch.compiler.set_stance("{stance}") is active: remove it.'
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In words
+# Text
 
 
 def place(stack: Any) -> str:
-    """The innermost line of the user's code, or of anybody's."""
+    """Return the innermost line of the user's code, else the innermost of all."""
     frames = list(stack or ())
     own = [frame for frame in frames if not is_library(frame.filename)]
     frame = next(reversed(own or frames), None)
@@ -226,7 +226,7 @@ def place(stack: Any) -> str:
 
 
 def because(reason: str) -> str:
-    """torch's reason, as one line: its explanation where it gives one."""
+    """Return torch's reason as one line: its explanation if it gives one."""
     lines = [line.strip() for line in reason.strip().splitlines()]
     explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
     return _cut(explained or (lines[0] if lines else "of an unknown reason"))

@@ -1,4 +1,4 @@
-"""What to tell the user of what was compiled."""
+"""Log messages about compilation."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from forge_plugins._patterns import MANY, listed
-from forge_plugins.compile.watch import Recompile, Watch, why_disabled
+from forge_plugins.compile.compile_watch import CompileWatch, Recompile, why_disabled
 
 MOST = 5
-"""How many breaks or reasons a message lists."""
+"""Number of breaks or reasons that a message lists."""
 
 
-def summary(watch: Watch, told: tuple[int, int, int]) -> tuple[int, str]:
-    """The level and the text of a log line: what there is by now, and what came since `told`."""
+def summary(watch: CompileWatch, reported: tuple[int, int, int]) -> tuple[int, str]:
+    """Return the level and text of a log line: totals, and details of what is new since `reported`."""
     graphs = "an unknown number of graphs" if watch.graphs is None else _count(watch.graphs, "graph")
     ops = f" of {_count(watch.ops, 'op')}" if watch.graphs else ""
     breaks = _count(len(watch.breaks), "break") if watch.breaks else "no breaks"
     again = _count(len(watch.recompiles), "recompile") if watch.recompiles else "no recompiles"
-    details = [f"break at {place}: {reason}" for place, reason in list(watch.breaks.items())[told[1] :]]
+    details = [f"break at {place}: {reason}" for place, reason in list(watch.breaks.items())[reported[1] :]]
     level = logging.WARNING if details else logging.INFO
-    new = watch.recompiles[told[2] :]
+    new = watch.recompiles[reported[2] :]
     details += dict.fromkeys(f"{again.function} was compiled again: {_why(again)}" for again in new)
     took = f", in {watch.seconds:.1f} s" if watch.seconds else ""
     return level, f"compile: {graphs}{ops}, {breaks}, {again}{took}.{_lines(details)}"
 
 
 def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:
-    """torch gave up on a function."""
+    """Return the warning for a function that torch gave up on."""
     last = given_up[-1]
     return (
         f"compile: {last.function} was compiled for so many kinds of inputs that torch gave up (torch._dynamo.config."
@@ -36,7 +36,7 @@ def limit(given_up: Sequence[Recompile], dynamic: bool | None) -> str:
 
 
 def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None) -> str:
-    """It does not stop."""
+    """Return the warning for recompiles that do not stop."""
     last = next((again for again in reversed(recompiles) if again.short_batch is None), recompiles[-1])
     return (
         f"compile: something was compiled again in each of the last {intervals} log intervals, {len(recompiles)} times "
@@ -45,8 +45,8 @@ def storm(recompiles: Sequence[Recompile], intervals: int, dynamic: bool | None)
     )
 
 
-def nothing(watch: Watch) -> str:
-    """Not a single graph."""
+def nothing(watch: CompileWatch) -> str:
+    """Return the warning for a run without a graph."""
     disabled = why_disabled()
     if disabled:
         why = disabled
@@ -58,15 +58,15 @@ def nothing(watch: Watch) -> str:
 
 
 def empty(names: Sequence[str]) -> str:
-    """Blocks without a graph."""
+    """Return the warning for blocks without a graph."""
     if not names:
         return ""
     return f"compile: nothing was compiled in {listed(names, MANY)}: torch skipped, or broke off in, all of it."
 
 
 def uncalled(names: Sequence[str]) -> str:
-    """Blocks that are named and not used."""
-    return f"compile: nobody called {listed(names, MANY)}, so there was nothing to compile." if names else ""
+    """Return the warning for named blocks that were not called."""
+    return f"compile: {listed(names, MANY)} was never called, so nothing was compiled for it." if names else ""
 
 
 def _why(again: Recompile) -> str:
@@ -89,12 +89,12 @@ def _advice(last: Recompile, dynamic: bool | None) -> str:
     return 'TORCH_LOGS="recompiles" shows all reasons.'
 
 
-def _places(watch: Watch) -> Iterable[str]:
+def _places(watch: CompileWatch) -> Iterable[str]:
     return (f"at {place}: {reason}" for place, reason in watch.breaks.items())
 
 
 def _lines(items: Iterable[str]) -> str:
-    """Items as lines under a message, the first few of many."""
+    """Return items as lines under a message, at most MOST."""
     items = list(items)
     more = [f"and {len(items) - MOST} more"] if len(items) > MOST else []
     return "".join(f"\n  {item}" for item in [*items[:MOST], *more])

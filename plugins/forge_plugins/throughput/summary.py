@@ -1,4 +1,4 @@
-"""What the log says: FLOPs and what they are compared with, and how the run was as a whole."""
+"""Log messages: FLOPs with the peak, and a summary of the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 
 from forge.util.text import format_bytes
 from forge_plugins.throughput.flops import Count
-from forge_plugins.throughput.memory import Breakdown
+from forge_plugins.throughput.memory_use import Breakdown
 from forge_plugins.throughput.steps import Summary, percentile
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """Return the vendor's name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-def flops(
+def of_flops(
     counts: Mapping[str | None, tuple[Count, float]], dtype: str | None, device: str, peak: float | None, given: bool
 ) -> str:
-    """What was counted, the formula of MFU, and what was not counted."""
+    """Return a text of the counts, the formula of MFU, and the operations not counted."""
     each = [_counted(name, count, samples) for name, (count, samples) in counts.items()]
     lines = [f"{'; '.join(each)}."]
     if peak is not None:
         source = "throughput.peak" if given else f"the data sheet's dense {dtype} peak of {device}"
         lines.append(f"MFU = FLOP/s ÷ {peak:,.6g} TFLOP/s, {source}.")
     elif dtype is not None:
-        lines.append(f"The {dtype} peak of {device} is not known: without throughput.peak=TFLOP/s there is no MFU.")
+        lines.append(f"The {dtype} peak of {device} is unknown, so MFU is not logged. Set throughput.peak=TFLOP/s.")
     unknown = sorted({op for count, _ in counts.values() for op in count.unknown})
     if unknown:
         lines.append(f"Not counted, because they have no formula: {', '.join(unknown)}.")
@@ -40,10 +40,10 @@ def _counted(name: str | None, count: Count, samples: float) -> str:
     return f"{turn}{scaled(count.total)}FLOP for {samples:g} samples{f' ({kinds})' if kinds else ''}"
 
 
-def summary(
+def of_run(
     total: Summary, times: list[float], items: str | None, peak: float | None, breakdown: Breakdown | None
 ) -> str:
-    """One line about the whole run."""
+    """Return one line about the whole run."""
     rates = [f"{rate(total.rate(total.samples))} samples/s"]
     if items is not None:
         rates.append(f"{rate(float(total.rate(total.items)))} {items}/s")
@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 def scaled(number: float) -> str:
-    """ "1.23 G": a number with its prefix."""
+    """Return a number with its prefix: "1.23 G"."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 1000:
             return f"{number:.3g} {prefix}"

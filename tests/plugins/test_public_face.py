@@ -1,0 +1,155 @@
+"""Built-in plugins use only public names of the run, its step, its means, its stack and each other.
+
+A third party must be able to write every one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forge.contract.run import Run
+from tests import house
+
+PLUGINS = house.PACKAGES["forge_plugins"]
+OUTSIDE_ENGINE = sorted(
+    path
+    for module, path in house.MODULES.items()
+    if house.room_of(module) not in ("engine", "contract", "forge_kernels")
+)
+
+MODULES_OF_OTHERS = {"torch", "sys"}
+"""Modules whose own underscore names may be used: `torch._foreach_add_`, `sys._getframe`."""
+
+OF_MODULES = {"_buffers", "_call_impl", "_compiled_call_impl", "_modules", "_orig_mod", "_parameters"}
+OF_MODULES |= {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"}
+OF_TENSORS = {"_cdata", "_version"}
+OF_OPERATORS = {"_overloadpacket", "_schema", "_sequence_nr"}
+OF_OPTIMIZERS = {"_found_inf_per_device", "_per_optimizer_states", "_step_supports_amp_scaling"}
+OF_OTHERS = {"_fields", "_get_file_writer", "_module_state_mapping"}
+ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_OTHERS
+"""Underscore names of torch's objects, and `_fields` of a namedtuple: not forge's to publish."""
+
+RUNS = {"trainer", "step.trainer", "self.trainer", "self._trainer", "run", "self.run", "self._run"}
+"""Expressions that are a run."""
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    """Every `x._name` and `getattr(x, "_name")` where x is neither the object itself nor a module of others."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and called(node) in ("getattr", "setattr", "hasattr", "delattr")
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            of, name = node.args[0], str(node.args[1].value)
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__") and name not in ALLOWED:
+            text = ast.unparse(of)
+            if text not in ("self", "cls") and text.partition(".")[0] not in MODULES_OF_OTHERS:
+                yield f"{node.lineno}: {text}.{name}"
+
+
+def private_imports(tree: ast.AST) -> Iterator[str]:
+    """Every private name that is imported from forge or another plugin, and every private module of forge."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("forge.", "forge_plugins.")):
+            modules = node.module.split(".") if node.module.startswith("forge.") else []
+            for part in [*modules, *(alias.name for alias in node.names)]:
+                if part.startswith("_") and not part.startswith("__"):
+                    yield f"{node.lineno}: from {node.module} import {part}"
+
+
+def read_only_writes(tree: ast.AST) -> Iterator[str]:
+    """Every assignment to, or deletion of, an attribute of a run that is not writable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            of, name = ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and called(node) in ("setattr", "delattr"):
+            of, name = ast.unparse(node.args[0]), getattr(node.args[1], "value", "?")
+        else:
+            continue
+        if of in RUNS and name not in Run.WRITABLE and not name.startswith("__"):
+            yield f"{node.lineno}: {of}.{name} = ..."
+
+
+def called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
+def test_no_plugin_uses_a_private_name_of_forge() -> None:
+    files = sorted(PLUGINS.rglob("*.py"))
+    uses = {path: [*private_uses(tree), *private_imports(tree)] for path in files for tree in [parsed(path)]}
+    assert {str(path.relative_to(PLUGINS)): found for path, found in uses.items() if found} == {}
+    assert len(uses) > 50
+
+
+def test_nothing_outside_the_engine_sets_a_read_only_attribute_of_a_run() -> None:
+    writes = {path: list(read_only_writes(parsed(path))) for path in OUTSIDE_ENGINE}
+    assert {str(path.relative_to(house.REPO)): found for path, found in writes.items() if found} == {}
+    assert len(writes) > 150
+
+
+def test_the_allowed_names_are_torchs() -> None:
+    assert [name for name in OF_MODULES - {"_orig_mod"} if not hasattr(nn.Module(), name)] == []
+    assert hasattr(torch.zeros(1), "_version")
+    assert hasattr(torch.zeros(1).untyped_storage(), "_cdata")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "step._rng",
+        "step._replay(False)",
+        "trainer._skip_next |= {1}",
+        "trainer.means._pending",
+        "trainer.stack._order",
+        "stack._order",
+        "plugin._state",
+        "self._trainer._session",
+        "getattr(step, '_rng')",
+    ],
+)
+def test_a_private_use_is_found(code: str) -> None:
+    assert len(list(private_uses(ast.parse(code)))) == 1
+
+
+def test_a_private_import_is_found() -> None:
+    assert list(private_imports(ast.parse("from forge.contract.step import _inner")))
+    assert list(private_imports(ast.parse("from forge_plugins.guard import _inner")))
+    assert not list(private_imports(ast.parse("from forge.contract.step import Step")))
+
+
+@pytest.mark.parametrize("code", ["self._state", "torch._C._get_tracing_state()", "module._buffers", "x.__dict__"])
+def test_an_allowed_use_passes(code: str) -> None:
+    assert not list(private_uses(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("trainer.model = model", 1),
+        ("step.trainer.progress = other", 1),
+        ("self._trainer.metrics, x = {}, 1", 1),
+        ("self.trainer.evaluated += 1", 1),
+        ("setattr(trainer, name, value)", 1),
+        ("del trainer.task", 1),
+        ("trainer.max_updates = 3", 0),
+        ("step.trainer.env.device = device", 0),
+        ("trainer.means.on_host = True", 0),
+    ],
+)
+def test_a_write_to_a_read_only_attribute_is_found(code: str, found: int) -> None:
+    assert len(list(read_only_writes(ast.parse(code)))) == found
