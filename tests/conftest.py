@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
+from tests.support import forked
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
@@ -64,10 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What was imported stays: a collection of garbage does not look through it again and again."""
     gc.freeze()
+    forked.prepare()
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    forked.release()
 
 
 @pytest.fixture(scope="session")
