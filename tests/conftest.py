@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
+from tests.support import forked
 from tests.support.in_fork import forge_in_fork
 from tests.support.small_data import write_small_data
 
@@ -67,10 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What was imported stays: a collection of garbage does not look through it again and again."""
     gc.freeze()
+    forked.prepare()
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+    forked.release()
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,26 @@
-"""Commands without the seconds that a new interpreter takes to import torch: forked from this process.
+"""Commands without the seconds that a new interpreter takes to import torch.
 
     forked.Popen([sys.executable, "-m", "forge", "fit", "small.py"], env=..., cwd=...)
     forked.run(...)                     as subprocess.run
 
-Only `python -m MODULE ...` and `python -c CODE ...` are forked, and only in the quick profile: the long one runs them
-in interpreters of their own. So it is where CUDA is, whose state cannot be forked, and away from Linux.
+In the quick profile `python -m MODULE ...` and `python -c CODE ...` are forked from a process that was itself forked
+from this one before the first test, so that nothing of a test is in it. The long profile runs them in interpreters of
+their own. So it is where CUDA is, whose state cannot be forked, and away from Linux.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import faulthandler
 import gc
 import io
 import logging
 import os
+import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,21 +36,20 @@ import torch
 
 from forge.cli import target
 
-FORKS = sys.platform == "linux" and not torch.cuda.is_available()
-"""Whether a process with torch in it can be forked here."""
-QUICK = FORKS and os.environ.get("FORGE_PROFILE", "quick") == "quick"
-
+QUICK = (
+    sys.platform == "linux" and not torch.cuda.is_available() and os.environ.get("FORGE_PROFILE", "quick") == "quick"
+)
 WARM = ("forge.cli.fit", "forge.distributed.launch", "forge_plugins.ddp", "omegaconf", "torch._dynamo")
 """Imported before a fork, so that one process imports for all that come of it."""
+SUBREAPER = 36
+"""prctl's PR_SET_CHILD_SUBREAPER."""
 
-
-def warm_up() -> None:
-    for name in WARM:
-        import_module(name)
+_server: socket.socket | None = None
+_server_pid = 0
 
 
 class Popen(subprocess.Popen):
-    """A process that is a copy of this one, with its own folder, environment, streams and signals."""
+    """A process with its own folder, environment, streams and signals, that did not have to import anything."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
         words = [os.fspath(word) for word in args]
@@ -54,11 +58,10 @@ class Popen(subprocess.Popen):
             super()._execute_child(args, executable, preexec_fn, *others)  # pyright: ignore[reportAttributeAccessIssue]
             return
         _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = others
-        warm_up()
-        self.pid = os.fork()
-        if self.pid == 0:
-            read, _, _, write, _, complain = pipes
-            _become([read, write, complain], cwd, env, new_session, script)
+        read, _, _, write, _, complain = pipes
+        streams = [given if given != -1 else number for number, given in enumerate((read, write, complain))]
+        request = (cwd or os.getcwd(), dict(os.environ if env is None else env), new_session, script)
+        self.pid = _fork(streams, request) if _server is None else _ask(_server, streams, request)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -74,10 +77,79 @@ def run(args: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.Co
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
-def _become(streams: list[int], cwd: Any, env: Any, new_session: bool, script: list[str]) -> None:
-    """Be the process that was asked for, and end as the interpreter ends."""
+# -- the process that forks -------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Fork the process that others are forked from; before the first test, after all modules are imported."""
+    global _server, _server_pid
+    if not QUICK or _server is not None:
+        return
+    ours, theirs = socket.socketpair()
+    _server_pid = os.fork()
+    if _server_pid == 0:
+        try:
+            ours.close()
+            gc.freeze()  # or a collection would copy all memory
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _serve(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    _server = ours
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)  # what it forks becomes a child of this process
+
+
+def release() -> None:
+    """End that process."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+        os.waitpid(_server_pid, 0)
+
+
+def _ask(server: socket.socket, streams: list[int], request: Any) -> int:
+    message = pickle.dumps(request)
+    socket.send_fds(server, [len(message).to_bytes(8, "little")], streams)
+    server.sendall(message)
+    return int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little")
+
+
+def _serve(client: socket.socket) -> None:
+    """Fork twice for every request: the process in between ends, and leaves its child to the one who asked."""
+    while True:
+        head, streams, _, _ = socket.recv_fds(client, 8, 3)
+        if not head:
+            return
+        request = pickle.loads(client.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+        warm_up()
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.write(write, _fork(streams, request).to_bytes(8, "little"))
+            os._exit(0)
+        os.waitpid(between, 0)
+        client.sendall(os.read(read, 8))
+        for number in (read, write, *streams):
+            os.close(number)
+
+
+def warm_up() -> None:
+    for name in WARM:
+        import_module(name)
+
+
+# -- the process that was asked for -----------------------------------------------------------------------------------
+
+
+def _fork(streams: list[int], request: tuple[Any, Any, bool, list[str]]) -> int:
+    child = os.fork()
+    if child:
+        return child
     code = 1
     try:
+        cwd, env, new_session, script = request
         _start_anew(streams, cwd, env, new_session)
         code = _run_script(*script)
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,19 +181,21 @@ def _run_script(kind: str, what: str, *arguments: str) -> int:
 
 def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> None:
     """Leave behind what belongs to the tests."""
-    gc.freeze()  # or a collection would copy all memory
+    global _server
+    _server = None
+    gc.freeze()
     atexit._clear()
     if new_session:
         os.setsid()
     for number, stream in enumerate(streams):
-        if stream != -1:
-            os.dup2(stream, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # or a store of this process would seem to live on in that one
+        os.dup2(stream, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # or a store of that process would seem to live on in this one
     resource_tracker._resource_tracker._fd = None  # pyright: ignore[reportAttributeAccessIssue]
     sys.stdin, sys.stdout, sys.stderr = (
         io.TextIOWrapper(open(number, mode, closefd=False), line_buffering=number > 0)  # noqa: SIM115
         for number, mode in enumerate(("rb", "wb", "wb"))
     )
+    faulthandler.enable(sys.stderr)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -132,11 +206,9 @@ def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> No
     for module in target._imported.values():  # a task's file looks at its environment when it is imported
         sys.modules.pop(module.__name__, None)
     target._imported.clear()
-    if env is not None:
-        os.environ.clear()
-        os.environ.update(env)
-    if cwd is not None:
-        os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = Popen  # workers of a launcher are forked from it

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import os
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.forked import FORKS, warm_up
+from tests.support import forked
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ranks:
@@ -33,7 +35,7 @@ class Ranks:
 
     def __init__(self, count: int):
         self.count = count
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[subprocess.Popen[bytes], Connection, Connection]] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         outcomes = self.outcomes(function, *arguments)
@@ -50,33 +52,33 @@ class Ranks:
         if not self._workers:
             self._start()
         port = free_port()
-        for rank, (_, pipe) in enumerate(self._workers):
-            pipe.send((function, arguments, variables(rank, self.count, port)))
+        for rank, (_, to, _) in enumerate(self._workers):
+            to.send((function, arguments, variables(rank, self.count, port)))
         try:
-            return [self._answer(pipe) for _, pipe in self._workers]
+            return [self._answer(answers) for _, _, answers in self._workers]
         except BaseException:
             self.stop()
             raise
 
-    def _answer(self, pipe: Connection) -> tuple[str, Any]:
-        if not pipe.poll(LIMIT + 10):
+    def _answer(self, answers: Connection) -> tuple[str, Any]:
+        if not answers.poll(LIMIT + 10):
             raise TimeoutError(f"A rank has not answered for {LIMIT:.0f} seconds.")
-        return pipe.recv()
+        return answers.recv()
 
     def _start(self) -> None:
-        warm_up()
-        context = get_context("fork" if FORKS else "spawn")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         for _ in range(self.count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=False)  # it may have workers
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            command = [sys.executable, "-c", "from tests.support.lasting_ranks import serve; serve()"]
+            process = forked.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            to = Connection(os.dup(process.stdin.fileno()), readable=False)
+            self._workers.append((process, to, Connection(os.dup(process.stdout.fileno()), writable=False)))
 
     def stop(self) -> None:
-        for process, _ in self._workers:
+        for process, *_ in self._workers:
             process.kill()
-            process.join()
+            process.wait()
         self._workers = []
 
 
@@ -99,24 +101,23 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
 
 
-def _serve(pipe: Connection, parent: int) -> None:
-    gc.freeze()  # or a collection would copy all memory
+def serve() -> None:
+    """Be one rank: calls come on stdin, results leave on stdout, and what is printed goes to stderr."""
+    calls, results = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     while True:
         try:
-            while not pipe.poll(1):  # other ranks may hold the pipe open when this process's parent is gone
-                if os.getppid() != parent:
-                    return
-            function, arguments, environment = pipe.recv()
+            function, arguments, environment = calls.recv()
         except EOFError:
             return
         os.environ.update(environment)
         faulthandler.dump_traceback_later(LIMIT)
         try:
-            pipe.send(("returned", function(*arguments)))
+            results.send(("returned", function(*arguments)))
         except BaseException as error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            pipe.send(("raised", (f"{type(error).__name__}: {error}{notes}", traceback.format_exc())))
+            results.send(("raised", (f"{type(error).__name__}: {error}{notes}", traceback.format_exc())))
         finally:
             faulthandler.cancel_dump_traceback_later()
             if torch.distributed.is_initialized():

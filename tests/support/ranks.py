@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from forge.env import Env
-from tests.support.forked import warm_up
+from tests.support import forked
 
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[int]:
@@ -25,7 +25,7 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, seconds: f
 
     A rank that is killed or fails is announced under the key that says so, as a failing run does it.
     """
-    warm_up()
+    forked.warm_up()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = [_fork(rank, world, store.port, function, arguments) for rank in range(world)]
     codes: dict[int, int] = {}
