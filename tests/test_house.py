@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
+
 from tests import house
 
 EDGES = house.graph()
@@ -35,6 +38,14 @@ def test_few_files_stand_at_the_top() -> None:
 
 def test_forge_has_at_most_26000_lines() -> None:
     assert house.all_lines() <= 26_000
+
+
+def test_a_class_name_appears_once() -> None:
+    """Every plugin has a nested Config; all other names are used once in the tree, recipes included."""
+    files = [*house.MODULES.values(), *(house.REPO / "recipes").rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name != "Config")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_circle_and_a_forbidden_import_are_found() -> None:

@@ -34,7 +34,7 @@ The rhythm, with every hook in its place::
     forge_export                            the trained weights, once a fit has reached its end
     on error: forge_exception               always: forge_end
 
-`trainer.hooks.<hook>` calls a hook with all its wrappers (it is None for an event that nobody implements);
+`trainer.hooks.<hook>` calls a hook with all its wrappers (None for an event without an implementation);
 `trainer.core.<hook>` is the bare default of an action. Methods take any subset of the arguments, by name.
 """
 
@@ -154,7 +154,7 @@ def forge_backward(step: Step, loss: Tensor) -> bool:
 
 @hookspec
 def forge_finalize_grads(step: Step) -> None:
-    """Event. Make `.grad` the true gradient: unscale, reduce by hand. Nobody reads gradients before this."""
+    """Event. Make `.grad` the true gradient: unscale, reduce by hand. No gradient is read before this."""
 
 
 @hookspec
@@ -229,7 +229,7 @@ def forge_save(trainer: Run, capture: dict[str, Any]) -> None:
     """Event. A checkpoint was due: `capture` is the run's whole state, taken once after the last boundary.
 
     It also fires at a granted stop and at the end of a fit, on all ranks at the same update. Tensors in `capture` are
-    the live ones: whoever keeps them copies them before this returns.
+    the live ones: a plugin that keeps them copies them before this returns.
     """
 
 

@@ -1,7 +1,7 @@
 """Session: one run of one verb, from a checked task to a closed stack.
 
-Entering configures, builds and starts; leaving ends, whatever happened between. Nothing here is in the hot path, and a
-`with` adds no frame between `fit` and the user's step.
+Entering configures, builds and starts; leaving ends, after an error too. Nothing here is in the hot path, and a `with`
+adds no frame between `fit` and the user's step.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Session:
         self.outer_trainer = task.trainer
         self.checkpoint: StoredCheckpoint | None = None
         self.continues = False
-        "Whether the checkpoint is this run's own, rather than another's that it branches off."
+        "Whether the checkpoint belongs to this run, rather than to one that it branches off."
         self.card: dict[str, Any] | None = None
-        "Of a fit that has begun in a run folder, on the rank that writes there."
+        "The run card of a fit that has begun, on the rank that writes it."
         self.started = 0.0
         self.cleanup = ExitStack()
         trainer.reset()
@@ -68,10 +68,10 @@ class Session:
             self._configure()
         except BaseException as error:
             self._close()
-            told = explain(self.trainer, error)
-            if told is error:
+            explained = explain(self.trainer, error)
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
         try:
             self.cleanup.enter_context(deterministic_flags(self.trainer.deterministic))
             self._build()
@@ -82,17 +82,17 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tell everybody of an error, end everybody, and let the first cause through."""
+        """Pass an error to every plugin, end every plugin, and raise the first cause."""
         trainer = self.trainer
-        told = first_cause(trainer, explain(trainer, error)) if error is not None else None
-        if told is not None:
+        explained = first_cause(trainer, explain(trainer, error)) if error is not None else None
+        if explained is not None:
             for name, observe in trainer.stack.implementations("forge_exception"):
-                _shielded(told, name, "forge_exception", lambda observe=observe: observe(trainer, told))
+                _shielded(explained, name, "forge_exception", lambda observe=observe: observe(trainer, explained))
         # a save that fails at the end outranks the signal that asked for it
-        failed = None if isinstance(told, Interrupted) else told
+        failed = None if isinstance(explained, Interrupted) else explained
         for name, end in reversed(trainer.stack.implementations("forge_end")):
             failed = _shielded(failed, name, "forge_end", lambda end=end: end(trainer))
-        failed = failed or told
+        failed = failed or explained
         try:
             self._write_end(failed)
         finally:
@@ -166,7 +166,7 @@ class Session:
         load_weights(self.trainer.task, self.weights)
 
     def _meet(self) -> None:
-        """Several ranks: the same model on all, and one clock."""
+        """On several ranks: compare the models, and share rank 0's clock."""
         consistency.refuse_different_models(self.trainer)
         self.trainer.agreed_time = self.trainer.env.broadcast(time.monotonic())
 
@@ -207,7 +207,7 @@ class Session:
             consistency.log_batch_per_rank(self.trainer)
 
     def _prepare_training(self) -> None:
-        """What the loop needs: the feed, how long it will be, optimizers over this task's parameters."""
+        """Prepare what the loop needs: the feed, the number of updates, the optimizers."""
         trainer, task = self.trainer, self.trainer.task
         checks.refuse_unusable_loaders(trainer)
         trainer.feed = Feed(trainer.loaders["train"][None])
@@ -216,7 +216,7 @@ class Session:
         trainer.optimizers = trainer.hooks.forge_build_optimizers(trainer)
         checks.check_optimizers(trainer.optimizers, task)
         checks.refuse_plateau_without_val(trainer)
-        task.zero_grad(set_to_none=True)  # whatever was there before is not this run's
+        task.zero_grad(set_to_none=True)  # gradients from before the run do not count
         trainer.means.track(task)
         trainer.task_defines_num_items = defines(task, "num_items")
         needs_replay = any(entry.needs_closure for entry in trainer.optimizers.entries.values())
@@ -224,7 +224,7 @@ class Session:
         trainer.keep_batches = trainer.keep_rng or len(trainer.optimizers) > 1
 
     def _count_updates(self) -> None:
-        """How many updates an epoch and the whole run have, where that is known."""
+        """Count the updates of an epoch and of the whole run, where known."""
         trainer = self.trainer
         planned = [] if trainer.max_updates is None else [trainer.max_updates]
         trainer.window = max(1, trainer.hooks.forge_plan_step(trainer))  # the feed refuses what is less, by name
@@ -241,7 +241,7 @@ class Session:
         return any(getattr(task if name == TASK else stack[name], "replays", False) for name in owners)
 
     def _open_run_dir(self) -> None:
-        """Choose the folder, take it, and find what is continued there."""
+        """Choose the run folder, lock it, and find the checkpoint to continue from."""
         trainer = self.trainer
         env = trainer.env
         choice = env.from_first(lambda: choose.choose(trainer, name_of(trainer.task)))
@@ -252,7 +252,7 @@ class Session:
         self.continues = choice.continues and self.checkpoint is not None
 
     def _begin(self) -> None:
-        """Seed or restore: the last act before the loop. A state that could not be saved is refused now, not later."""
+        """Seed or restore, last before the loop. A state that could not be saved is refused now, not at the first save."""
         trainer = self.trainer
         env = trainer.env
         if trainer.seed is not None:
@@ -264,13 +264,13 @@ class Session:
             with env.no_timeout():
                 resume(trainer, self.checkpoint)
         elif trainer.resume is not None:
-            trainer.resumed_from = 0  # a life that died before its first checkpoint may have left logs
+            trainer.resumed_from = 0  # an attempt that died before its first checkpoint may have left logs
         if trainer.hooks.forge_save is not None:
             check_savable(capture(trainer))
         self._write_card()
 
     def _write_card(self) -> None:
-        """What runs, into the run folder; only once nothing refuses to run it."""
+        """Write the run card and the recipe, once nothing can refuse the run."""
         trainer = self.trainer
         if trainer.run_dir is None or not trainer.env.is_main:
             return
@@ -282,7 +282,7 @@ class Session:
             (trainer.run_dir / "config.yaml").write_text(config_text(trainer, card))
 
     def _write_end(self, error: BaseException | None) -> None:
-        """How the fit ended, whatever plugins it had; a run is not lost because this cannot be written."""
+        """Write how the fit ended; a failure to write it only logs an error."""
         if self.card is None:
             return
         try:
@@ -292,7 +292,7 @@ class Session:
 
 
 def _shielded(first: BaseException | None, name: str, hook: str, call: Any) -> BaseException | None:
-    """Call a plugin at a time when others must still get their turn; the first error stays the one that counts."""
+    """Call a plugin without keeping others from their turn; return the first error."""
     try:
         call()
     except BaseException as error:

@@ -25,7 +25,7 @@ SIGNAL = "signal"
 class Signals:
     """`with Signals(trainer): ...`: the first signal sets a flag that the loop sees at the end of its update.
 
-    Handlers belong to the main thread; a fit in another thread leaves them alone. What was there is put back.
+    Handlers belong to the main thread; a fit in another thread leaves them alone. Earlier handlers are restored.
     """
 
     def __init__(self, trainer: Run):
@@ -45,7 +45,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for name in NAMES:
                 number = getattr(signal, name, None)  # Windows has no SIGUSR1
-                # a process that was told to ignore a signal (nohup, a shell's background job) goes on ignoring it
+                # a process that ignores a signal (nohup, a shell's background job) goes on ignoring it
                 if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._handle)
         return self

@@ -327,7 +327,7 @@ class Trainer(Run):
             self._rewind()
             return
         self.saved_at = self.progress.update
-        assert self.hooks.forge_save is not None  # asked for only where somebody saves
+        assert self.hooks.forge_save is not None  # called only where a plugin saves
         with self.env.no_timeout():
             self.hooks.forge_save(self, state)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import forge
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
-from forge_plugins.compile.difference import TensorDifference, furthest, tolerance_for
+from forge_plugins.compile.difference import CompiledDifference, furthest, tolerance_for
 from forge_plugins.compile.regions import Regions
 from forge_plugins.compile.search import ForwardRecorder, Search
 
@@ -22,7 +22,7 @@ from forge_plugins.compile.search import ForwardRecorder, Search
 class Comparison:
     """The result of comparing one batch."""
 
-    worst: TensorDifference
+    worst: CompiledDifference
     tolerance: float
     dtype: torch.dtype
     culprit: str | None = None

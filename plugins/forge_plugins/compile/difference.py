@@ -16,7 +16,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
+class CompiledDifference:
     """The difference of one tensor, absolute and relative to its size."""
 
     name: str
@@ -27,7 +27,7 @@ class TensorDifference:
         return f"{self.absolute:.3g} in {self.name}, {self.relative:.3g} of its size"
 
 
-def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> TensorDifference:
+def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> CompiledDifference:
     """Return the largest relative difference of two sets of tensors; a tensor missing in one of them counts as 0.
 
     A gradient is compared with its own largest entry, or `tolerance` of the largest gradient if that is more: one that
@@ -42,16 +42,16 @@ def furthest(ours: Tensors, theirs: Tensors, tolerance: float) -> TensorDifferen
     return max(found, key=lambda difference: difference.relative)
 
 
-def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> TensorDifference:
+def _apart(name: str, ours: Tensor, theirs: Tensor, floor: float) -> CompiledDifference:
     if ours.shape != theirs.shape:
-        return TensorDifference(name, math.inf, math.inf)
+        return CompiledDifference(name, math.inf, math.inf)
     if ours.numel() == 0:
-        return TensorDifference(name, 0.0, 0.0)
+        return CompiledDifference(name, 0.0, 0.0)
     a, b = _exact(ours), _exact(theirs)
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     absolute = math.inf if bool(gap.isnan().any()) else float(gap.max())
     scale = max(_largest(theirs), floor if name.startswith("the gradient") else 0.0)
-    return TensorDifference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
+    return CompiledDifference(name, absolute, absolute / scale if scale > 0 else (math.inf if absolute else 0.0))
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import forge
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins._patterns import parents
-from forge_plugins.compile.difference import TOLERANCES, TensorDifference, furthest
+from forge_plugins.compile.difference import TOLERANCES, CompiledDifference, furthest
 from forge_plugins.compile.regions import Regions
 
 
@@ -92,7 +92,7 @@ class Search:
     def first(self, inside: Iterable[str] | None = None) -> str | None:
         """Return a sentence about the innermost module that differs by itself; `inside`: search only these."""
         names = self._outermost(self.seen.calls) if inside is None else [n for n in self.seen.calls if n in set(inside)]
-        found: tuple[str, TensorDifference] | None = None
+        found: tuple[str, CompiledDifference] | None = None
         while True:
             deeper = next(((name, d) for name in names if (d := self._difference(name)) is not None), None)
             if deeper is None:
@@ -109,7 +109,7 @@ class Search:
         names = list(names)
         return [name for name in names if not any(around in names for around in parents(name))]
 
-    def _difference(self, name: str) -> TensorDifference | None:
+    def _difference(self, name: str) -> CompiledDifference | None:
         call = self.seen.calls[name]
         eager = self._replayed(call)
         with Regions({name: call.module}, whole=False).away(self.options):
