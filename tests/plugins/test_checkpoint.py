@@ -321,7 +321,7 @@ class Play:
         )
         plugin.forge_start(self.trainer)
 
-    def _ask(self, reason: str, everywhere: bool) -> None:
+    def _ask(self, reason: str, everywhere: bool, by: str) -> None:
         assert everywhere  # every rank comes to the same decision by itself
         self.asked = True
 
