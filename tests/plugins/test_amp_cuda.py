@@ -157,8 +157,8 @@ def test_reads_are_told_at_the_start_and_by_whom(caplog: pytest.LogCaptureFixtur
     fit_tiny([AMP("bf16"), Guard()], task=Fused(), device="cuda")
     assert "reads the device" not in caplog.text
     fit_tiny([AMP("fp16"), Guard()], task=Fused(), device="cuda")
-    assert "amp reads the device once per update: whether a gradient has overflown" in caplog.text
-    assert "guard reads the device once per update: 'amp' owns the optimizer's step" in caplog.text
+    assert "amp reads the device once per update, to skip those whose gradients overflow" in caplog.text
+    assert "guard reads the device once per update: 'amp' owns the optimizer step" in caplog.text
 
 
 def test_auto_takes_what_the_device_has(caplog: pytest.LogCaptureFixture) -> None:

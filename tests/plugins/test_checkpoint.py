@@ -395,7 +395,7 @@ def test_exactly_the_last_and_the_best_remain_whatever_happens(
             broken.now = fails
             play.save()
             if plugin._writer is not None:
-                plugin._look(plugin._writer.wait)
+                plugin._check(plugin._writer.wait)
             if not fails:
                 saved.append(update)
                 if value is not None and math.isfinite(value):
@@ -523,7 +523,7 @@ def test_a_failed_best_leaves_the_best_before_it(tmp_path: Path, monkeypatch: py
         asked = play.validate(value)
         assert asked == (update != 3)
         play.save()
-        play.plugin._look(play.plugin._writer.wait)  # pyright: ignore[reportOptionalMemberAccess]
+        play.plugin._check(play.plugin._writer.wait)  # pyright: ignore[reportOptionalMemberAccess]
         state = play.plugin.forge_state_dict()["best"]
         assert [entry["update"] for entry in state] == [4 if update == 4 else 1]
     assert kept(tmp_path) == [4]

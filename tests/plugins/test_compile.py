@@ -542,7 +542,7 @@ def test_without_torchs_own_accounts_there_is_less_to_say_and_no_error(
 def test_a_missing_cpp_compiler_is_said_before_training() -> None:
     from torch._inductor import config
 
-    said = r"inductor needs a C\+\+ compiler, and there is none\. Install g\+\+"
+    said = r"inductor needs a C\+\+ compiler, and none was found\. Install g\+\+"
     with config.patch({"cpp.cxx": ("/no/such/compiler",)}), pytest.raises(StackError, match=said):
         fit(Compile())
 

@@ -457,7 +457,7 @@ def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixt
     fit_tiny([Profiler()], max_updates=6)
     assert (
         "nothing was recorded: the run had 6 updates, and profiler.wait=5 with profiler.warmup=2 skips the first 7. "
-        "set profiler.wait=1 profiler.warmup=0, or train longer." in caplog.text
+        "Set profiler.wait=1 profiler.warmup=0, or train longer." in caplog.text
     )
 
 
@@ -558,7 +558,7 @@ def test_a_snapshot_that_fails_loses_nothing_else(
     def fail(file: Path) -> None:
         raise failure
 
-    monkeypatch.setattr(memory, "told", lambda trainer: "What memory was taken up by")
+    monkeypatch.setattr(memory, "usage", lambda trainer: "What memory was taken up by")
     monkeypatch.setattr(memory, "dump", fail)
     trainer: Any = SimpleNamespace(run_dir=tmp_path, env=SimpleNamespace(rank=0, device=torch.device("cuda")))
     error = RuntimeError("CUDA out of memory.")

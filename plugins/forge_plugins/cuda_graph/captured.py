@@ -77,12 +77,16 @@ class Captured:
         inputs = self._inputs.tensors
         batches = window.with_tensors(inputs)
 
+        skipped: str | None = None
+
         def update() -> None:
+            nonlocal skipped
             noted = CapturedMeans(trainer.env.device)
             factors = None if step.factors is None else list(inputs[-1].unbind())
-            with step.substitute(batches, factors, noted):
+            with step.restored_after(), step.substitute(batches, factors, noted):
                 trainer.core.forge_train_step(step)
                 self._write_down(noted)
+                skipped = step.skip_reason
 
         traces = HostEffects(trainer.task)
         try:
@@ -92,8 +96,7 @@ class Captured:
             drop_gradients(step.optimizer)
             raise CaptureFailed(_reason(error)) from error
         self._cursor.zero_()
-        frozen, skipped = traces.found(), step.skip_reason
-        step.skip_reason = None
+        frozen = traces.found()
         if frozen is not None or skipped is not None:
             traces.undo()
             raise CaptureFailed(frozen or f"the update was skipped while it was captured: {skipped}")
