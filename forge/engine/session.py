@@ -252,7 +252,7 @@ class Session:
         self.continues = choice.continues and self.checkpoint is not None
 
     def _begin(self) -> None:
-        """Seed or restore, last before the loop. A state that could not be saved is refused now, not at the first save."""
+        """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer = self.trainer
         env = trainer.env
         if trainer.seed is not None:
