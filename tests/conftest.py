@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import forge
-from tests.support.forked import forge_in_fork
+from tests.support.in_fork import forge_in_fork
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO, Run
-from tests.support.forked import forked
+from tests.support.in_fork import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 

@@ -20,7 +20,7 @@ from forge.cli import main
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
-from tests.support.forked import forked
+from tests.support.in_fork import forked
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
