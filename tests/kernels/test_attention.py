@@ -23,6 +23,7 @@ from tests.support.kernel_kit import (
     check_stand_in_compiles_whole,
     check_transformed,
     every_transform,
+    few,
     run,
 )
 
@@ -48,6 +49,7 @@ def plainly(q, k, v, causal=False, scale=None):
     return scores.softmax(-1) @ v
 
 
+@few
 @given(
     b=st.integers(1, 2), hk=st.integers(1, 2), group=st.integers(1, 2), s=st.integers(2, 80), t=st.integers(2, 140),
     d=st.sampled_from([16, 17, 24, 40, 64]), dtype=st.sampled_from(DTYPES), causal=st.booleans(),

@@ -16,12 +16,13 @@ from forge_kernels.ops.clip_adamw import CLIP_ADAMW, clip_adamw, ops
 from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
 from forge_kernels.ops.clip_adamw_tables import CHUNK
 from tests.support.clip_adamw_kit import OPTIONS, backward, check, flat, lists, mapped, network, same
-from tests.support.kernel_kit import DEVICE, check_launches_where_the_tensors_are
+from tests.support.kernel_kit import DEVICE, check_launches_where_the_tensors_are, few
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 shapes = st.lists(st.lists(st.integers(0, 20), max_size=3), min_size=1, max_size=5)
 
 
+@few
 @given(
     shapes=shapes,
     dtypes=st.tuples(dtypes, dtypes, dtypes),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ from forge.errors import KernelError
 from forge_kernels.contract import INTERPRETED
 from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
 from forge_kernels.triton.cross_entropy_plan import plan
-from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole
+from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, few
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 options = st.fixed_dictionaries(
@@ -66,6 +66,7 @@ def gradient(loss, logits, **kwargs):
     return torch.autograd.grad(loss, logits, **kwargs)[0]
 
 
+@few
 @given(
     rows=st.integers(0, 5),
     classes=st.one_of(st.integers(2, 300), st.sampled_from([1024, 2049, 5000])),
@@ -88,8 +89,8 @@ def parts(logits):
     return plan(logits.shape[1], logits.element_size()).parts
 
 
+@few
 @given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
-@settings(max_examples=8)
 def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):
     logits, target = batch(2, classes + 4608 * (dtype != torch.float32), dtype)
     target[0] = chosen.get("ignore_index", -100)

@@ -17,6 +17,7 @@ from tests.support.kernel_kit import (
     check_second_derivative_is_refused,
     check_transformed,
     every_transform,
+    few,
     run,
 )
 
@@ -30,6 +31,7 @@ def pair(shape, dtype, scale=1.0):
 
 
 @both
+@few
 @given(shape=shapes, dtype=dtypes, scale=st.sampled_from([0.1, 1.0, 30.0]))
 def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale):
     check_against_reference(kernel, pair(shape, dtype, scale))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from forge.errors import KernelError
 from forge_kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy, ops, reference
 from tests.kernels.test_cross_entropy import rounding  # noqa: F401 - a fixture
-from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance
+from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, few
 
 
 def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=False):
@@ -21,6 +21,7 @@ def head(tokens, width, classes, dtype=torch.float32, weight_dtype=None, bias=Fa
     return hidden, weight, torch.randint(classes, (tokens,), device=DEVICE), offset
 
 
+@few
 @given(
     tokens=st.integers(0, 9),
     width=st.integers(1, 40),

@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge.errors import KernelError
 from forge_kernels.ops.matmul import ACTIVATIONS, MATMUL, matmul, matmul_reference
-from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
+from tests.support.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    distance,
+    few,
+    in_float64,
+    run,
+)
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 activations = st.sampled_from(list(ACTIVATIONS))
@@ -24,6 +32,7 @@ def new(*shape, dtype=torch.float32, scale=1.0):
     return (torch.randn(shape, device=DEVICE) * scale).to(dtype).requires_grad_()
 
 
+@few
 @given(
     rows=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     depth=st.integers(1, 150),
@@ -40,6 +49,7 @@ def test_any_shape_dtype_and_activation_equals_the_reference(rows, depth, column
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@few
 @given(
     layouts=st.tuples(*[st.sampled_from(["rows", "columns", "part of a larger one", "spread"])] * 2),
     sizes=st.tuples(*[st.sampled_from([16, 21, 64])] * 3),

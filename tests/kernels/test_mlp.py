@@ -12,7 +12,15 @@ from torch.autograd import forward_ad
 from forge.errors import KernelError
 from forge_kernels.ops import mlp as mlp_module
 from forge_kernels.ops.mlp import MLP, FusedMLP, mlp, mlp_reference, swap
-from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, distance, in_float64, run
+from tests.support.kernel_kit import (
+    DEVICE,
+    check_against_reference,
+    check_compiles_whole,
+    distance,
+    few,
+    in_float64,
+    run,
+)
 
 sizes = st.integers(1, 90)
 
@@ -26,6 +34,7 @@ def arguments(*rows, width=20, hidden=40, out=24, dtype=torch.float16, biases=(T
     return [new(*rows, width), new(hidden, width, scale=0.3), b1, new(out, hidden, scale=0.3), b2]
 
 
+@few
 @given(
     rows=st.lists(st.integers(1, 9), min_size=1, max_size=2),
     width=sizes,

@@ -29,6 +29,7 @@ from tests.support.kernel_kit import (
     check_transformed,
     distance,
     every_transform,
+    few,
     run,
 )
 
@@ -56,12 +57,14 @@ def arguments(kernel, shape, dtype=torch.float32, weights=None, residual=None, p
 
 
 @both
+@few
 @given(shape=shapes, dtype=dtypes, scale=st.sampled_from([0.1, 1.0, 100.0]), present=st.tuples(*[st.booleans()] * 2))
 def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale, present):
     check_against_reference(kernel, arguments(kernel, shape, dtype, scale=scale, present=present))
 
 
 @both
+@few
 @given(shape=shapes, dtype=dtypes, weights=dtypes, residual=dtypes)
 def test_the_sum_with_a_residual_is_normalised_and_returned_in_any_mix_of_dtypes(
     kernel, shape, dtype, weights, residual

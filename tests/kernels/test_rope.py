@@ -16,6 +16,7 @@ from tests.support.kernel_kit import (
     check_launches_where_the_tensors_are,
     check_transformed,
     every_transform,
+    few,
     run,
 )
 
@@ -34,6 +35,7 @@ def arguments(batch=2, length=3, heads=(4, 2), entries=8, dtype=torch.float32, a
     return [*map(leaf, heads), *(torch.randn(shape, device=DEVICE) for _ in range(2))]
 
 
+@few
 @given(
     batch=st.integers(0, 2),
     length=st.integers(0, 4),

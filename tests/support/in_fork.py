@@ -1,6 +1,6 @@
 """A process of its own that need not import torch again, which takes three seconds of a core: a fork of this one.
 
-CUDA does not survive a fork: where there is a GPU, the same work runs in a new interpreter.
+In the full profile, and where there is a GPU (CUDA does not survive a fork), the same work runs in a new interpreter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forked(work: Callable[[], object], env: Mapping[str, str] | None = None, tim
     The exit code is the integer that `work` returns, that of its SystemExit, or 1 after any other exception, whose
     traceback goes to stderr.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or os.environ.get("FORGE_PROFILE") == "full":
         code = LOAD.format(path=sys.path, work=pickle.dumps(work))
         given = {**os.environ, **(env or {})}
         return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=timeout)

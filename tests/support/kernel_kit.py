@@ -5,14 +5,16 @@ Without a CUDA device kernels run in Triton's interpreter (conftest sets TRITON_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -27,6 +29,7 @@ from forge_kernels.testing import (
     poisoned_memory,
     run,
 )
+from tests.conftest import PROFILE
 
 __all__ = [
     "DEVICE",
@@ -38,12 +41,15 @@ __all__ = [
     "check_transformed",
     "distance",
     "every_transform",
+    "few",
     "in_float64",
     "poisoned_memory",
     "run",
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+few = settings(max_examples=6 if PROFILE == "quick" else 500)
+"""For tests that launch kernels for every example: the interpreter takes a tenth of a second."""
 
 
 def check_stand_in_compiles_whole(stand_in: Callable[..., Any], *args: Any) -> None:
@@ -150,5 +156,46 @@ def check_launches_where_the_tensors_are(
     assert all(launches)
 
 
+def _quicken_interpreter() -> None:
+    """Triton's interpreter looks through its whole language at every launch and every call of a device function, which
+    takes half of a small kernel's time. It need not while the language is patched, and finds the same every time.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    module: Any = interpreter
+    patch_lang, patch_attr = module._patch_lang, module._patch_attr
+    found: dict[Any, list[tuple[str, Any]]] = {}
+    patched: set[ModuleType] = set()
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            found[package] = [(n, each) for n, each in inspect.getmembers(package) if tl.core.is_builtin(each)]
+        for name, member in found[package]:
+            patch_attr(package, name, member, builder, scope)
+
+    @cache
+    def languages(function: Any) -> set[ModuleType]:
+        return {each for each in function.__globals__.values() if each is tl or each is tl.core}
+
+    def patch(function: Any) -> Any:
+        new = languages(function) - patched
+        if languages(function) and not new:
+            return module._LangPatchScope()
+        scope = patch_lang(function)
+        patched.update(new)
+        restore = scope.restore
+
+        def restored() -> None:
+            patched.difference_update(new)
+            restore()
+
+        scope.restore = restored
+        return scope
+
+    module._patch_lang, module._patch_builtin = patch, patch_builtin
+
+
 if INTERPRETED:
     mend_interpreter()
+    _quicken_interpreter()
