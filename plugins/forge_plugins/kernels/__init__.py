@@ -23,7 +23,7 @@ from forge_kernels.selection import Candidate, KernelChoice, choose
 from forge_kernels.timing import Stopwatch
 from forge_plugins._patterns import MANY, as_list, listed
 from forge_plugins.kernels.choice_table import table
-from forge_plugins.kernels.discovery import ObservedCalls, observe_calls
+from forge_plugins.kernels.observation import ObservedCalls, observe_calls
 
 logger = logging.getLogger("forge")
 
