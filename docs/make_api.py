@@ -170,8 +170,9 @@ def code(text: str) -> str:
 def signature(thing: Any) -> str:
     """Return the arguments with their types as written in the source; a long signature gets one line per argument."""
     try:
-        # of a class its __init__: a metaclass's __call__ would hide it
-        known = inspect.signature(thing.__init__ if inspect.isclass(thing) else thing)
+        # of a class its __init__, unless it declares a signature: a metaclass's __call__ would hide it
+        declared = inspect.isclass(thing) and "__signature__" not in vars(thing)
+        known = inspect.signature(thing.__init__ if declared else thing)
     except (TypeError, ValueError):
         return "(...)"
     words = []

@@ -245,7 +245,7 @@ def test_an_owner_that_forgets_to_return_true_is_told_so() -> None:
             step.run_window()
             step.finish()
 
-    with pytest.raises(RuntimeError, match="Return True from an owner"):
+    with pytest.raises(RuntimeError, match="Return True from the owner"):
         fit(plugins=[Forgets()])
 
 

@@ -95,8 +95,8 @@ def test_an_installed_plugin_is_listed_with_its_package(example: Path, run_forge
 def test_an_installed_plugin_is_documented_by_its_own_words(example: Path, run_forge: Run) -> None:
     done = run_forge("plugins", "lookahead", paths=[example])
     assert done.returncode == 0, done.stderr
-    assert "Let slow weights follow" in done.stdout
-    assert "How far the slow weights move" in done.stdout
+    assert "Keep slow weights that follow" in done.stdout
+    assert "Share of the way that the slow weights move" in done.stdout
     assert "forge_step_end" in done.stdout
 
 

@@ -68,5 +68,7 @@ def test_trainer_and_step_have_their_attributes() -> None:
     trainer = page.partition("### forge.Trainer\n")[2].partition("\n### ")[0]
     step = page.partition("### forge.Step\n")[2].partition("\n### ")[0]
     assert "| `resumed_from` | `int \\| None` |" in trainer
-    assert "| `request_stop(" in trainer
+    assert "validate_every: str | None = '1 epoch'" in trainer
+    run = page.partition("### forge.Run\n")[2].partition("\n### ")[0]
+    assert "| `request_stop(" in run
     assert "| `index` | `int` |" in step

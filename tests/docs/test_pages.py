@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,7 @@ def test_a_page_made_by_a_script_is_current(script: str) -> None:
 
 @pytest.mark.parametrize("verb", cli.verbs())
 def test_the_examples_in_a_verbs_help_parse(verb: str) -> None:
-    parser = import_module(f"forge.cli.{verb.replace('-', '_')}").parser()
+    parser = cli.module_of(verb).parser()
     # what stands behind two spaces is said about the command
     lines = [line.strip().partition("  ")[0] for line in (parser.epilog or "").splitlines()]
     for words in (words for line in lines if line.startswith(f"forge {verb} ") for words in parts(line)):

@@ -145,7 +145,9 @@ sys.modules["triton"] = None
 @needs_compiler
 def test_what_the_documentation_says_of_cpp_needs_nothing_else_of_the_page(run_python, repo, empty_folder):
     page = (repo / "docs" / "writing-kernels.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.partition("## In C++")[2], flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", page.partition("## A kernel in C++")[2], flags=re.MULTILINE | re.DOTALL
+    )
     path = empty_folder / "package" / "counting.py"
     path.parent.mkdir()
     path.write_text(WITHOUT_TRITON + "\n".join(blocks) + "\ntest_count_zeros_keeps_its_promises()\n")

@@ -620,6 +620,6 @@ def test_an_optimizer_that_is_frozen_as_a_whole_rests_until_the_thaw() -> None:
     def watch(step: forge.Step) -> None:
         trained.append(step.updated_names)
 
-    with pytest.warns(UserWarning, match="SGD 'backbone' has no parameter that requires a gradient: it rests"):
+    with pytest.warns(UserWarning, match="SGD 'backbone' has no parameter that requires a gradient: it does nothing"):
         task_fit(Two(), plugins=[Freeze("net.0", thaw="2 updates"), watch])
     assert trained == [("head",), ("head",), ("head", "backbone"), ("head", "backbone")]
