@@ -69,6 +69,28 @@ assert len(fashion_mnist().train) == 10
 FashionMLP(), FashionCNN()
 assert not {"omegaconf", "torchvision"} & sys.modules.keys()
 """,
+    "every public kernel is a function, whatever was imported before": """
+import types, forge_kernels.ops.softmax, forge_kernels.ops.clip_adamw
+from forge import kernels
+assert kernels.ClipAdamW
+assert callable(kernels.softmax)
+assert set(kernels.__all__) <= set(dir(kernels))
+assert not [n for n in kernels.__all__ if isinstance(getattr(kernels, n), types.ModuleType)]
+""",
+    "without a compiler all_finite is plain torch, and says so once": """
+import logging, os, tempfile, torch
+os.environ["CXX"], os.environ["TORCH_EXTENSIONS_DIR"] = "no-such-compiler", tempfile.mkdtemp()
+said = []
+listening = logging.Handler()
+listening.emit = lambda record: said.append(record.getMessage())
+logging.getLogger().addHandler(listening)
+logging.getLogger().setLevel("INFO")
+from forge.kernels import all_finite
+assert not os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]), "built at import"
+assert all_finite([torch.ones(3)]) and not all_finite([torch.ones(3), torch.tensor(float("nan"))])
+text = "forge.kernels.all_finite runs as plain torch: there is no C++ compiler no-such-compiler"
+assert sum(text in each for each in said) == 1, said
+""",
     "every module of the kernel loads without plugins and recipes": """
 for name in [name for name in sys.modules if name.partition(".")[0] in ("forge", "forge_plugins", "forge_recipes")]:
     del sys.modules[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.kernel_kit import (
     check_second_derivative_is_refused,
     check_stand_in_compiles_whole,
     check_transformed,
+    covering,
     every_transform,
     few,
     run,
@@ -79,8 +81,9 @@ def test_it_is_the_formula(causal):
     torch.testing.assert_close(attention(q, k, v, causal).double(), exact, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("d", [128, 200, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("d", "dtype"), covering(zip((128, 200, 256), DTYPES, strict=True), itertools.product((128, 200, 256), DTYPES))
+)
 def test_large_heads_equal_the_reference(d, dtype):
     check_against_reference(ATTENTION, tensors(1, 1, 1, 70, 40, d, dtype), {"causal": True})
 
@@ -163,7 +166,7 @@ def test_nan_in_one_row_stays_there():
 
 
 def test_two_runs_give_the_same_bits():
-    args = tensors(2, 4, 2, 70, 70, dtype=torch.bfloat16)
+    args = tensors(1, 2, 1, 70, 70, dtype=torch.bfloat16)
     first, second = (run(attention, args, {"causal": True}) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -175,11 +178,12 @@ def test_the_gradient_of_the_keys_alone_is_right():
     torch.testing.assert_close(grad, exact, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("d", [16, 18])
+@pytest.mark.parametrize("d", [16, pytest.param(18, marks=pytest.mark.slow)])
 def test_compiles_whole(d):
     check_compiles_whole(ATTENTION, tensors(1, 4, 2, 20, 24, d), {"causal": True})
 
 
+@pytest.mark.slow
 def test_the_operators_are_registered_as_torch_asks():
     from forge_kernels.triton.attention import attention as op
     from forge_kernels.triton.attention import attention_backward
@@ -253,6 +257,7 @@ def test_it_runs_on_the_device_of_its_tensors(monkeypatch):
     check_launches_where_the_tensors_are(monkeypatch, triton_attention, lambda: run(attention, args, {}))
 
 
+@pytest.mark.slow
 def test_the_stand_in_compiles_whole():
     check_stand_in_compiles_whole(stand_in, *tensors(s=10))
 

@@ -24,7 +24,7 @@ def test_autograd_knows_that_parameters_have_changed():
         loss.backward()
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_whole(trained):
     args = lists([(5,), (3, 4)])
     args[0] = [p.requires_grad_(trained) for p in args[0]]
@@ -36,6 +36,7 @@ def test_compiles_whole(trained):
     assert same(flat(args), flat(expected))
 
 
+@pytest.mark.slow
 def test_the_operator_is_registered_as_torch_asks():
     args = lists([(5,), (3, 4)])
     torch.library.opcheck(clip_adamw_op, (*args[:4], [args[4]], None, 1e-2, 0.9, 0.999, 1e-8, 0.1, 1.0, None))
@@ -50,6 +51,7 @@ def test_the_same_tensor_twice_is_not_compiled():
         compiled(*args, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_changing_learning_rate_compiles_whole():
     args = lists([(5,)])
     expected = mapped(args, torch.clone)
@@ -90,7 +92,9 @@ def test_torchs_defaults_change_nothing(function, default):
     assert same(flat(args), flat(expected))
 
 
-@pytest.mark.parametrize("default", ODD_DEFAULTS)
+@pytest.mark.parametrize(
+    "default", [*(pytest.param(each, marks=pytest.mark.slow) for each in ODD_DEFAULTS[:-1]), ODD_DEFAULTS[-1]]
+)
 def test_torchs_defaults_change_nothing_for_the_optimizer(default):
     ours, optimizer, theirs, right = pair()
     for batch in range(2):

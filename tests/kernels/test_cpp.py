@@ -118,30 +118,13 @@ def test_the_operator_is_registered_as_torch_asks():
     torch.library.opcheck(torch.ops.forge.all_finite.default, ([torch.ones(3), torch.ones(2, 2)],))
 
 
-WITHOUT_COMPILER = """
-import logging, os, torch
-logging.basicConfig(level="INFO")
-from forge.kernels import all_finite
-assert not os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]), "built at import"
-assert all_finite([torch.ones(3)]) and not all_finite([torch.ones(3), torch.tensor(float("nan"))])
-"""
-
-
-def test_without_a_compiler_plain_torch_runs_and_it_is_said_once(run_python, repo, monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    done = run_python("-c", WITHOUT_COMPILER, paths=[repo])
-    assert done.returncode == 0, done.stderr
-    said = "forge.kernels.all_finite runs as plain torch: the C++ compiler no-such-compiler was not found"
-    assert done.stderr.count(said) == 1
-
-
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_the_documentation_says_of_cpp_needs_nothing_else_of_the_page(run_python, repo, empty_folder):
     page = (repo / "docs" / "writing-kernels.md").read_text()

@@ -72,8 +72,8 @@ def test_only_the_gradients_that_are_needed_are_computed(trained, monkeypatch):
 
 
 def test_the_gradient_of_a_float32_weight_adds_up_in_float32():
-    hidden, weight, target, _ = head(64, 8, 20, torch.bfloat16, torch.float32)
-    many, one = (torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=c), weight)[0] for c in (1, 64))
+    hidden, weight, target, _ = head(16, 8, 20, torch.bfloat16, torch.float32)
+    many, one = (torch.autograd.grad(linear_cross_entropy(hidden, weight, target, chunk=c), weight)[0] for c in (1, 16))
     assert many.dtype == torch.float32
     torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-7)
 

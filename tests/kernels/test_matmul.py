@@ -72,7 +72,7 @@ def test_strides_do_not_matter(dtype, layouts, sizes):
     check_against_reference(MATMUL, [a, b, new(columns, dtype=dtype)], {"activation": "gelu"})
 
 
-@pytest.mark.parametrize("shape", [(1040, 70, 130), (5, 200, 520)])
+@pytest.mark.parametrize("shape", [pytest.param((1040, 70, 130), marks=pytest.mark.slow), (5, 200, 520)])
 def test_several_tiles_and_steps_equal_the_reference(shape):
     rows, depth, columns = shape
     args = [new(rows, depth, dtype=torch.bfloat16), new(depth, columns, dtype=torch.bfloat16, scale=depth**-0.5)]
@@ -158,12 +158,12 @@ def test_under_autocast_arguments_are_cast_and_gradients_come_in_their_dtype():
         assert distance(result, right) < MATMUL.tolerance[torch.bfloat16]
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("activation", [pytest.param(None, marks=pytest.mark.slow), "gelu"])
 def test_compiles_whole(activation):
     check_compiles_whole(MATMUL, [new(3, 10, 20), new(20, 6), new(6)], {"activation": activation})
 
 
-@pytest.mark.parametrize(("kind", "keep"), [("none", False), ("gelu", True)])
+@pytest.mark.parametrize(("kind", "keep"), [pytest.param("none", False, marks=pytest.mark.slow), ("gelu", True)])
 def test_the_operators_are_registered_as_torch_asks(kind, keep):
     from forge_kernels.triton.matmul import activation_grad
     from forge_kernels.triton.matmul import matmul as op

@@ -50,7 +50,7 @@ def test_any_shape_and_dtype_equals_the_reference(rows, width, hidden, out, dtyp
     check_against_reference(MLP, args, {"activation": activation})
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_erf"])
+@pytest.mark.parametrize("activation", ["gelu", pytest.param("gelu_erf", marks=pytest.mark.slow)])
 def test_several_tiles_equal_the_reference(activation):
     torch.manual_seed(0)
     args = arguments(140, width=72, hidden=264, out=24, dtype=torch.bfloat16)
@@ -168,6 +168,7 @@ def test_compiles_whole():
     check_compiles_whole(MLP, arguments(3, 4))
 
 
+@pytest.mark.slow
 def test_compiles_whole_under_autocast():
     args = arguments(3, 4, dtype=torch.float32)
 
@@ -181,6 +182,7 @@ def test_compiles_whole_under_autocast():
         torch.testing.assert_close(result, right)
 
 
+@pytest.mark.slow
 def test_the_operators_are_registered_as_torch_asks():
     from forge_kernels.triton.mlp import first, hidden_grad
 

@@ -93,6 +93,7 @@ def test_compiles_whole():
     check_compiles_whole(ROPE, arguments())
 
 
+@pytest.mark.slow
 def test_the_operator_is_registered_as_torch_asks():
     from forge_kernels.triton.rope import rope as operator
 

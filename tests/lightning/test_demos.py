@@ -27,7 +27,7 @@ from lightning.pytorch.demos.boring_classes import (  # noqa: E402
     ManualOptimBoringModel,
     RandomDataset,
 )
-from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler  # noqa: E402
+from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM  # noqa: E402
 from lightning.pytorch.demos.transformer import LightningTransformer, WikiText2  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,7 +95,12 @@ def test_demo_model_also_with_accumulated_gradients() -> None:
 
 
 def test_lstm_with_dropout_and_a_state_that_a_hook_drops_at_every_epochs_end(words: WikiText2) -> None:
-    make, train = lambda: LightningLSTM(words.vocab_size), own(words, batch_sampler=SequenceSampler(words, 3))
+    def make() -> LightningLSTM:
+        module = LightningLSTM(words.vocab_size)
+        module.model = SimpleLSTM(words.vocab_size, ninp=16, nhid=16)  # theirs has 512 of each
+        return module
+
+    train = own(words, batch_sampler=SequenceSampler(words, 3))
     theirs, ours = by_lightning(made(make), train, max_epochs=2), made(make)
     result = by_forge(ours, train, max_epochs=2)
     assert equal(ours.state_dict(), theirs)

@@ -6,7 +6,7 @@ Without a CUDA device kernels run in Triton's interpreter (conftest sets TRITON_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import ModuleType
@@ -39,6 +39,7 @@ __all__ = [
     "check_second_derivative_is_refused",
     "check_stand_in_compiles_whole",
     "check_transformed",
+    "covering",
     "distance",
     "every_transform",
     "few",
@@ -50,6 +51,12 @@ __all__ = [
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 few = settings(max_examples=6 if PROFILE == "quick" else 500)
 """For tests that launch kernels for every example: the interpreter takes a tenth of a second."""
+
+
+def covering(subset: Iterable[tuple[Any, ...]], product: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """A product of parameters, of which the quick profile runs the subset that has each of them once."""
+    chosen = list(subset)
+    return [pytest.param(*each, marks=() if each in chosen else pytest.mark.slow) for each in product]
 
 
 def check_stand_in_compiles_whole(stand_in: Callable[..., Any], *args: Any) -> None:
