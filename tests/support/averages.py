@@ -26,14 +26,14 @@ def ema_of(model: nn.Module, decay: float = 0.9) -> AveragedModel:
 
 
 def mean_of(model: nn.Module) -> AveragedModel:
-    """torch's mean, with the arithmetic that it uses on CUDA; on the CPU its default rounds otherwise in the last bit."""
+    """torch's mean, as it computes it on CUDA: on the CPU its default rounds otherwise in the last bit."""
     return AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
 
 
 def train(model: nn.Module, after: Callable[[int], Any], epochs: int = 2, window: int = 1) -> None:
     """A plain loop that calls `after` with the number of each update."""
     calls = _EachStep(after)
-    optimizer = torch.optim.SGD([p for p in model.parameters()], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference.train(model, loss_of, optimizer, tiny_batches(), epochs, window=window, schedule=calls, seed=0)
 
 
