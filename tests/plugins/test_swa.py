@@ -1,8 +1,7 @@
-"""swa: the mean is torch's own, its BatchNorm statistics are torch's own, and the run never notices either."""
+"""swa alone: which weights it takes, BatchNorm's statistics, its rates. What it shares with ema is in test_averages."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import random
@@ -13,76 +12,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
-from torch.optim.swa_utils import SWALR, AveragedModel, get_swa_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, update_bn
 from torch.utils.data import Dataset, IterableDataset
 
 import forge
-from forge.checkpoint import StoredCheckpoint as SavedState
 from forge.data import Loader
-from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, first_difference, fit_tiny, tiny_batches
-from forge_plugins import EMA, SWA, Accumulate, Checkpoint, Clip, Schedule
-from tests.support import reference
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-class AfterEachStep:
-    """Stands where a hand-written loop has its schedule: `step` is called after each update."""
-
-    def __init__(self, step: Callable[[], Any]):
-        self.step = step
-
-
-def torchs_mean(model: nn.Module) -> AveragedModel:
-    """With the arithmetic that torch uses on CUDA devices; on the CPU its default rounds otherwise in the last bit."""
-    return AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
-
-
-def by_hand(taken: Callable[[int], bool], task: nn.Module | None = None, epochs: int = 4) -> AveragedModel:
-    """A plain loop that takes the weights into torch's mean after the updates that `taken` says."""
-    model = task or TinyTask()
-    mean, update = torchs_mean(model), 0
-
-    def after() -> None:
-        nonlocal update
-        update += 1
-        if taken(update):
-            mean.update_parameters(model)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference.train(model, loss_of, optimizer, tiny_batches(), epochs, schedule=AfterEachStep(after), seed=0)
-    return mean
-
-
-def applied(plugin: SWA | EMA, task: nn.Module) -> nn.Module:
-    """A copy of the task with the average in it."""
-    task = copy.deepcopy(task)
-    plugin.apply_to(task)
-    return task
-
-
-def parameters(task: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
-
-
-class Watched(TinyTask):
-    """Remembers what each validation used."""
-
-    def __init__(self, seed: int = 0, dropout: float = 0.2, lr: float = 0.1):
-        super().__init__(seed, dropout, lr)
-        self.seen: list[dict[str, Tensor]] = []
-
-    def evaluation_end(self, stage: str) -> dict[str, Any]:
-        self.seen.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
-        return {}
-
+from forge.errors import StackError
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
+from forge_plugins import SWA, Checkpoint, Schedule
+from tests.support.averages import (
+    Stream,
+    Watched,
+    applied,
+    by_hand,
+    loss_of,
+    mean_of,
+    parameters,
+    skipping,
+    train,
+)
 
 STATISTICS = ("net.1.running_mean", "net.1.running_var")
 
@@ -112,7 +63,7 @@ def ends_of_40_samples() -> list[int]:
 def test_the_mean_is_torchs_own_bit_for_bit(options: dict[str, Any], taken: Callable[[int], bool]) -> None:
     plugin = SWA(**options)
     task, _ = fit_tiny([plugin], max_epochs=4)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(by_hand(taken).module))
+    assert_same_weights(parameters(applied(plugin, task)), parameters(by_hand(mean_of, taken, epochs=4).module))
 
 
 def test_the_mean_is_the_mean() -> None:
@@ -120,53 +71,9 @@ def test_the_mean_is_the_mean() -> None:
     task, _ = fit_tiny([plugin], max_epochs=4)
     seen: list[list[Tensor]] = []
     model = TinyTask()
-    after = AfterEachStep(lambda: seen.append([p.detach().double() for p in model.parameters()]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference.train(model, loss_of, optimizer, tiny_batches(), 4, schedule=after, seed=0)
+    train(model, lambda update: seen.append([p.detach().double() for p in model.parameters()]), epochs=4)
     for ours, *theirs in zip(applied(plugin, task).parameters(), *seen, strict=True):
         torch.testing.assert_close(ours.double(), torch.stack(theirs).mean(0), rtol=1e-6, atol=1e-7)
-
-
-def test_with_accumulation_updates_are_counted() -> None:
-    plugin = SWA(0.5, every="1 updates")
-    task, _ = fit_tiny([plugin, Accumulate(2)], max_epochs=2)  # 3 updates an epoch
-    model, update = TinyTask(), 0
-    mean = torchs_mean(model)
-
-    def after() -> None:
-        nonlocal update
-        update += 1
-        if update > 3:
-            mean.update_parameters(model)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference.train(model, loss_of, optimizer, tiny_batches(), 2, window=2, schedule=AfterEachStep(after), seed=0)
-    assert_same_weights(parameters(applied(plugin, task)), parameters(mean.module))
-
-
-def test_with_two_optimizers_all_parameters_are_averaged() -> None:
-    plugin = SWA(0.5, every="1 updates")
-    gan, _ = fit_tiny([plugin], task=TinyGAN())
-    hand = TinyGAN()
-    mean = torchs_mean(hand)
-    hand.loss = lambda real, name: TinyGAN.training_step(hand, (real, None), name)["loss"]
-    optimizers = hand.configure_optimizers()
-    torch.manual_seed(0)
-    for update, batch in enumerate([x for x, _ in tiny_batches()] * 2):
-        reference.train_gan(hand, optimizers, [batch], 1)
-        if update >= 5:
-            mean.update_parameters(hand)
-    assert_same_weights(gan, hand)
-    assert_same_weights(applied(plugin, gan), mean.module)
-
-
-def skipping(*updates: int) -> forge.Plugin:
-    @forge.on("inspect_grads", mutates=True)
-    def skip(step: forge.Step) -> None:
-        if step.index in updates:
-            step.skip_update("as told")
-
-    return skip
 
 
 @pytest.mark.parametrize(
@@ -180,7 +87,7 @@ def test_the_same_weights_are_taken_once(skipped: set[int], taken: list[int]) ->
     plugin = SWA(0)
     task, _ = fit_tiny([plugin, skipping(*skipped)], task=TinyTask(dropout=0.0), max_epochs=3)
     model = TinyTask(dropout=0.0)
-    mean = torchs_mean(model)
+    mean = mean_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for update, batch in enumerate(tiny_batches() * 3):
         optimizer.zero_grad()
@@ -190,15 +97,6 @@ def test_the_same_weights_are_taken_once(skipped: set[int], taken: list[int]) ->
         if update in taken:
             mean.update_parameters(model)
     assert_same_weights(parameters(applied(plugin, task)), parameters(mean.module))
-
-
-def test_a_share_of_a_run_of_unknown_length_is_refused_with_what_to_set() -> None:
-    class Stream:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(tiny_batches())
-
-    with pytest.raises(forge.ForgeError, match=r"swa\.start is 0\.75 of the run.*Set max_updates"):
-        fit_tiny([SWA()], train=Stream(), max_epochs=2)
 
 
 # -- what is evaluated ------------------------------------------------------------------------------------------------
@@ -217,7 +115,7 @@ def test_validation_and_export_are_of_the_mean_with_the_statistics_of_update_bn(
     task, plain = Watched(dropout=0.0), Watched(dropout=0.0)
     _, result = fit_tiny([SWA(0.5), Checkpoint()], task=task, max_epochs=4, run_dir=tmp_path)
     fit_tiny([], task=plain, max_epochs=4)
-    mean = by_hand(lambda update: update in (15, 20), TinyTask(dropout=0.0))
+    mean = by_hand(mean_of, lambda update: update in (15, 20), TinyTask(dropout=0.0), epochs=4)
     update_bn(tiny_batches(), mean)
     expected = mean.module.state_dict()
     for name in (*parameters(task), *STATISTICS):
@@ -235,7 +133,7 @@ def test_without_a_validation_the_statistics_are_estimated_for_the_export(tmp_pa
     task = TinyTask(dropout=0.0)
     trainer = forge.Trainer(max_epochs=4, plugins=[SWA(0.5)], run_dir=tmp_path, seed=0, device="cpu")
     trainer.fit(task, tiny_batches())
-    mean = by_hand(lambda update: update in (15, 20), TinyTask(dropout=0.0))
+    mean = by_hand(mean_of, lambda update: update in (15, 20), TinyTask(dropout=0.0), epochs=4)
     update_bn(tiny_batches(), mean)
     exported = load_file(tmp_path / "weights.safetensors")
     for name in STATISTICS:
@@ -243,7 +141,7 @@ def test_without_a_validation_the_statistics_are_estimated_for_the_export(tmp_pa
 
 
 def test_update_bn_can_take_only_some_batches_or_none(tmp_path: Path) -> None:
-    mean = by_hand(lambda update: update in (15, 20), TinyTask(dropout=0.0))
+    mean = by_hand(mean_of, lambda update: update in (15, 20), TinyTask(dropout=0.0), epochs=4)
     buffers = [
         {name: tensor for name, tensor in fit_statistics(update_bn).items() if name in STATISTICS}
         for update_bn in (2, False)
@@ -312,8 +210,15 @@ class CountsForwards(forge.Plugin):
         return output
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("every", ["3 updates", "1 epoch"])
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [
+        (0, "3 updates"),
+        (0, "1 epoch"),
+        (1, "3 updates"),
+        pytest.param(1, "1 epoch", marks=pytest.mark.slow),
+    ],
+)
 def test_the_run_does_not_notice_the_estimate(workers: int, every: str) -> None:
     """Data order, augmentation, random numbers, modes, buffers and metrics of training, in the middle of an epoch."""
 
@@ -463,17 +368,6 @@ def test_a_training_step_that_asks_for_gradients_is_estimated_too() -> None:
     assert all(parameter.grad is None for parameter in task.parameters())
 
 
-def test_a_compiled_model_is_estimated_without_another_graph() -> None:
-    results = []
-    for compiled in (False, True):
-        task = Watched()
-        if compiled:
-            task.net.compile(backend="eager", fullgraph=True)
-        results.append((fit_tiny([SWA(0)], task=task)[1].metrics, task.seen[-1]))
-    assert results[0][0] == results[1][0]
-    assert_same_weights(results[0][1], results[1][1])
-
-
 @pytest.mark.parametrize("where", ["training_step", "validation_step", "loader"])
 def test_an_error_leaves_everything_as_training_had_it(where: str) -> None:
     class Breaks(TinyTask):
@@ -600,10 +494,6 @@ def test_a_list_of_batches_is_estimated_between(caplog: pytest.LogCaptureFixture
 
 
 def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> None:
-    class Stream:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(tiny_batches())
-
     with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads all training data.*swa\.update_bn=200"):
         fit_tiny([SWA(0)], train=Stream())
     plugin = SWA(0, update_bn=3)
@@ -715,75 +605,6 @@ def test_a_plateau_schedule_beside_lr_is_refused() -> None:
 
 
 # -- resumed, and beside others ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cut", [3, 7, 10, 12])
-def test_a_resumed_run_has_the_same_mean_bit_for_bit(
-    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fit(folder: str, updates: int) -> forge.FitResult:
-        plugins = [SWA(6, every="2 updates", lr=0.05, anneal=4), Checkpoint(), Clip(0.1)]
-        options = {"max_updates": updates, "resume": "auto", "validate_every": "3 updates"}
-        return fit_tiny(plugins, run_dir=tmp_path / folder, **options)[1]
-
-    straight = fit("straight", 15)
-    fit("resumed", cut)
-    resumed = fit("resumed", 15)
-    ours, theirs = (SavedState.find(tmp_path / name).load() for name in ("resumed", "straight"))
-    assert_same_weights(ours["model"], theirs["model"])
-    for key in ("updates", "moved", "estimated"):
-        assert ours["plugins"]["swa"][key] == theirs["plugins"]["swa"][key]
-    assert_same_weights(ours["plugins"]["swa"]["weights"], theirs["plugins"]["swa"]["weights"])
-    assert resumed.metrics == straight.metrics
-    assert_same_weights(*(load_file(tmp_path / name / "weights.safetensors") for name in ("resumed", "straight")))
-    assert "is not used" not in caplog.text
-
-
-def test_a_run_too_short_for_it_exports_the_trained_weights_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    task, _ = fit_tiny([SWA("3 epochs")], run_dir=tmp_path)
-    assert_same_weights(TinyTask.from_checkpoint(tmp_path), task)
-    assert "swa averaged nothing in this run" in caplog.text
-
-
-def test_ema_and_swa_are_not_both_evaluated() -> None:
-    with pytest.raises(StackError, match="'ema' and 'swa' both provide 'averaged_weights'"):
-        fit_tiny([EMA(), SWA()])
-
-
-@pytest.mark.parametrize("evaluated", ["ema", "swa"])
-def test_ema_and_swa_can_both_be_kept(tmp_path: Path, evaluated: str) -> None:
-    ema, swa = EMA(0.9, evaluate=evaluated == "ema"), SWA(0, evaluate=evaluated == "swa")
-    task, _ = fit_tiny([ema, swa, Checkpoint()], run_dir=tmp_path)
-    for name, plugin in (("ema", ema), ("swa", swa)):
-        assert_same_weights(
-            parameters(TinyTask.from_checkpoint(tmp_path, weights=name)), parameters(applied(plugin, task))
-        )
-    assert_same_weights(
-        TinyTask.from_checkpoint(tmp_path), TinyTask.from_checkpoint(tmp_path / "checkpoints/latest", weights=evaluated)
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": 1.0}, r"swa\.start is 1\.0"),
-        ({"start": "1 h"}, r"swa\.start is '1 h'"),
-        ({"every": "10 min"}, r"swa\.every is '10 min'; write it in updates, epochs or samples"),
-        ({"lr": 0.0}, r"swa\.lr is 0; it must be above 0"),
-        ({"anneal": -1}, r"swa\.anneal is -1"),
-        ({"update_bn": 0}, r"swa\.update_bn is 0"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        SWA(**options)
-
-
-@pytest.mark.parametrize("options", [{}, {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2}])
-def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
-    check_plugin(lambda: SWA(**options))
 
 
 def test_the_log_names_the_cost_of_a_slow_estimate(

@@ -104,6 +104,7 @@ def release() -> None:
     """End that process."""
     global _server
     if _server is not None:
+        _server.shutdown(socket.SHUT_RDWR)  # workers that tests have forked hold it open too
         _server.close()
         _server = None
         os.waitpid(_server_pid, 0)
