@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -110,6 +111,13 @@ def no_process_group_left() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """What earlier modules imported is never garbage: a collection in this one does not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
