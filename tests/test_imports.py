@@ -88,7 +88,7 @@ logging.getLogger().setLevel("INFO")
 from forge.kernels import all_finite
 assert not os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]), "built at import"
 assert all_finite([torch.ones(3)]) and not all_finite([torch.ones(3), torch.tensor(float("nan"))])
-text = "forge.kernels.all_finite runs as plain torch: there is no C++ compiler no-such-compiler"
+text = "forge.kernels.all_finite runs as plain torch: the C++ compiler no-such-compiler was not found"
 assert sum(text in each for each in said) == 1, said
 """,
     "every module of the kernel loads without plugins and recipes": """

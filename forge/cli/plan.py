@@ -56,7 +56,7 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    from forge.engine.defaults import Core
+    from forge.engine.default_actions import Core
 
     if args.updates is not None and not args.measure:
         raise ForgeError("--updates is an option of --measure: add --measure.")

@@ -1,7 +1,7 @@
 """Every hook of forge: what it is for, when it fires, and who may own or wrap it. This file is THE contract.
 
 **Actions** (``firstresult=True``) do something that must be done exactly once. Their default is the Trainer's own, in
-:mod:`forge.engine.defaults`. A plugin may *wrap* an action (``@forge.hookimpl(wrapper=True)``, a generator that
+:mod:`forge.engine.default_actions`. A plugin may *wrap* an action (``@forge.hookimpl(wrapper=True)``, a generator that
 yields once: code around it, or a changed result) or *own* it: do the work and **return something that is not None**
 (``True`` where nothing else is asked for). An owner that returns None hands the action on to the default. Two owners
 of one action stop the run before it starts. A wrapper cannot change arguments; to change an input, wrap the action

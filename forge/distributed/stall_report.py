@@ -183,7 +183,7 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _line(frame: FrameType) -> str:
-    """ "forge/engine/defaults.py:120 forge_micro_step: loss.backward()"."""
+    """ "forge/engine/default_actions.py:120 forge_micro_step: loss.backward()"."""
     path, number = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(path, number).strip()
     if path.startswith(FORGE):

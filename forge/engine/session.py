@@ -25,7 +25,7 @@ from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching
 from forge.distributed import consistency
 from forge.distributed.rank_info import refuse_alone
-from forge.engine.defaults import Core
+from forge.engine.default_actions import Core
 from forge.errors import ForgeError, Interrupted, TaskError
 from forge.metrics import torchmetrics
 from forge.metrics.means import Means

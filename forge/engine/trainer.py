@@ -12,9 +12,9 @@ The rhythm (every hook in its place: :mod:`forge.contract.hooks`)::
         boundary; capture and save if requested, at a stop and at the end
     on error: exception, then re-raise                      always: end
 
-`Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.engine.defaults`, the two halves of
-a train step in :mod:`forge.contract.step`, evaluation in :mod:`forge.engine.evaluation`, the build and the end of a run
-in :mod:`forge.engine.session`.
+`Trainer._train` below is that loop. The defaults of its actions are in :mod:`forge.engine.default_actions`, the two
+halves of a train step in :mod:`forge.contract.step`, evaluation in :mod:`forge.engine.evaluation`, the build and the
+end of a run in :mod:`forge.engine.session`.
 """
 
 from __future__ import annotations

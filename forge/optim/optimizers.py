@@ -14,27 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from forge.errors import TaskError
 from forge.optim import state as optimizer_state
-from forge.progress import Interval, Position
-
-HOW_TO_RETURN = (
-    "Return an optimizer, (optimizer, schedule), (optimizer, schedule, '1 epoch'), or a dict of those by name: "
-    '{"generator": ..., "discriminator": ...}.'
-)
-
-
-@dataclass(slots=True)
-class ScheduledLR:
-    """A learning-rate schedule and when it steps: per update, per interval, or by a metric after validation."""
-
-    schedule: Any
-    every: Interval | None = None
-    monitor: str | None = None
-    moved: bool = False
-    "Whether its optimizer has stepped since this schedule last did."
+from forge.optim.schedules import HOW_TO_RETURN, ScheduledLR, scheduled
+from forge.progress import Position
 
 
 @dataclass(slots=True)
@@ -91,23 +75,13 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self._used = self._rates()
         for name, entry in self.entries.items():
             for item in entry.schedules:
-                item.moved |= updated and (name is None or name in names)
-                due = item.every is None or item.every.due(position)
-                if item.monitor is None and item.moved and due:
-                    item.schedule.step()
-                    item.moved = False
+                item.advance(updated and (name is None or name in names), position)
 
     def after_validation(self, metrics: Mapping[str, Any]) -> None:
         """Step the schedules that watch a metric."""
         for entry in self.entries.values():
             for item in entry.schedules:
-                if item.monitor is not None:
-                    if item.monitor not in metrics:
-                        raise TaskError(
-                            f"A ReduceLROnPlateau watches {item.monitor!r}, but validation gave "
-                            f"{', '.join(sorted(metrics)) or 'nothing'}. Return (optimizer, schedule, metric)."
-                        )
-                    item.schedule.step(metrics[item.monitor])
+                item.after_validation(metrics)
 
     def learning_rates(self) -> dict[str, float]:
         """Return the rates as `lr` or `lr/<name>`, with `/<group name>` or `/0`, `/1`, ... if groups differ."""
@@ -203,16 +177,6 @@ def _entry(value: Any, where: str) -> OptimizerEntry:
     if isinstance(value, Optimizer):
         return OptimizerEntry(value)
     if isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], Optimizer):
-        return OptimizerEntry(value[0], [_schedule(value[1], value[2] if len(value) == 3 else None, value[0], where)])
+        return OptimizerEntry(value[0], [scheduled(value[1], value[2] if len(value) == 3 else None, value[0], where)])
     shown = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
     raise TaskError(f"{where} returned {shown}. {HOW_TO_RETURN}")
-
-
-def _schedule(schedule: Any, when: Any, optimizer: Optimizer, where: str) -> ScheduledLR:
-    if not isinstance(schedule, (LRScheduler, ReduceLROnPlateau)) and not callable(getattr(schedule, "step", None)):
-        raise TaskError(f"{where} returned {type(schedule).__name__} where a schedule belongs. {HOW_TO_RETURN}")
-    if getattr(schedule, "optimizer", optimizer) is not optimizer:
-        raise TaskError(f"{where}: the {type(schedule).__name__} drives another optimizer than the one beside it.")
-    if isinstance(schedule, ReduceLROnPlateau):
-        return ScheduledLR(schedule, monitor=str(when or "val/loss"))
-    return ScheduledLR(schedule, every=None if when is None else Interval(when))

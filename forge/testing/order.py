@@ -10,7 +10,7 @@ from forge.config.build import make_plugin
 from forge.contract.plugin import Plugin
 from forge.contract.stack import ONE_BY_ONE, SPECS, Stack
 from forge.contract.task import TaskModule
-from forge.engine.defaults import Core
+from forge.engine.default_actions import Core
 from forge.engine.trainer import FitResult
 from forge.errors import ForgeError, StackError
 from forge.testing.metric_difference import metric_difference
