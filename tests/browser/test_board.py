@@ -120,7 +120,7 @@ def test_custom_scalars_shows_the_charts_of_the_layout_with_their_curves(watched
 def test_images_show_predictions_mistakes_and_the_confusion_matrix(watched: Watched) -> None:
     page = watched.open("images")
     for name in ("val/predictions", "val/mistakes", "val/confusion"):
-        expect(page.get_by_text(f"tag: {name}").first).to_be_attached()
+        expect(page.get_by_text(name).first).to_be_attached()
     picture = page.locator("tf-image-loader img").first
     expect(picture).to_be_visible()
     page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
