@@ -40,8 +40,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in th
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: kernels run in its interpreter
-    for kind in (torch.cuda, torch.xpu, torch.mtia):  # they write down every seed, with its stack, for a device to come
-        kind.manual_seed_all = lambda seed: None
+    for backend in (torch.cuda, torch.xpu, torch.mtia):  # each formats a stack at every seed, for a device to come
+        backend.manual_seed_all = lambda seed: None
 
 Completed = subprocess.CompletedProcess[str]
 Run = Callable[..., Completed]
@@ -63,14 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a collection of garbage does not look through it again and again."""
-    gc.freeze()
+    """Commands that tests start are forked from a process in which no test has run."""
     forked.prepare()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
     forked.release()
+    gc.unfreeze()  # for those who look at the end of a process for what was never freed
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +119,13 @@ def no_process_group_left() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """What earlier modules imported is never garbage: a collection in this one does not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
