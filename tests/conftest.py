@@ -66,14 +66,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a collection of garbage does not look through it again and again."""
-    gc.freeze()
+    """Commands that tests start are forked from a process in which no test has run."""
     forked.prepare()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
     forked.release()
+    gc.unfreeze()  # for those who look at the end of a process for what was never freed
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,14 @@ assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", 
 """What is tried in one fresh process, one after the other, with some packages out of reach."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_names(path: Path) -> Iterator[str]:
     """Every module that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -177,7 +183,7 @@ def test_no_built_in_plugin_names_another() -> None:
 
 def test_a_built_in_plugin_asks_for_no_priority() -> None:
     for path in PLUGINS:
-        keywords = {node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.keyword)}
+        keywords = {node.arg for node in ast.walk(parsed(path)) if isinstance(node, ast.keyword)}
         assert not keywords & {"tryfirst", "trylast"}, path
 
 

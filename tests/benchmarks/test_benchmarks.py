@@ -38,7 +38,7 @@ CASES = ("mlp",) if PROFILE == "quick" else ("mlp", "transformer", "stack")
 
 @pytest.fixture(scope="module")
 def overhead() -> list[dict[str, Any]]:
-    words = ["--json", "--peers", "none", "--updates", "20", "--rounds", "1", "--case", ",".join(CASES)]
+    words = ["--json", "--peers", "none", "--updates", "5", "--rounds", "1", "--case", ",".join(CASES)]
     done = forked(partial(benchmarks.overhead.main, words))  # which switches oneDNN off
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -265,6 +265,7 @@ class TestForms:
 
 
 class TestPlugin:
+    @pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
     def test_it_keeps_the_contract(self) -> None:
         check_plugin(lambda: Prefetch(3))
 

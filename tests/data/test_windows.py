@@ -19,6 +19,7 @@ from forge.data import Feed, Loader, workers
 from forge.testing import TinyTask, assert_same_weights
 from forge_plugins import Accumulate, Anomaly, Checkpoint
 from tests.snapshot.test_resume import die, live
+from tests.support.profiles import covering
 
 
 class Epochs:
@@ -239,8 +240,7 @@ def time_first(samples: list[Any]) -> Any:
     return x.expand(3, -1, -1), y, weights
 
 
-@pytest.mark.parametrize("sample", [1, 6, 9, 14, 17])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("sample", "window"), covering([1, 6, 9, 14, 17], [1, 2]))
 def test_samples_are_found_where_the_first_dimension_of_a_batch_is_time(
     tmp_path: Path, sample: int, window: int
 ) -> None:

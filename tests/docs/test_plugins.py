@@ -40,13 +40,11 @@ def test_every_plugin_has_a_page() -> None:
     assert sorted(name for names in groups.values() for name in names) == OURS
 
 
-MANY_PROCESSES = ("ddp", "fsdp", "tensor_parallel")
-"""Seconds each: in the quick profile the commands of docs/distributed.md are enough."""
+LONG = ("compile", "ddp", "fsdp", "tensor_parallel")
+"""Seconds each: in the quick profile tests/plugins and tests/distributed are enough."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in MANY_PROCESSES else ()) for name in OURS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OURS])
 def test_the_example_of_a_page_runs(name: str, empty_folder: Path) -> None:
     lines = plugin_page.examples(plugin_page.plugin_class(name))
     assert lines, f"{name}: end its docstring with a command line to try"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -17,6 +17,7 @@ from forge.errors import KernelError
 from forge_kernels.contract import INTERPRETED
 from forge_kernels.ops.cross_entropy import CROSS_ENTROPY, cross_entropy, reference
 from forge_kernels.triton.cross_entropy_plan import plan
+from tests.conftest import PROFILE
 from tests.support.kernel_kit import DEVICE, check_against_reference, check_compiles_whole, covering, few
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -90,7 +91,7 @@ def parts(logits):
     return plan(logits.shape[1], logits.element_size()).parts
 
 
-@few
+@settings(max_examples=3 if PROFILE == "quick" else 50)
 @given(classes=st.sampled_from([4609, 9217, 10000, 14000]), dtype=dtypes, chosen=options)
 def test_split_rows_equal_the_reference_with_any_option(classes, dtype, chosen):
     logits, target = batch(2, classes + 4608 * (dtype != torch.float32), dtype)

@@ -23,6 +23,7 @@ from forge.errors import NonFiniteError, RecipeError, StackError, TaskError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
 from forge_plugins.amp import best_dtype
+from tests.support.profiles import covering, few
 
 SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HIGH = {"init_scale": 2.0**20, "growth_interval": 2}
@@ -153,6 +154,7 @@ class WithSchedule(TinyTask):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@few
 @given(
     sizes=st.lists(st.integers(2, 6), min_size=1, max_size=6),
     window=st.integers(1, 3),
@@ -192,9 +194,9 @@ class LoudDiscriminator(TinyGAN):
         return {"loss": loss * 8 if name == "discriminator" else loss}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [TinyGAN, Turns, LoudDiscriminator])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "window"), covering(["fp16", "bf16"], [LoudDiscriminator, TinyGAN, Turns], [1, 2])
+)
 def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any, window: int) -> None:
     ours, theirs = kind(), kind()
     scales = trained(ours, made(dtype), Accumulate(window), max_epochs=3)
@@ -434,9 +436,7 @@ def test_training_goes_on_as_ever_after_a_validation(dtype: str, evaluation: str
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [TinyTask, LoudDiscriminator])
-@pytest.mark.parametrize("cut", [1, 4, 7])
+@pytest.mark.parametrize(("dtype", "kind", "cut"), covering(["fp16", "bf16"], [LoudDiscriminator, TinyTask], [4, 7, 1]))
 def test_a_resumed_run_has_the_bits_of_the_straight_one(dtype: str, kind: Any, cut: int, tmp_path: Path) -> None:
     def run(updates: int, **options: Any) -> tuple[forge.TaskModule, list[float], dict[str, float]]:
         amp, task = made(dtype), kind()
@@ -482,8 +482,7 @@ def with_nan(*bad: int, count: int = 6) -> list[Any]:
     return data
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
-@pytest.mark.parametrize("amp_first", [True, False])
+@pytest.mark.parametrize(("policy", "amp_first"), covering(["stop", "skip", "rewind"], [True, False]))
 def test_an_overflow_is_no_business_of_guard_and_anomaly(policy: str, amp_first: bool, tmp_path: Path) -> None:
     plain, watched, amp, anomaly = TinyTask(), TinyTask(), made("fp16"), Anomaly()
     expected = trained(plain, made("fp16"))
@@ -700,6 +699,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
         AMP(**options)
 
 
+@pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_it_keeps_the_contract(dtype: str) -> None:
     check_plugin(lambda: made(dtype))

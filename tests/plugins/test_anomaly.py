@@ -382,6 +382,7 @@ def test_finite_training_is_the_same_bit_for_bit(kind: Any) -> None:
     assert result.metrics == expected.metrics
 
 
+@pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(Anomaly)
 

@@ -578,16 +578,16 @@ def test_a_start_that_this_run_cannot_tell_is_refused(kind: Kind, start: Any, me
         fit_tiny([kind.make(start=start)], train=Stream(), max_epochs=1)
 
 
+@pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
 @pytest.mark.parametrize(
     "make",
     [
         EMA,
         SWA,
-        pytest.param(
-            lambda: EMA(0.9, start=2, warmup=True, every=2, buffers="average"), marks=pytest.mark.slow, id="ema, more"
-        ),
-        pytest.param(lambda: SWA(2, every="2 updates", lr=0.05, anneal=2), marks=pytest.mark.slow, id="swa, more"),
+        lambda: EMA(0.9, start=2, warmup=True, every=2, buffers="average"),
+        lambda: SWA(2, every="2 updates", lr=0.05, anneal=2),
     ],
+    ids=["ema", "swa", "ema, more", "swa, more"],
 )
 def test_they_keep_the_contract(make: Callable[[], Any]) -> None:
     check_plugin(make)

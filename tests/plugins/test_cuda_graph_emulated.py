@@ -26,6 +26,7 @@ from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Fr
 from forge_plugins import cuda_graph as module
 from forge_plugins.cuda_graph import captured
 from tests.snapshot.test_resume import PowerCut, cut_at, log_of
+from tests.support.profiles import covering
 
 
 class Again:
@@ -167,11 +168,10 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS.keys())
-def test_a_run_with_replays_is_the_run_without(stack: Any, kind: str) -> None:
+@pytest.mark.parametrize(("stack", "kind"), covering(STACKS, ["AdamW", "SGD"]))
+def test_a_run_with_replays_is_the_run_without(stack: str, kind: str) -> None:
     options = {"momentum": 0.9} if kind == "SGD" else {}
-    compare(stack, 7, task=lambda: Net(kind, **options))
+    compare(STACKS[stack], 7, task=lambda: Net(kind, **options))
 
 
 def test_another_shape_runs_uncaptured_and_gets_a_graph_when_it_comes_again() -> None:
@@ -257,7 +257,7 @@ def live(folder: Path, *more: Any) -> nn.Module:
     return task
 
 
-@pytest.mark.parametrize("update", [4, 17, 30])
+@pytest.mark.parametrize("update", [17, *(pytest.param(update, marks=pytest.mark.slow) for update in (4, 30))])
 def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
     straight = live(tmp_path / "straight")
     with pytest.raises(PowerCut):

@@ -17,6 +17,7 @@ from forge.errors import RecipeError, StackError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, EarlyStop
 from tests.snapshot.test_resume import PowerCut, cut_at
+from tests.support.profiles import few
 
 
 class Scripted(TinyTask):
@@ -160,6 +161,7 @@ def saving() -> Checkpoint:
     return Checkpoint(every="1 updates", background=False)
 
 
+@few
 @given(values=VALUES, mode=MODES, patience=PATIENCES, min_delta=DELTAS, deaths=st.lists(st.integers(1, 16), max_size=3))
 def test_a_run_that_was_cut_off_stops_where_the_straight_one_does(
     values: list[float],

@@ -20,6 +20,7 @@ from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, Clip, Freeze, Guard
 from tests.snapshot.test_resume import PowerCut, cut_at
+from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
 from tests.support.tasks import fit as task_fit
 
@@ -164,6 +165,7 @@ def test_any_freezing_and_thawing_equals_a_hand_written_loop_bit_for_bit(
     assert_same_weights(ours, theirs)
 
 
+@few
 @given(
     thaw=PLANS,
     window=st.integers(1, 2),
@@ -194,8 +196,7 @@ def test_a_run_that_was_cut_off_anywhere_ends_in_the_same_weights(
     assert_same_weights(task, expected)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", [Decayed, TinyGAN])
+@pytest.mark.parametrize(("cut", "kind"), covering([1, 2, 3, 4, 5], [Decayed, TinyGAN]))
 def test_a_resume_right_before_at_and_after_a_thaw_is_exact(cut: int, kind: Any, tmp_path: Path) -> None:
     """The checkpoint that is resumed from is of the update before the cut."""
 
@@ -507,6 +508,7 @@ def test_compiled_modules_thaw_too() -> None:
     assert_same_weights(compiled, plain)
 
 
+@pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
 def test_it_keeps_the_contract() -> None:
     check_plugin(lambda: Freeze("*.[01]", thaw={"*.0.weight": "2 updates", "*": "5 updates"}))
     check_plugin(lambda: Freeze("*.0", norm=False))

@@ -22,6 +22,7 @@ from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, 
 from forge_plugins import Accumulate, Anomaly, Checkpoint, Guard
 from forge_plugins._finite import all_finite
 from forge_plugins.guard import DeviceFlag
+from tests.support.profiles import covering
 
 POLICIES = ["stop", "skip", "rewind"]
 
@@ -52,9 +53,7 @@ def saving(every: str = "1 updates") -> Checkpoint:
 # -- finite numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", [TinyTask, TinyGAN])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("policy", "kind", "window"), covering(POLICIES, [TinyTask, TinyGAN], [1, 2]))
 def test_finite_training_is_the_same_bit_for_bit(policy: str, kind: Any, window: int) -> None:
     plain, expected = fit_tiny([Accumulate(window)], task=kind())
     guarded, result = fit_tiny([Guard(policy), Accumulate(window)], task=kind())
@@ -433,6 +432,7 @@ def test_the_optimizer_is_handed_back_as_it_was() -> None:
 # -- the plugin itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/testing/test_conformance.py holds it to the contract in the quick profile
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_keeps_the_contract(policy: str) -> None:
     check_plugin(lambda: Guard(policy))

@@ -21,6 +21,7 @@ from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.timing import Timing
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_plugins.kernels import Kernels
+from tests.conftest import PROFILE
 from tests.support import toy_kernels
 from tests.support.lasting_ranks import ranks
 from tests.support.toy_kernels import CALLS, LINEAR, RELU, FastLinear, entries
@@ -533,13 +534,18 @@ def test_a_kernel_of_what_is_not_there_is_refused_where_it_is_named_and_passed_o
     assert "toy" in ran()
 
 
-@pytest.mark.parametrize("use", ["toy", ["toy", "toy_module"]], ids=str)
+LEFT_OUT = ["cost", "a fit with accumulation", "a fit with two optimizers"] if PROFILE == "quick" else []
+"""A fit with both accumulation and two optimizers stands for either."""
+
+
+@pytest.mark.parametrize("use", [pytest.param("toy", marks=pytest.mark.slow), ["toy", "toy_module"]], ids=str)
 def test_it_keeps_the_contract_when_it_swaps(install: Any, use: Any) -> None:
     install("toy", "toy_module")
-    check_plugin(lambda: Kernels(use))
+    check_plugin(lambda: Kernels(use), leave_out=LEFT_OUT)
     assert "toy" in ran()
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_under_auto(install: Any, clock: type[Clock]) -> None:
     install("toy", "toy_module")
     check_plugin(lambda: Kernels(cache=False))

@@ -21,6 +21,7 @@ from forge.errors import NonFiniteError, RecipeError, StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import SAM, Accumulate, Anomaly, Checkpoint, Clip, Freeze, Guard, Schedule
 from tests.snapshot.test_resume import PowerCut, cut_at
+from tests.support.profiles import covering, few
 from tests.support.tasks import Classifier
 from tests.support.tasks import fit as task_fit
 
@@ -134,8 +135,8 @@ def gan_by_hand(gan: TinyGAN, batches: Sequence[Any], epochs: int, rho: float, w
                 optimizers[name].step()
 
 
-@pytest.mark.parametrize("kind", [TinyTask, Decayed])
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("kind", "adaptive"), covering([TinyTask, Decayed], [False, True]))
+@few
 @given(
     sizes=st.lists(st.integers(2, 6), min_size=1, max_size=6),
     window=st.integers(1, 3),
@@ -373,8 +374,7 @@ def test_a_window_that_guard_leaves_out_leaves_no_trace(policy: str, tmp_path: P
     assert_same_weights(task, expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("policy", "window"), covering(POLICIES, [1, 2]))
 def test_guard_and_anomaly_change_nothing_while_all_is_finite(policy: str, window: int) -> None:
     plain, expected = fit_tiny([SAM(), Accumulate(window)])
     watched, result = fit_tiny([Anomaly(), Guard(policy), SAM(), Accumulate(window)])
@@ -389,8 +389,7 @@ def test_anomaly_names_the_samples_that_were_bad() -> None:
     assert (anomaly.findings[0]["kind"], anomaly.findings[0]["rows"]) == ("batch", [3])
 
 
-@pytest.mark.parametrize("update", [1, 3, 4, 7])
-@pytest.mark.parametrize("kind", [Decayed, TinyGAN])
+@pytest.mark.parametrize(("kind", "update"), covering([Decayed, TinyGAN], [3, 4, 1, 7]))
 def test_a_run_that_was_cut_off_ends_in_the_same_weights(update: int, kind: Any, tmp_path: Path) -> None:
     def live(folder: str, *more: Any) -> Any:
         stack = [SAM(0.5), Accumulate(2), Clip(0.5), Checkpoint(every="1 updates", background=False), *more]

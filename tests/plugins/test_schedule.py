@@ -16,6 +16,7 @@ import forge
 from forge.errors import ForgeError, RecipeError
 from forge.testing import TinyGAN
 from forge_plugins import Accumulate, Schedule
+from tests.support.profiles import covering
 from tests.support.tasks import Classifier, fit, make_batches
 
 PEAK = 0.5
@@ -78,9 +79,7 @@ class TestShapes:
     def test_constant_stays_at_the_peak(self) -> None:
         assert rates_of(Schedule("constant")) == [PEAK] * 10
 
-    @pytest.mark.parametrize("kind", ["cosine", "linear"])
-    @pytest.mark.parametrize("warmup", [0, 1, 4, 9, 10])
-    @pytest.mark.parametrize("lowest", [0.0, 0.1])
+    @pytest.mark.parametrize(("kind", "warmup", "lowest"), covering(["cosine", "linear"], [0, 1, 4, 9, 10], [0.0, 0.1]))
     def test_the_rate_of_every_update_follows_the_formula(self, kind: str, warmup: int, lowest: float) -> None:
         total, peak = 10, max(warmup - 1, 0)
 
@@ -121,9 +120,9 @@ class TestEnds:
         rates = rates_of(Schedule("one_cycle", warmup=warmup), 10)
         assert rates[warmup - 1] == max(rates) == pytest.approx(PEAK)
 
-    @pytest.mark.parametrize("updates", [1, 2, 3, 4])
-    @pytest.mark.parametrize("warmup", [0, 1, 2])
-    @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "one_cycle"])
+    @pytest.mark.parametrize(
+        ("kind", "warmup", "updates"), covering(["cosine", "linear", "constant", "one_cycle"], [0, 1, 2], [1, 2, 3, 4])
+    )
     def test_the_shortest_runs_have_a_schedule_too(self, kind: str, warmup: int, updates: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a warm-up that is longer than the run

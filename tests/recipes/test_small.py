@@ -22,7 +22,13 @@ from forge_plugins import Checkpoint
 from forge_recipes import gan, multilabel, regression, sentiment
 from forge_recipes.digits import digits
 
-NAMES = ("gan_digits", "multilabel", "regression", "sentiment")
+NAMES = {
+    "gan_digits": [],
+    "multilabel": ["data.train=200", "data.val=50"],
+    "regression": [],
+    "sentiment": ["data.train=200", "data.val=50"],
+}
+"""The recipes, with what makes their data small."""
 
 
 def fit(task: Any, splits: Splits, **options: Any) -> forge.FitResult:
@@ -46,7 +52,8 @@ def whole(loader: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_recipe_runs_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_recipe(name).description
-    code = main(["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"])
+    words = ["fit", name, "trainer.max_updates=2", "trainer.validate_every=2 updates", "-p", "no:tensorboard"]
+    code = main([*words, *NAMES[name]])
     printed, errors = capsys.readouterr()
     assert code == 0, errors
     assert "val/" in printed

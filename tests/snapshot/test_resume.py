@@ -20,6 +20,7 @@ from forge.checkpoint import Checkpoints
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Schedule
+from tests.support.profiles import few
 
 
 def everything() -> list[Any]:
@@ -100,6 +101,7 @@ def loaders() -> dict[str, Callable[[], Any]]:
     }
 
 
+@few
 @given(
     deaths=st.lists(st.integers(1, 8), max_size=3),
     kind=st.sampled_from(sorted(loaders())),

@@ -5,6 +5,7 @@ In the full profile, and where there is a GPU (CUDA does not survive a fork), th
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -70,6 +71,7 @@ def _live(work: Callable[[], object], env: Mapping[str, str], out: int, err: int
     """The life of a fork, which must never return to pytest."""
     code = 1
     try:
+        gc.freeze()  # what the parent had is not garbage here
         os.environ.update(env)
         os.dup2(out, 1)
         os.dup2(err, 2)

@@ -42,22 +42,26 @@ NOT_ALONE = {"tensor_parallel"}
 """What needs another plugin beside it, and a plan for its task: tests/plugins/test_tensor_parallel.py has both."""
 
 
-HEAVY = {"compile": ["leaks", "state", "files", "graphs", "exceptions"], "profiler": ["exceptions"]}
-"""What else the quick profile leaves out where each of a plugin's fits takes a tenth of a second or more."""
+HEAVY = {"checkpoint", "fsdp", "monitor", "profiler"}
+"""Where each of a plugin's fits takes a tenth of a second, the quick profile has one optimizer and no exceptions."""
 
 
-LONG = {"kernels": pytest.mark.slow}
-"""tests/plugins/test_kernels.py holds it to the contract in the quick profile, swapping and measuring."""
+LONG = {"compile", "kernels"}
+"""Where a fit takes a second, the quick profile has tests/engine/test_composition_levers.py for compile, and
+tests/plugins/test_kernels.py for kernels."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=LONG.get(n, ())) for n in sorted(registry.installed("plugin").keys() - NOT_ALONE)],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+        for name in sorted(registry.installed("plugin").keys() - NOT_ALONE)
+    ],
 )
 def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
     leave_out: list[str] = []
     if PROFILE == "quick":  # that the order of a stack makes no difference is a law of tests/engine/test_composition.py
-        leave_out = [*(PLAINEST if name in HEAVY else LEFT_OUT), "order", *HEAVY.get(name, [])]
+        leave_out = [*PLAINEST, "order", "exceptions"] if name in HEAVY else [*LEFT_OUT, "order"]
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
 
 

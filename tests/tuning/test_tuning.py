@@ -27,6 +27,7 @@ from forge.tuning.batch import largest_that
 from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
 from forge_plugins import Accumulate, Clip
+from tests.support.profiles import few
 
 clean = peak_memory.clean
 
@@ -176,7 +177,7 @@ def test_schedules_of_the_task_are_left_out(schedule: Any) -> None:
             optimizer = super().configure_optimizers()
             return optimizer, schedule(optimizer)
 
-    curve, plain = lr_range(Scheduled, noise()), lr_range(Bowl, noise())
+    curve, plain = lr_range(Scheduled, noise(), updates=40), lr_range(Bowl, noise(), updates=40)
     assert curve.rates == plain.rates
     assert curve.losses == pytest.approx(plain.losses)
 
@@ -317,6 +318,7 @@ def test_the_picture_has_its_size_and_shows_the_curve_and_the_suggestion(tmp_pat
     assert min(columns) / WIDTH == pytest.approx(0.08 + place * 0.887, abs=0.02)
 
 
+@few
 @given(
     st.lists(st.floats(-1e3, 1e3) | st.floats(1e3, 1e30), min_size=1, max_size=40),
     st.booleans(),
