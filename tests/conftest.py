@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, settings
 
 import forge
 from tests.support import forked
-from tests.support.in_fork import forge_in_fork
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
@@ -185,4 +184,4 @@ def run_forge(empty_folder: Path) -> Run:
 
     `paths` come first on its import path, as those of `run_python`.
     """
-    return partial(forge_in_fork, env=PLAIN)
+    return partial(forked.forge, env=PLAIN)

@@ -15,7 +15,7 @@ import benchmarks.overhead
 from benchmarks import gpu, startup
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
-from tests.support.in_fork import forked
+from tests.support import forked
 
 KEYS = {
     "case",
@@ -39,7 +39,7 @@ CASES = ("mlp",) if PROFILE == "quick" else ("mlp", "transformer", "stack")
 @pytest.fixture(scope="module")
 def overhead() -> list[dict[str, Any]]:
     words = ["--json", "--peers", "none", "--updates", "5", "--rounds", "1", "--case", ",".join(CASES)]
-    done = forked(partial(benchmarks.overhead.main, words))  # which switches oneDNN off
+    done = forked.call(partial(benchmarks.overhead.main, words))  # which switches oneDNN off
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from forge import __version__, registry
 from forge.cli import main, verbs
-from tests.support.in_fork import forked
+from tests.support import forked
 
 QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
 
@@ -429,7 +429,7 @@ def test_a_new_plugin_is_a_package_in_a_folder_of_that_name_whose_own_tests_pass
     assert "pip install -e weight-norm && pytest weight-norm" in out
     folder = Path("weight-norm")
     assert 'weight_norm = "forge_weight_norm:WeightNorm"' in (folder / "pyproject.toml").read_text()
-    done = forked(partial(pytest.main, ["-q", "-p", "no:cacheprovider", str(folder)]))
+    done = forked.call(partial(pytest.main, ["-q", "-p", "no:cacheprovider", str(folder)]))
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO, Run
-from tests.support.in_fork import forked
+from tests.support import forked
 
 EXAMPLE = REPO / "plugins" / "example-lookahead"
 
@@ -131,7 +131,7 @@ def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run)
 
 
 def test_its_own_tests_pass(example: Path) -> None:
-    done = forked(partial(run_tests, example))
+    done = forked.call(partial(run_tests, example))
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

@@ -20,7 +20,7 @@ from forge.cli import main
 from forge.testing import TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Checkpoint
 from tests.conftest import Run
-from tests.support.in_fork import forked
+from tests.support import forked
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 
@@ -132,20 +132,20 @@ def shot_in(folder: Path, times: int = 1, stderr: bool = True) -> None:
 
 
 def test_a_script_ends_with_85(tmp_path: Path) -> None:
-    done = forked(partial(shot_in, tmp_path))
+    done = forked.call(partial(shot_in, tmp_path))
     assert done.returncode == 85, done.stderr
     assert "SIGTERM: stopping after this update" in done.stderr
 
 
 def test_a_closed_stderr_does_not_keep_a_signal_from_saving(tmp_path: Path) -> None:
-    done = forked(partial(shot_in, tmp_path, stderr=False))
+    done = forked.call(partial(shot_in, tmp_path, stderr=False))
     assert done.returncode == 85
     assert not done.stderr
     assert Checkpoints(tmp_path / "checkpoints").all()
 
 
 def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
-    done = forked(partial(shot_in, tmp_path, times=2))
+    done = forked.call(partial(shot_in, tmp_path, times=2))
     assert done.returncode == -signal.SIGTERM, done.stderr
     saved = Checkpoints(tmp_path / "checkpoints").all()
     assert saved[-1].name in ("update-00000004", "update-00000006")
@@ -171,7 +171,7 @@ def fit_with_broken_stderr() -> int:
 
 def test_a_broken_pipe_behind_stderr_keeps_the_exit_code(empty_folder: Path) -> None:
     (empty_folder / "shot.py").write_text(TASK)
-    assert forked(fit_with_broken_stderr).returncode == 85
+    assert forked.call(fit_with_broken_stderr).returncode == 85
 
 
 TASK = """

@@ -41,6 +41,29 @@ FIRST_IMPORTS = [
     "from forge import kernels as m",
 ]
 
+FIRST = """
+import importlib, os, sys, traceback
+import torch  # once, for all the processes that are forked from this one
+
+def first(statement):
+    exec(statement, globals())
+    assert m.__name__.startswith("forge_kernels") and m is importlib.import_module(m.__name__)
+    own = [name for name, module in sys.modules.items() if name.startswith("forge.kernels") and module.__name__ == name]
+    assert not own, own
+
+assert "forge" not in sys.modules
+for statement in {statements!r}:
+    if not (child := os.fork()):
+        try:
+            first(statement)
+            os._exit(0)
+        except BaseException:
+            print(statement, file=sys.stderr)
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
 USER = """
 import forge
 import forge.kernels.contract
@@ -75,12 +98,8 @@ def test_a_submodule_is_one_module_with_its_own_spec(name: str) -> None:
     assert real.__name__ == real.__spec__.name == f"forge_kernels.{name}"  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@pytest.mark.parametrize("statement", FIRST_IMPORTS)
-def test_any_import_may_come_first(statement: str, run_python: Run) -> None:
-    code = f"{statement}\nimport sys, importlib\n"
-    code += "assert m.__name__.startswith('forge_kernels') and m is importlib.import_module(m.__name__)\n"
-    code += "own = [n for n, m in sys.modules.items() if n.startswith('forge.kernels') and m.__name__ == n]\n"
-    done = run_python("-c", f"{code}assert not own, own")
+def test_any_import_may_come_first(run_python: Run) -> None:
+    done = run_python("-c", FIRST.format(statements=FIRST_IMPORTS))
     assert done.returncode == 0, done.stderr
 
 

@@ -2,6 +2,8 @@
 
     forked.Popen([sys.executable, "-m", "forge", "fit", "small.py"], env=..., cwd=...)
     forked.run(...)                     as subprocess.run
+    forked.call(function)               a function of a module, or a partial of one
+    forked.forge("fit", "quickstart")   the command line
 
 In the quick profile `python -m MODULE ...` and `python -c CODE ...` are forked from a process that was itself forked
 from this one before the first test, so that nothing of a test is in it. The long profile runs them in interpreters of
@@ -26,23 +28,36 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from multiprocessing import resource_tracker, util
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from forge import cli, registry
 from forge.cli import target
+
+Completed = subprocess.CompletedProcess[str]
 
 QUICK = (
     sys.platform == "linux" and not torch.cuda.is_available() and os.environ.get("FORGE_PROFILE", "quick") == "quick"
 )
-WARM = ("forge.cli.fit", "forge.distributed.launch", "forge_plugins.ddp", "omegaconf", "torch._dynamo")
+WARM = (
+    "forge.cli.fit",
+    "forge.distributed.launch",
+    "forge_plugins.ddp",
+    "omegaconf",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
 """Imported before a fork, so that one process imports for all that come of it."""
 SUBREAPER = 36
 """prctl's PR_SET_CHILD_SUBREAPER."""
+LOAD = "import pickle, sys; sys.path[:] = {path!r}; sys.exit(pickle.loads({work!r})())"
+"""A program that calls a pickled function; its exit code is the integer that the function returns."""
 
 _server: socket.socket | None = None
 _server_pid = 0
@@ -66,7 +81,7 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def run(args: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(args: Sequence[Any], *, timeout: float, **options: Any) -> Completed:
     """`subprocess.run` with its output as text."""
     with Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
@@ -74,7 +89,24 @@ def run(args: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.Co
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+    return Completed(args, process.returncode, out, err)
+
+
+def call(work: Callable[[], object], env: Mapping[str, str] | None = None, timeout: float = 300) -> Completed:
+    """Call `work` in a process of its own; the exit code is the integer that it returns, or 1 after an error."""
+    code = LOAD.format(path=sys.path, work=pickle.dumps(work))
+    return run([sys.executable, "-c", code], env={**os.environ, **(env or {})}, timeout=timeout)
+
+
+def forge(*words: str, paths: Sequence[Path] = (), env: Mapping[str, str] | None = None) -> Completed:
+    """Run the command line in a process of its own; `paths` come first on its import path, entry points included."""
+    return call(partial(_forge, words, tuple(map(str, paths))), env)
+
+
+def _forge(words: Sequence[str], paths: Sequence[str]) -> int:
+    sys.path[:0] = paths
+    registry.installed.cache_clear()
+    return cli.main(words)
 
 
 # -- the process that forks -------------------------------------------------------------------------------------------
@@ -160,8 +192,10 @@ def _fork(streams: list[int], request: tuple[Any, Any, bool, list[str]]) -> int:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
+            try:
                 stream.flush()
+            except OSError:
+                code = 120  # as Python exits where its last flush fails
         os._exit(code)
 
 
