@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import forge
+import forge_kernels
+import forge_plugins
 from tests.support.tasks import Classifier, make_batches
 
 KERNEL = str(Path(forge.__file__).parent)
+OURS = (KERNEL, str(Path(forge_plugins.__file__).parent), str(Path(forge_kernels.__file__).parent), "<forge dispatch")
 
 
 class Plain(Classifier):
@@ -21,13 +24,13 @@ class Plain(Classifier):
         return F.cross_entropy(self(batch[0]), batch[1])
 
 
-def calls_during(work: Callable[[], Any]) -> int:
-    """Python functions called while `work` runs."""
+def calls_during(work: Callable[[], Any], inside: tuple[str, ...] = ("",)) -> int:
+    """Python functions called while `work` runs, from files whose paths begin with one of `inside`."""
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename.startswith(inside)
 
     sys.setprofile(profile)
     try:
@@ -37,10 +40,10 @@ def calls_during(work: Callable[[], Any]) -> int:
     return count
 
 
-def calls_per_update(run: Callable[[int], Any]) -> float:
+def calls_per_update(run: Callable[[int], Any], inside: tuple[str, ...] = ("",)) -> float:
     """The slope: what a run of any length pays once cancels out."""
     short, long = 50, 150  # both end on a log, so that a log is counted in its share
-    return (calls_during(lambda: run(long)) - calls_during(lambda: run(short))) / (long - short)
+    return (calls_during(lambda: run(long), inside) - calls_during(lambda: run(short), inside)) / (long - short)
 
 
 def bare(updates: int) -> None:
@@ -53,8 +56,16 @@ def bare(updates: int) -> None:
 
 
 def with_forge(updates: int) -> None:
-    trainer = forge.Trainer(max_updates=updates, plugins=[], run_dir=False)
-    trainer.fit(Plain(), make_batches(1) * updates)
+    forge.Trainer(max_updates=updates, plugins=[], run_dir=False).fit(Plain(), make_batches(1) * 200)
+
+
+def with_the_default_recipe(updates: int) -> None:
+    forge.Trainer(max_updates=updates, run_dir=f"run-{updates}").fit(Plain(), make_batches(1) * 200)
+
+
+def test_at_most_20_calls_of_forge_per_update_36_by_default() -> None:
+    assert 10 < calls_per_update(with_forge, OURS) <= 20
+    assert calls_per_update(with_the_default_recipe, OURS) <= 36
 
 
 def test_at_most_60_python_calls_per_update_beyond_the_bare_loop() -> None:
