@@ -109,6 +109,7 @@ def test_an_installed_forge_finds_its_recipes(installed: Path, run_python: Run) 
     assert "default" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_installed_forge_trains_through_its_command(installed: Path, empty_folder: Path) -> None:
     command = [installed.with_name("forge"), "fit", "quickstart", "trainer.max_epochs=1"]
     done = subprocess.run(command, cwd=empty_folder, capture_output=True, text=True)

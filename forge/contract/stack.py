@@ -58,7 +58,7 @@ class Stack:
     def __init__(self, plugins: Iterable[Plugin] = ()):
         self.plugins: list[Plugin] = []
         self._frozen = False
-        self._manager = _empty_manager()
+        self._manager = _NO_PLUGINS
         for plugin in plugins:
             self.add(plugin)
 
@@ -262,6 +262,9 @@ def _empty_manager() -> pluggy.PluginManager:
     manager = _Manager(contract.PROJECT)
     manager.add_hookspecs(contract)
     return manager
+
+
+_NO_PLUGINS = _empty_manager()
 
 
 def _role(hook: str, impl: pluggy.HookImpl) -> str:

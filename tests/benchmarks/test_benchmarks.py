@@ -44,10 +44,12 @@ def overhead() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_overhead_begins_with_the_machine(overhead: list[dict[str, Any]]) -> None:
     assert {"cpu", "cores", "torch"} <= overhead[0]["machine"].keys()
 
 
+@pytest.mark.slow
 def test_overhead_gives_a_row_for_every_case_and_contender(overhead: list[dict[str, Any]]) -> None:
     rows = overhead[1:]
     assert all(row.keys() == KEYS for row in rows)
@@ -56,6 +58,7 @@ def test_overhead_gives_a_row_for_every_case_and_contender(overhead: list[dict[s
     assert {(row["case"], row["contender"]) for row in rows} == expected
 
 
+@pytest.mark.slow
 def test_every_contender_trains_the_same_weights_bit_for_bit(overhead: list[dict[str, Any]]) -> None:
     assert [row["contender"] for row in overhead[1:] if not row["weights_identical"]] == []
 

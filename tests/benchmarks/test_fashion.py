@@ -12,6 +12,7 @@ from benchmarks import fashion
 from benchmarks.fashion import Timed
 
 
+@pytest.mark.slow
 def test_the_plain_script_trains_the_labs_network_and_ends_with_its_time_and_accuracy(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -531,6 +531,7 @@ def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) ->
     assert set(load_file(saved / "weights.safetensors")) == weights.keys() - {"head.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_two_ranks_to_others_to_two_keep_every_bit_under_every_sharding(world: int, saved: Path) -> None:
     assert launch(world, load_by_others, saved, world) == [0] * world
@@ -798,6 +799,7 @@ def test_a_forged_manifest_is_refused(case: str, tmp_path: Path) -> None:
     check_refused(tmp_path / "update-00000001", "manifest")
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_fit_into_a_manifest_and_too_many_do_not() -> None:
     def made(world: int) -> bytes:
         return manifest.encode({name: manifest.FileRecord(2**61, "0" * 64) for name in manifest.files_of(world)})

@@ -232,6 +232,7 @@ def test_a_list_that_belongs_into_a_tensor_is_refused_when_it_is_saved() -> None
         check_savable({"order": list(range(400_000))})
 
 
+@pytest.mark.slow
 def test_more_names_than_a_header_may_hold_are_refused_when_they_are_saved(tmp_path: Path) -> None:
     tree = {"state": {f"{i:0200d}": torch.zeros(1) for i in range(20_000)}}
     with pytest.raises(CheckpointError, match=r"limit"):

@@ -130,6 +130,7 @@ def test_its_options_are_checked_like_a_built_ins(example: Path, run_forge: Run)
     assert "Did you mean 'alpha'?" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(example: Path) -> None:
     done = forked.call(partial(run_tests, example))
     assert done.returncode == 0, done.stdout

@@ -126,7 +126,7 @@ def test_a_run_continued_anywhere_is_the_run_that_was_not_interrupted(
 
 @pytest.mark.parametrize(
     ("persistent", "stop"),
-    [(True, 3), (False, 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 2), (True, 6)))],
+    [(True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 7), (False, 2), (True, 6)))],
 )
 def test_so_it_is_with_workers_whatever_they_have_prefetched(persistent: bool, stop: int) -> None:
     wanted, given_ = resumed(Counting, 11, 2, 2, stop, prefetch_factor=3, persistent_workers=persistent)

@@ -487,6 +487,7 @@ class TestTheEnd:
             time.sleep(0.02)  # there is no event: nobody may wait for another's child
         assert not any(map(is_running, workers))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.slow), ["stuck"]])
     def test_workers_do_not_keep_the_interpreter_from_exiting(self, words: list[str]) -> None:
         main, workers = self.start(*words)

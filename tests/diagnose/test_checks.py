@@ -547,6 +547,7 @@ class TestLoss:
 
         assert fit(with_loss(loss), max_updates=1).updates == 1
 
+    @pytest.mark.slow
     def test_a_compiled_module_sees_the_first_batch_unwatched(self) -> None:
         class Compiled(Classifier):
             def __init__(self) -> None:

@@ -31,7 +31,7 @@ LONG = {
     "verify-resume": "tests/cli/test_verify_resume.py kills and resumes a smaller task",
     "determinism": "tests/cli/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/distributed/test_launch.py starts ranks",
-    "batch": "tests/cli/test_tune.py searches in small",
+    "tune": "tests/cli/test_tune.py searches in small",
     "finetune": "tests/recipes/test_finetune.py trains it",
     "thawed.yaml": "finetune, with other options",
     "multilabel": "tests/recipes/test_small.py trains it",
@@ -40,7 +40,7 @@ LONG = {
     "shakespeare_char_cpu": "tests/recipes/test_shakespeare.py trains it",
 }
 """What is run in the full profile only, and what stands for it in the quick one."""
-SHOWN_ALREADY = {"tune": "docs/recipes-and-cli.md", "--devices": "docs/recipes-and-cli.md"}
+SHOWN_ALREADY = {"--devices": "docs/recipes-and-cli.md"}
 """What takes a second and is run on one page; on others too in the full profile."""
 
 

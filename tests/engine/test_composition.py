@@ -116,6 +116,7 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+@pytest.mark.slow
 @given(
     stack=st.lists(st.sampled_from(["accumulate", "clip", "schedule"]), unique=True),
     sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),

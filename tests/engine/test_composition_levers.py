@@ -126,7 +126,7 @@ def new(optimizer: str) -> Net:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @given(stack=stacks(), sizes=st.lists(st.integers(2, 5), min_size=2, max_size=6), cut=st.integers(1, MOST_UPDATES))
-@settings(max_examples=500 if PROFILE == "full" else 10)
+@settings(max_examples=500 if PROFILE == "full" else 6)
 def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_exactly(
     optimizer: str, stack: Stack, sizes: list[int], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

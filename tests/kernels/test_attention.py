@@ -81,6 +81,7 @@ def test_it_is_the_formula(causal):
     torch.testing.assert_close(attention(q, k, v, causal).double(), exact, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "dtype"), covering(zip((128, 200, 256), DTYPES, strict=True), itertools.product((128, 200, 256), DTYPES))
 )
@@ -120,7 +121,14 @@ def test_a_scale_that_is_not_positive_is_left_to_torch():
     torch.testing.assert_close(attention(q, k, v, scale=-1.0), plainly(q, k, v, scale=-1.0))
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "slices of one projection", "odd offsets", "expanded", "last stride 2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "slices of one projection",
+        "expanded",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("contiguous", "odd offsets", "last stride 2")),
+    ],
+)
 def test_strides_do_not_matter(kind):
     b, h, s, d = 2, 2, 35, 16
     if kind == "contiguous":
@@ -178,6 +186,7 @@ def test_the_gradient_of_the_keys_alone_is_right():
     torch.testing.assert_close(grad, exact, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [16, pytest.param(18, marks=pytest.mark.slow)])
 def test_compiles_whole(d):
     check_compiles_whole(ATTENTION, tensors(1, 4, 2, 20, 24, d), {"causal": True})

@@ -24,6 +24,7 @@ def test_autograd_knows_that_parameters_have_changed():
         loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiles_whole(trained):
     args = lists([(5,), (3, 4)])

@@ -254,6 +254,7 @@ def test_small_float16_gradients_survive_behind_a_loss_scale():
     torch.testing.assert_close(gradient(cross_entropy(logits, target) * scale, logits), exact, rtol=2e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_it_compiles_whole():
     check_compiles_whole(CROSS_ENTROPY, batch(3, 100))
     check_compiles_whole(CROSS_ENTROPY, batch(3, 100), {"reduction": "none", "label_smoothing": 0.1})

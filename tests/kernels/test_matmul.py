@@ -163,6 +163,7 @@ def test_compiles_whole(activation):
     check_compiles_whole(MATMUL, [new(3, 10, 20), new(20, 6), new(6)], {"activation": activation})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "keep"), [pytest.param("none", False, marks=pytest.mark.slow), ("gelu", True)])
 def test_the_operators_are_registered_as_torch_asks(kind, keep):
     from forge_kernels.triton.matmul import activation_grad

@@ -164,6 +164,7 @@ def test_the_layout_of_what_the_activation_was_computed_from_does_not_matter(lay
         assert torch.equal(result, right)
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     check_compiles_whole(MLP, arguments(3, 4))
 
@@ -339,6 +340,7 @@ def test_a_forward_that_is_put_onto_a_layer_later_is_run(kernel_runs):
     assert not kernel_runs
 
 
+@pytest.mark.slow
 def test_a_fused_one_compiles_whole():
     fused, x = fused_and_input()
     torch.compiler.reset()

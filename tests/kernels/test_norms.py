@@ -76,6 +76,7 @@ def test_the_sum_with_a_residual_is_normalised_and_returned_in_any_mix_of_dtypes
     assert h.dtype == torch.promote_types(dtype, residual)
 
 
+@pytest.mark.slow
 @both
 def test_rows_too_wide_for_registers_equal_the_reference(kernel, monkeypatch):
     from forge_kernels.triton import norms as triton_norms
@@ -181,11 +182,13 @@ def test_results_are_the_same_bits_every_time(kernel):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @both
 def test_compiles_whole(kernel):
     check_compiles_whole(kernel, arguments(kernel, (3, 100), torch.float32, residual=torch.float32))
 
 
+@pytest.mark.slow
 def test_the_operators_are_registered_as_torch_asks():
     from forge_kernels.triton.norms import norm
 
@@ -210,6 +213,7 @@ def test_it_runs_on_the_device_of_its_tensors(kernel, width, monkeypatch):
     check_launches_where_the_tensors_are(monkeypatch, triton_norms, lambda: run(kernel.function, args, {}))
 
 
+@pytest.mark.slow
 @stand_ins
 def test_a_stand_in_compiles_whole(stand_in, original):
     x = torch.randn(3, 8, device=DEVICE, dtype=torch.bfloat16)

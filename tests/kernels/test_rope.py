@@ -58,6 +58,7 @@ def test_angles_can_have_a_batch_dimension(batch):
     check_against_reference(ROPE, arguments(angles=(batch,)))
 
 
+@pytest.mark.slow
 def test_more_heads_than_a_program_takes_at_once_equal_the_reference(monkeypatch):
     from forge_kernels.triton import rope as triton_rope
 
@@ -89,6 +90,7 @@ def test_it_is_what_llama_computes():
         torch.testing.assert_close(turned, right)
 
 
+@pytest.mark.slow
 def test_compiles_whole():
     check_compiles_whole(ROPE, arguments())
 

@@ -87,7 +87,10 @@ def forge_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 # What is counted
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, momentum], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(torch.optim.AdamW, id="adamw"), pytest.param(momentum, id="sgd", marks=pytest.mark.slow)],
+)
 def test_parameters_gradients_and_optimizer_are_those_of_a_real_step(
     optimizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +125,7 @@ def test_activations_are_what_autograd_keeps() -> None:
     assert rehearse(Net, (x, y)).activations == rounded([*kept, loss])
 
 
+@pytest.mark.slow
 def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
     few = rehearse(Net, batch(2048), {"remat": {}})
     many = rehearse(lambda: Net(4), batch(2048), {"remat": {}})
@@ -129,6 +133,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
     assert few.peak < plain(2048).peak
 
 
+@pytest.mark.slow
 def test_remat_of_blocks_with_batch_statistics_is_counted() -> None:
     class Statistics(Net):
         def __init__(self) -> None:
@@ -140,6 +145,7 @@ def test_remat_of_blocks_with_batch_statistics_is_counted() -> None:
     assert again.activations < kept.activations
 
 
+@pytest.mark.slow
 def test_the_peak_grows_with_the_batch_and_nothing_else_does() -> None:
     small, large = plain(32), plain(64)
     assert (small.samples, large.samples) == (32, 64)
@@ -147,6 +153,7 @@ def test_the_peak_grows_with_the_batch_and_nothing_else_does() -> None:
     assert 1.9 < large.activations / small.activations < 2.1
 
 
+@pytest.mark.slow
 def test_a_fused_way_over_all_tensors_takes_a_copy_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes it on CUDA where nobody says otherwise; then the optimizer's step can be the peak."""
     monkeypatch.setattr(Net, "optimizer", staticmethod(torch.optim.AdamW))
@@ -173,6 +180,7 @@ def test_what_plugins_hold_is_counted() -> None:
     assert ahead.peak - plain().peak == 2 * (SAMPLES * WIDTH * 4 + 512)
 
 
+@pytest.mark.slow
 def test_plugins_that_look_at_values_are_no_obstacle() -> None:
     stack = {"clip": {}, "amp": {"dtype": "bf16"}, "guard": {}, "schedule": {}, "progress": {}, "sam": {}}
     assert rehearse(Net, batch(), stack).peak > WORKSPACE
@@ -244,6 +252,7 @@ def test_dropout_keeps_one_byte_an_element() -> None:
     assert more == SAMPLES * WIDTH
 
 
+@pytest.mark.slow
 def test_attention_keeps_no_matrix_with_dropout_or_a_mask() -> None:
     class Attends(forge.TaskModule):
         options: Any = {}
@@ -433,6 +442,7 @@ def test_a_recipe_is_planned_in_a_table_and_a_sentence(forge_line: Forge, empty_
     assert not list(empty_folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_task_and_data_of_ones_own_are_planned_as_json(forge_line: Forge, my_files: Callable[[str], None]) -> None:
     my_files("pass")
     words = ["my_task.py:MyTask", "task.width=256", "--data", "my_data.py", "--devices", "4", "-p", "no:tensorboard"]

@@ -297,6 +297,7 @@ def test_an_evaluation_inside_the_export_is_fine(kind: Kind, tmp_path: Path) -> 
     assert_same_weights(load_file(tmp_path / "weights.safetensors"), task.seen[-1])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_evaluates_the_average_in_its_graph(kind: Kind) -> None:
     results = []
     for compiled in (False, True):

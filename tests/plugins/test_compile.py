@@ -81,7 +81,7 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     ("backend", "blocks"),
     [
         pytest.param("aot_eager", None, id="whole"),
-        pytest.param("eager", "Sequential", id="one block"),
+        pytest.param("eager", "Sequential", id="one block", marks=pytest.mark.slow),
         pytest.param("aot_eager", ["net.0", "BatchNorm1d", "Dropout"], id="several blocks", marks=pytest.mark.slow),
     ],
 )
@@ -105,6 +105,7 @@ def test_weights_equal_the_hand_written_loop_around_a_compiled_module() -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.slow
 def test_two_optimizers_take_turns_with_a_graph_each() -> None:
     plain, compiled = TinyGAN(), TinyGAN()
     fit(None, plain)
@@ -122,6 +123,7 @@ def test_blocks_that_are_computed_again_keep_their_bits(blocks: str | None, budg
     assert counts(result)[1:] == (0, 0)
 
 
+@pytest.mark.slow
 def test_autocast_around_it_is_part_of_the_graph() -> None:
     class Autocast(forge.Plugin):
         @forge.hookimpl(wrapper=True)
@@ -225,6 +227,7 @@ def test_alike_blocks_share_a_graph(caplog: pytest.LogCaptureFixture) -> None:
     assert "compile: compiled separately: net.0-11." in caplog.text
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_do_not_use_up_torchs_limit(caplog: pytest.LogCaptureFixture) -> None:
     result = fit(Compile(backend="eager", blocks="Linear"), Chain(*range(4, 14)), validate_every=None, max_updates=2)[1]
     assert counts(result) == (11, 0, 0)
@@ -357,6 +360,7 @@ def test_a_task_in_a_folder_named_training_has_its_recompiles_counted(
     assert "HINT" not in caplog.text
 
 
+@pytest.mark.slow
 def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
     def frozen() -> Chain:
         task: Any = Chain(4)
@@ -375,6 +379,7 @@ def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
     assert_same_weights(compiled, plain)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
     """In some versions of torch what was compiled while it was frozen would be used on, and say nothing."""
 
@@ -395,6 +400,7 @@ def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
     assert_same_weights(compiled, plain)
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
     @forge.on("step_end", mutates=True)
     def freeze(step: forge.Step) -> None:
@@ -409,6 +415,7 @@ def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
     assert_same_weights(compiled, plain)
 
 
+@pytest.mark.slow
 def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.LogCaptureFixture) -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
@@ -602,6 +609,7 @@ def odd() -> TinyTask:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
@@ -620,6 +628,7 @@ def test_comparing_leaves_no_trace_in_the_run(make: Any, blocks: str | None, cap
     assert "compiled and eager agree on the first batch bit for bit." in caplog.text
 
 
+@pytest.mark.slow
 def test_random_numbers_that_prepare_a_batch_are_drawn_again_for_the_run() -> None:
     class Noise(forge.Plugin):
         @forge.hookimpl(wrapper=True)
@@ -633,7 +642,7 @@ def test_random_numbers_that_prepare_a_batch_are_drawn_again_for_the_run() -> No
     assert_same_weights(compared, plain)
 
 
-@pytest.mark.parametrize("blocks", [None, "net.*"])
+@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), "net.*"])
 def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pytest.LogCaptureFixture) -> None:
     fit(Compile(backend="eager", blocks=blocks, compare=True), odd(), max_updates=1)
     assert "compiled and eager disagree on the first batch: they differ by" in caplog.text
@@ -652,6 +661,7 @@ def test_a_difference_in_the_step_itself_is_not_blamed_on_a_module(caplog: pytes
     assert "No module differs when it is compiled by itself" in caplog.text
 
 
+@pytest.mark.slow
 def test_functions_compiled_for_the_comparison_do_not_serve_the_run() -> None:
     plain, compared = Breaks(), Breaks()
     result = fit(Compile(backend="eager"), plain, validate_every=None)[1]
@@ -693,6 +703,7 @@ def test_differences_are_relative_to_the_size_of_a_tensor(ours: Any, theirs: Any
     assert (found.name, found.relative) == (name, pytest.approx(relative))
 
 
+@pytest.mark.slow
 def test_the_coarsest_dtype_that_took_part_decides_what_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
     class Half(TinyTask):
         def training_step(self, batch: Any) -> Any:

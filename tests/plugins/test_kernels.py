@@ -192,7 +192,7 @@ def test_what_is_computed_again_in_backward_runs_on_the_kernel_too(install: Any)
     assert_same_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("order", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_compiled_step_has_the_kernel_in_its_graph(install: Any, order: int) -> None:
     install("toy")
     torch._dynamo.reset()
@@ -298,6 +298,7 @@ def test_the_table_says_what_was_measured_and_what_is_used(
     assert row.split() == ["relu", "8×8", "float32", "1", "1", "ms", "toy", "0.5", "ms", "toy"]
 
 
+@pytest.mark.slow
 def test_auto_under_compile_measures_against_compiled_code_and_keeps_its_graphs_out_of_the_count(
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

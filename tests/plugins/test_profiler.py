@@ -951,6 +951,7 @@ class Matmuls(forge.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_large_matrix_products_are_compute_bound() -> None:
     kind, plugin = verdict_of(Matmuls(), [torch.randn(512, 768) for _ in range(8)])
     assert kind == "compute-bound"

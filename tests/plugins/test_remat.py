@@ -212,6 +212,7 @@ def test_a_norm_that_is_frozen_on_the_way_keeps_the_bits() -> None:
     assert_same_weights(again, plain)
 
 
+@pytest.mark.slow
 def test_a_compiled_task_gives_the_same_bits() -> None:
     class Compiles(forge.Plugin):
         @forge.hookimpl

@@ -91,6 +91,7 @@ def test_other_sinks_pass_over_it_and_the_text_page_says_where_it_is(tmp_path: P
     assert b"6 points of 8 dimensions" in event.tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 def test_the_latest_of_each_name_is_kept_and_nothing_else(tmp_path: Path) -> None:
     for seed in range(4):
         projector.write(tmp_path, "val/a", forge.Embedding(points(seed), images=torch.rand(5, 1, 2, 2)))

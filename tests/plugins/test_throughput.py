@@ -459,6 +459,7 @@ class Compiled(MLP):
         self.net.compile(backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_compiled_code_is_counted_on_a_copy_without_numbers(clock: Clock) -> None:
     class Timed(Compiled):
         def training_step(self, batch: Any) -> Any:
@@ -487,6 +488,7 @@ def test_a_task_that_is_compiled_as_a_whole_is_counted_too(clock: Clock) -> None
     assert flops_per_second(log) == pytest.approx(mlp_flops(5, 6, 20, 3) / 0.010)
 
 
+@pytest.mark.slow
 def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
     from torch._dynamo.utils import counters
 

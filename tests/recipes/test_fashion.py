@@ -211,7 +211,9 @@ def recipe_run(name: str, overrides: list[str], updates: int, **given: Any) -> t
     ("name", "overrides"),
     [
         ("fashion_mlp", ["task.hidden=16"]),
-        ("fashion_cnn", ["task.widths=[4,8]", "task.depths=[0,1]", "data.batch_size=64"]),
+        pytest.param(
+            "fashion_cnn", ["task.widths=[4,8]", "task.depths=[0,1]", "data.batch_size=64"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str, overrides: list[str], small_data: Path) -> None:
@@ -238,7 +240,7 @@ def test_a_run_that_is_cut_and_resumed_ends_in_the_same_bits(name: str, override
     )
 
 
-@pytest.mark.parametrize("name", ["fashion_mlp", "fashion_cnn"])
+@pytest.mark.parametrize("name", ["fashion_mlp", pytest.param("fashion_cnn", marks=pytest.mark.slow)])
 def test_the_recipe_learns_and_draws_what_there_is_to_see(name: str, small_data: Path) -> None:
     small = ["task.hidden=64"] if name == "fashion_mlp" else ["task.widths=[8,16]", "task.depths=[0,1]", "task.lr=0.02"]
     trainer, task, data = recipe_run(name, [*small, "data.batch_size=32"], 60, run_dir=False, plugins=[])
@@ -318,6 +320,7 @@ def test_stages_that_do_not_fit_together_are_refused() -> None:
         FashionCNN(widths=(4, 8), depths=(0,))
 
 
+@pytest.mark.slow
 def test_the_compiled_task_gives_the_same_evaluation(small_data: Path) -> None:
     torch.manual_seed(2)
     task, data = FashionMLP(hidden=8), fashion_mnist()

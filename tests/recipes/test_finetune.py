@@ -29,6 +29,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
     return {name.split(".")[1] if name.startswith("backbone.") else name.split(".")[0] for name in changed}
 
 
+@pytest.mark.slow
 def test_a_file_of_weights_makes_it_torchvisions_own_network_up_to_the_head(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
@@ -84,6 +85,7 @@ def test_each_part_learns_at_a_share_of_the_rate_above_it_and_none_is_left_out()
     assert {id(p) for p in groups[1]["params"]} == top
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_the_head_then_the_top_then_everything() -> None:
     freeze = ["freeze.thaw={backbone.layer4: 2 updates, backbone: 4 updates}"]
     recipe = load_recipe("finetune", ["task.weights=false", "data.batch_size=4", "trainer.seed=1", *freeze])

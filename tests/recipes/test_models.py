@@ -55,6 +55,7 @@ def test_gpt_computes_what_the_gpt2_of_transformers_computes() -> None:
     torch.testing.assert_close(logits, peer(text).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resnet18_computes_what_torchvisions_computes_behind_the_small_stem() -> None:
     torchvision = pytest.importorskip("torchvision")
     peer = torchvision.models.resnet18(num_classes=10)
@@ -103,6 +104,7 @@ def test_every_way_to_compute_gpt_trains_the_same(attention: str, loss: str) -> 
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_clipping_in_the_optimizer_is_clipping_and_the_optimizer() -> None:
     plain, fused = trained(3, {"clip": {"max_norm": 0.5}}), trained(3, {}, max_norm=0.5)
     for mine, its in zip(fused.parameters(), plain.parameters(), strict=True):
@@ -127,7 +129,9 @@ IN_SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", IN_SMALL)
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in IN_SMALL if name != "mlp")]
+)
 def test_each_recipe_trains_on_a_cpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_recipe(name).description
     compiled = ["-p", "no:compile"] if "compile" in load_recipe(name).plugins else []

@@ -118,6 +118,7 @@ def test_the_distance_is_that_of_the_two_gaussians() -> None:
     assert gan.frechet_distance(points, 3 * points - 2 * points.mean(0)) == pytest.approx(4 * spread)  # (3 - 1)² · tr C
 
 
+@pytest.mark.slow
 def test_the_gan_comes_closer_to_the_digits_and_shows_them() -> None:
     torch.manual_seed(0)
     task, splits = gan.DigitsGAN(hidden=128), digits()
@@ -187,6 +188,7 @@ def test_bucketing_leaves_out_most_of_the_padding_and_no_review() -> None:
     assert bucketed < shuffled / 4
 
 
+@pytest.mark.slow
 def test_a_gru_learns_to_turn_what_is_denied() -> None:
     torch.manual_seed(0)
     draw = random.Random(0)
@@ -219,6 +221,7 @@ def test_figures_of_regression_are_those_of_the_whole_set() -> None:
     assert metrics["val/fit"].data.shape == (96, 96)
 
 
+@pytest.mark.slow
 def test_regression_learns_what_can_be_learned() -> None:
     torch.manual_seed(0)
     recipe = load_recipe("regression")

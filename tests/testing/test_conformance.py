@@ -42,8 +42,8 @@ NOT_ALONE = {"tensor_parallel"}
 """What needs another plugin beside it, and a plan for its task: tests/plugins/test_tensor_parallel.py has both."""
 
 
-HEAVY = {"checkpoint", "fsdp", "monitor", "profiler"}
-"""Where each of a plugin's fits takes a tenth of a second, the quick profile has one optimizer and no exceptions."""
+THOROUGH = {"amp", "clip", "ema", "freeze"}
+"""Also checked with two optimizers and with exceptions in the quick profile, which has one optimizer for the others."""
 
 
 LONG = {"compile", "kernels"}
@@ -61,7 +61,7 @@ tests/plugins/test_kernels.py for kernels."""
 def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
     leave_out: list[str] = []
     if PROFILE == "quick":  # that the order of a stack makes no difference is a law of tests/engine/test_composition.py
-        leave_out = [*PLAINEST, "order", "exceptions"] if name in HEAVY else [*LEFT_OUT, "order"]
+        leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions"]
     check_plugin(lambda: registry.load("plugin", name)(**ACTING.get(name, {})), leave_out=leave_out)
 
 
@@ -101,6 +101,7 @@ class Shrink(forge.Plugin):
         self.scale = state["scale"]
 
 
+@pytest.mark.slow
 def test_a_plugin_that_changes_the_run_and_says_so_passes() -> None:
     check_plugin(Shrink, leave_out=LEFT_OUT)
 
