@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import Counter
+from functools import cache
 
 from tests import house
 
-EDGES = house.graph()
+edges = cache(house.graph)
+CLASS = re.compile(r"^ *class (\w+)[(:\[]", re.MULTILINE)
 
 
 def test_no_room_imports_one_beside_or_above() -> None:
-    assert house.beside_or_above(EDGES) == []
+    assert house.beside_or_above(edges()) == []
 
 
 def test_every_file_is_in_a_room_with_a_level() -> None:
@@ -19,7 +21,7 @@ def test_every_file_is_in_a_room_with_a_level() -> None:
 
 
 def test_no_circle_of_files_crosses_rooms() -> None:
-    circles = house.circles(EDGES)
+    circles = house.circles(edges())
     assert [circle for circle in circles if len({house.room_of(module) for module in circle}) > 1] == []
     assert all(len(circle) <= 7 for circle in circles)
     assert all(house.room_of(circle[0]) == "contract" for circle in circles if len(circle) > 2)
@@ -43,13 +45,13 @@ def test_forge_has_at_most_26000_lines() -> None:
 def test_a_class_name_appears_once() -> None:
     """Every plugin has a nested Config; all other names are used once in the tree, recipes included."""
     files = [*house.MODULES.values(), *(house.REPO / "recipes").rglob("*.py")]
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name != "Config")
+    names = Counter(name for path in files for name in CLASS.findall(path.read_text()) if name != "Config")
+    assert len(names) > 300
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_circle_and_a_forbidden_import_are_found() -> None:
-    edges = {"forge.data.a": {"forge.data.b"}, "forge.data.b": {"forge.data.a"}, "forge.errors": {"forge.engine.x"}}
-    edges |= {"forge.engine.x": {"forge.errors"}}
-    assert house.circles(edges) == [["forge.data.a", "forge.data.b"], ["forge.engine.x", "forge.errors"]]
-    assert house.beside_or_above(edges) == ["forge.errors (errors) imports forge.engine.x (engine)"]
+    wrong = {"forge.data.a": {"forge.data.b"}, "forge.data.b": {"forge.data.a"}, "forge.errors": {"forge.engine.x"}}
+    wrong |= {"forge.engine.x": {"forge.errors"}}
+    assert house.circles(wrong) == [["forge.data.a", "forge.data.b"], ["forge.engine.x", "forge.errors"]]
+    assert house.beside_or_above(wrong) == ["forge.errors (errors) imports forge.engine.x (engine)"]

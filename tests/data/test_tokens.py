@@ -196,6 +196,7 @@ def test_a_mapping_made_before_a_fork_serves_every_worker(tmp_path: Path) -> Non
     assert same([[x] for x in workers], [[x] for x in here])
 
 
+@pytest.mark.slow
 def test_a_file_is_mapped_and_not_held_in_memory(tmp_path: Path) -> None:
     with (tmp_path / "t.bin").open("wb") as file:
         file.truncate(2**31)

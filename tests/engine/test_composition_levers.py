@@ -167,7 +167,7 @@ def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_
     assert all(torch.equal(resumed[name], value) for name, value in exported.items())
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 @given(stack=stacks(), order=st.randoms(use_true_random=False))
 @settings(max_examples=100 if PROFILE == "full" else 3)
 def test_the_order_of_a_stack_makes_no_difference(
@@ -189,6 +189,7 @@ def test_the_order_of_a_stack_makes_no_difference(
 MANY: Stack = [(name, OPTIONS[name][0]) for name in ("amp", "clip", "accumulate", "ema", "remat", "schedule")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocks", [pytest.param(None, id="whole"), pytest.param(["net"], id="blocks", marks=pytest.mark.slow)]
 )

@@ -63,6 +63,7 @@ def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale, p
     check_against_reference(kernel, arguments(kernel, shape, dtype, scale=scale, present=present))
 
 
+@pytest.mark.slow
 @both
 @few
 @given(shape=shapes, dtype=dtypes, weights=dtypes, residual=dtypes)

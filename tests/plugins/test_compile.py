@@ -114,6 +114,7 @@ def test_two_optimizers_take_turns_with_a_graph_each() -> None:
     assert counts(result) == (2, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "budget"), [(None, None), pytest.param("Sequential", 0.6, marks=pytest.mark.slow)])
 def test_blocks_that_are_computed_again_keep_their_bits(blocks: str | None, budget: float | None) -> None:
     plain, compiled = TinyTask(), TinyTask()

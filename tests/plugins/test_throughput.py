@@ -471,6 +471,7 @@ def test_compiled_code_is_counted_on_a_copy_without_numbers(clock: Clock) -> Non
     assert "throughput/activations_gb" not in log
 
 
+@pytest.mark.slow
 def test_a_task_that_is_compiled_as_a_whole_is_counted_too(clock: Clock) -> None:
     class Whole(MLP):
         def __init__(self) -> None:

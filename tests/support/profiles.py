@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tests.conftest import PROFILE
 
-few = settings(max_examples=6 if PROFILE == "quick" else 500)
+few = settings(max_examples=4 if PROFILE == "quick" else 500)
 """For tests that train, start processes or draw with every example."""
 
 
