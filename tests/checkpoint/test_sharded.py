@@ -563,7 +563,7 @@ def killed_while_saving(rank: int, store: dist.Store, folder: Path, victim: int)
     assert not (folder / "update-00000002").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_killed_during_a_save_leaves_the_old_checkpoint_and_no_torn_one(victim: int, tmp_path: Path) -> None:
     codes = launch(2, killed_while_saving, tmp_path, victim)
     assert codes[victim] == -signal.SIGKILL

@@ -169,14 +169,11 @@ def run_stack(name: str) -> dict[str, Any]:
 QUICK = (
     "levers",
     "two optimizers, two blocks",
-    "evaluated with gradients",
     "on the host",
-    "frozen blocks",
     "tied",
-    "sam",
     "values, guarded, swa and looked at",
 )
-"""Together they have every part of the others, which the long profile compares one by one, and all on four ranks."""
+"""Together they have most parts of the others, which the long profile compares one by one, and all on four ranks."""
 SLOW = [*((2, name) for name in stacks() if name not in QUICK), *((4, name) for name in stacks())]
 
 

@@ -22,6 +22,14 @@ EXACT = 1e-12
 """The tolerance in float64: sums are taken in another order, and nothing else."""
 FOUR = pytest.param(4, marks=pytest.mark.slow)
 """Two ranks to a layer, and two such pairs that divide the batch."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_ranks() -> None:
+    """Begin with processes in which torch has made no other mesh: a rank that had one crashed in a reduction."""
+    ranks(2).stop()
+
+
 WORDS, WIDTH, HEADS, HIDDEN = 12, 8, 4, 16
 
 PLAN: Any = {

@@ -122,15 +122,3 @@ def serve() -> None:
             faulthandler.cancel_dump_traceback_later()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-                forget_meshes()
-
-
-def forget_meshes() -> None:
-    """Clear what torch remembers of DTensors: it names meshes whose groups are gone, which the next test's equal."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    for cached in (*vars(_redistribute).values(), *vars(debug).values()):
-        if hasattr(cached, "cache_clear"):
-            cached.cache_clear()
-        elif getattr(cached, "__name__", "").startswith("_clear_"):
-            cached()
