@@ -11,7 +11,7 @@ from typing import Any
 
 from forge import registry
 from forge.cli import ranks
-from forge.distributed.exit_codes import exit_code, is_first_to_fail
+from forge.distributed.worker_exit import exit_code, is_first_to_fail
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.util import show
 from forge.version import __version__

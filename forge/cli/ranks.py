@@ -142,7 +142,7 @@ def use_users_command() -> None:
 
 def continue_own_run(trainer: Trainer) -> None:
     """Let a restarted worker continue from the last checkpoint of its run folder."""
-    from forge.distributed.exit_codes import FOLDER
+    from forge.distributed.worker_exit import FOLDER
     from forge.runs.choose import checkpoints_of
 
     wanted = trainer.wanted_run_dir

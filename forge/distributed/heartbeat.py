@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import DistError, Store
 
 from forge.distributed import stall_report
-from forge.distributed.exit_codes import exit_code
 from forge.distributed.stderr import flush, is_echo, print_only_once, write
 from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is_alive, machine
+from forge.distributed.worker_exit import exit_code
 from forge.errors import ForgeError, Interrupted, PeerFailed
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-from forge.distributed import exit_codes
+from forge.distributed import worker_exit
 from forge.errors import ForgeError
-from forge.util.signals import ECHO, NAMES
+from forge.util.signal_waits import ECHO, NAMES
 
 MISTAKE = 2
 """The exit code of a worker that raised a ForgeError."""
@@ -85,7 +85,7 @@ class Launch:
 
     @staticmethod
     def _code(result: RunResult | None, agent: Agent, folder: Path) -> int:
-        left = exit_codes.read_exit_code(folder)
+        left = worker_exit.read_exit_code(folder)
         if left is not None:
             return left
         if result is None or not result.is_failed():  # none: the hosts agreed to end
@@ -155,7 +155,7 @@ def _environment(nproc: int, folder: str) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-    os.environ[exit_codes.FOLDER] = folder
+    os.environ[worker_exit.FOLDER] = folder
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from forge.distributed.join import abandon, join
 from forge.distributed.rank_info import RankInfo
 from forge.env import Env, T, pick_device
 from forge.errors import ForgeError
-from forge.util.signals import signals_act_at_once
+from forge.util.signal_waits import signals_act_at_once
 
 if TYPE_CHECKING:
     from forge.contract.run import Run

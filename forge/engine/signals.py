@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.contract.requests import Request
 from forge.errors import Interrupted
-from forge.util.signals import ECHO, NAMES
+from forge.util.signal_waits import ECHO, NAMES
 
 if TYPE_CHECKING:
     from forge.contract.run import Run

@@ -32,7 +32,7 @@ from typing import Any, Unpack
 from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, resolve
 from forge.config.recipe import Recipe
-from forge.config.settings import GivenSettings, signature
+from forge.config.trainer_options import GivenSettings, signature
 from forge.contract.run import Run
 from forge.contract.stack import Stack
 from forge.contract.step import Step

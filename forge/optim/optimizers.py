@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from forge.errors import TaskError
 from forge.optim import state as optimizer_state
-from forge.optim.schedules import HOW_TO_RETURN, ScheduledLR, scheduled
+from forge.optim.lr_scheduler import HOW_TO_RETURN, ScheduledLR, scheduled
 from forge.progress import Position
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import forge
 from forge.data.windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
-from forge.optim import schedules
+from forge.optim import lr_scheduler
 from forge.rng import combine_seeds
 from forge.snapshot.sandbox import kept_buffers
 from forge_plugins._average import Averaging
@@ -127,7 +127,7 @@ class SWA(Averaging):
                     f"validation. Remove one: {self.name}.lr=null, or another schedule."
                 )
             schedule = ToRate(entry.optimizer, lr, anneal, self._start, trainer.progress)
-            trainer.optimizers.add_schedule(name, schedules.ScheduledLR(schedule))
+            trainer.optimizers.add_schedule(name, lr_scheduler.ScheduledLR(schedule))
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:

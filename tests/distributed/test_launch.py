@@ -17,7 +17,7 @@ import pytest
 
 from forge.checkpoint import Checkpoints, StoredCheckpoint, load_weights
 from forge.cli import main, ranks
-from forge.distributed import exit_codes
+from forge.distributed import worker_exit
 from forge.distributed.launch import nodes
 from forge.engine.signals import Signals
 from forge.errors import ForgeError
@@ -260,19 +260,19 @@ def test_the_card_of_a_worker_has_the_command_that_the_user_typed(
 def test_codes_of_signals_are_hidden_from_the_agent_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exit_codes.exit_code(85) == 85  # under torchrun and alone
-    monkeypatch.setenv(exit_codes.FOLDER, str(tmp_path))
-    assert [exit_codes.exit_code(code) for code in (0, 1, 2)] == [0, 1, 2]
-    assert exit_codes.read_exit_code(tmp_path) is None
-    assert exit_codes.exit_code(85, "saved") == 0
-    assert exit_codes.read_exit_code(tmp_path) == 85
+    assert worker_exit.exit_code(85) == 85  # under torchrun and alone
+    monkeypatch.setenv(worker_exit.FOLDER, str(tmp_path))
+    assert [worker_exit.exit_code(code) for code in (0, 1, 2)] == [0, 1, 2]
+    assert worker_exit.read_exit_code(tmp_path) is None
+    assert worker_exit.exit_code(85, "saved") == 0
+    assert worker_exit.read_exit_code(tmp_path) == 85
 
 
 def test_of_workers_that_make_one_mistake_one_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, first in ((1, True), (0, False)):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        assert exit_codes.is_first_to_fail() is first
+        assert worker_exit.is_first_to_fail() is first
 
 
 @pytest.mark.parametrize(("restarts", "resumes"), [("0", None), ("1", "auto")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import forge
-from forge.config.settings import GivenSettings, Settings
+from forge.config.trainer_options import GivenSettings, Settings
 from forge.contract.plugin import Plugin
 
 
