@@ -28,6 +28,7 @@ from torch import Tensor
 
 from forge.checkpoint import manifest, slices, tensors, tree
 from forge.checkpoint.directory import Directory
+from forge.checkpoint.readers import ALONE, Readers
 from forge.checkpoint.slices import TensorSlice
 from forge.checkpoint.stored import Index, Stored
 from forge.errors import CheckpointError, did_you_mean
@@ -83,18 +84,18 @@ class StoredCheckpoint:
 
         return find(Path(path))
 
-    def verify(self) -> None:
+    def verify(self, readers: Readers = ALONE) -> None:
         """Read every byte; raise CheckpointError unless `load` would return exactly the saved state."""
-        with self._verified() as files:
+        with self._verified(readers) as files:
             files.outline()
 
-    def load(self, only: str | None = None, place: Place | None = None) -> dict[str, Any]:
+    def load(self, only: str | None = None, place: Place | None = None, readers: Readers = ALONE) -> dict[str, Any]:
         """Verify, then return the saved tree with tensors on the CPU; tied tensors are tied again.
 
         `only="model"` loads the model's tensors and replaces all others by None, `only="state"` the reverse. `place`
-        decides how each tensor is read: see `forge.checkpoint.placing`.
+        decides how each tensor is read: see `forge.checkpoint.placing`. `readers` share the hashing of files.
         """
-        with self._verified() as files:
+        with self._verified(readers) as files:
             return files.load(only, place or (lambda path, info, read: read()))
 
     def outline(self) -> dict[str, Any]:
@@ -129,10 +130,10 @@ class StoredCheckpoint:
         return f"{self.path} holds no average called {asked!r}.{there}"
 
     @contextmanager
-    def _verified(self) -> Iterator[_Files]:
+    def _verified(self, readers: Readers = ALONE) -> Iterator[_Files]:
         try:
             with ExitStack() as stack:
-                yield _Files(self.path, stack)
+                yield _Files(self.path, stack, readers)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
@@ -170,8 +171,13 @@ def _replaced(model: Mapping[str, Any], average: Mapping[str, Tensor]) -> dict[s
 class _Files:
     """The open files of a checkpoint, checked against the manifest."""
 
-    def __init__(self, path: Path, stack: ExitStack):
+    def __init__(self, path: Path, stack: ExitStack, readers: Readers):
         self.path = path
+        self.stored: dict[str, Stored] = {}
+        with readers.agreeing():
+            self._open(path, stack, readers)
+
+    def _open(self, path: Path, stack: ExitStack, readers: Readers) -> None:
         self.directory = Directory(path, stack)
         size = self.directory.size(manifest.NAME)
         if size > manifest.MAX_SIZE:
@@ -182,11 +188,10 @@ class _Files:
         files = [name for name in self.records if name != manifest.DOCUMENT]
         self.tensor_bytes = sum(self.records[name].size for name in files)
         tree.check_size(self.records[manifest.DOCUMENT].size, str(path / manifest.DOCUMENT), self.tensor_bytes)
-        for name in self.records:
+        for name in (manifest.DOCUMENT, *readers.share({name: self.records[name].size for name in files})):
             self._check_hash(name)
         headers = {name: self._header(name) for name in files}
         self.index = Index(headers, in_pieces=len(files) > 2, what=str(path))
-        self.stored: dict[str, Stored] = {}
 
     def outline(self) -> dict[str, Any]:
         """Return the tree with a TensorInfo for every tensor, each checked to exist."""

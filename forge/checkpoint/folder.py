@@ -11,6 +11,7 @@ from pathlib import Path
 from forge.checkpoint import manifest, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.publish import sync_directory
+from forge.checkpoint.readers import ALONE, Readers
 from forge.errors import CheckpointError
 
 logger = logging.getLogger("forge")
@@ -37,14 +38,15 @@ class Checkpoints:
             return []
         return sorted((self.folder / name for name in found), key=lambda path: StoredCheckpoint(path).update)
 
-    def newest_valid(self) -> StoredCheckpoint | None:
+    def newest_valid(self, readers: Readers = ALONE) -> StoredCheckpoint | None:
         """Return the newest valid checkpoint; warn about each skipped one, with the reason."""
-        for path in reversed(self.all()):
+        for path in reversed(readers.from_first(self.all)):
             checkpoint = StoredCheckpoint(path)
             try:
-                checkpoint.verify()
+                checkpoint.verify(readers)
             except CheckpointError as error:
-                logger.warning("Skipping the checkpoint %s: %s", path.name, error)
+                if readers.rank == 0:
+                    logger.warning("Skipping the checkpoint %s: %s", path.name, error)
             else:
                 return checkpoint
         return None

@@ -326,7 +326,8 @@ class Heartbeat:
         if beat.left:
             summary = f"it ended its run at update {beat.update}, while rank {self.rank} goes on at {self._moment()}"
         else:
-            summary = f"gone (killed?): {how}; it was last seen at update {beat.update}, in {beat.where}"
+            mine = f", while rank {self.rank} was at {self._moment()}" if self._trainer is not None else ""
+            summary = f"gone (killed?): {how}{mine}; its last heartbeat came from update {beat.update}, in {beat.where}"
         cause = self._channel.claim(FailureCause("gone", rank, beat.host, self.rank, summary))
         if cause.by == self.rank and cause.kind == "gone":
             write(f"rank {rank} of {self.world} on {beat.host} failed first: {summary}.")

@@ -26,12 +26,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from forge.distributed import worker_exit
+from forge.distributed.stderr import write
 from forge.errors import ForgeError
 from forge.util.signal_waits import ECHO, NAMES
 
 MISTAKE = 2
 """The exit code of a worker that raised a ForgeError."""
 ROLE = "forge"
+STOPPED_LIMIT = 20.0
+"""Seconds after a signal for a stopped worker to continue and end; then it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +133,34 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 # a second signal kills: a worker that waits for another rank handles nothing less
                 os.kill(pid, signal.SIGKILL if again else number)
+        self._wake_stopped(signal.SIGCONT, "is stopped, and is continued so that it can end")
+
+    def _wake_stopped(self, number: signal.Signals, said: str) -> None:
+        """Send a signal to every worker that SIGSTOP or a debugger has stopped: no other signal reaches it."""
+        pids = self._pcontext.pids() if self._pcontext is not None else {}
+        for local, pid in pids.items():
+            if is_stopped(pid):
+                rank = self._worker_group.workers[local].global_rank
+                write(f"rank {rank} (process {pid}) {said}.")
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.received is not None and time.monotonic() - self._received_at > STOPPED_LIMIT:
+            limit = f"{STOPPED_LIMIT:g} s after {self.received.name}"
+            self._wake_stopped(signal.SIGKILL, f"is still stopped {limit}, and is killed")
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue, reportAssignmentType]
         failed = result.state is WorkerState.FAILED
         if failed and (self.received is not None or any(f.exitcode == MISTAKE for f in result.failures.values())):
             self._remaining_restarts = 0
         return result
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; never on systems without /proc."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def nodes(text: str) -> tuple[int, int]:

@@ -248,7 +248,7 @@ class Session:
         trainer.run_dir = choice.run_dir
         if trainer.run_dir is not None and env.is_main:
             self.cleanup.enter_context(RunLock(trainer.run_dir))
-        self.checkpoint = env.from_first(lambda: choose.find(choice))
+        self.checkpoint = choose.find(choice, env)
         self.continues = choice.continues and self.checkpoint is not None
 
     def _begin(self) -> None:

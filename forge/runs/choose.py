@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.checkpoint import Checkpoints, StoredCheckpoint, wait_until_written
+from forge.checkpoint.readers import Readers
+from forge.env import Env
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
 
@@ -54,21 +56,22 @@ def choose(trainer: Run, task: str) -> RunChoice:
     return RunChoice(newest, newest)
 
 
-def find(choice: RunChoice) -> StoredCheckpoint | None:
-    """Return the checkpoint to resume from; None if the chosen run has none yet."""
-    if choice.source is None:
+def find(choice: RunChoice, env: Env) -> StoredCheckpoint | None:
+    """Return the checkpoint to resume from; None if the chosen run has none yet. Called on all ranks."""
+    source = choice.source
+    if source is None:
         return None
     if not choice.continues:
-        return StoredCheckpoint.find(choice.source)
-    folder = checkpoints_of(choice.source)
-    folder.sweep()  # finishes replacements that a kill interrupted
-    found = folder.newest_valid()
+        return env.from_first(lambda: StoredCheckpoint.find(source))
+    folder = checkpoints_of(source)
+    env.from_first(folder.sweep)  # finishes replacements that a kill interrupted
+    found = folder.newest_valid(Readers.of(env))
     if found is None and folder.all():
         raise CheckpointError(
             f"None of the {len(folder.all())} checkpoints in {folder.folder} is valid. Remove them to start afresh."
         )
-    if found is None:
-        logger.info("Nothing to resume in %s: a new run.", choice.source)
+    if found is None and env.is_main:
+        logger.info("Nothing to resume in %s: a new run.", source)
     return found
 
 
@@ -77,7 +80,7 @@ def newest(trainer: Run) -> StoredCheckpoint:
     run_dir = trainer.run_dir
     with trainer.env.no_timeout():
         wait_until_written()
-        found = None if run_dir is None else trainer.env.from_first(checkpoints_of(run_dir).newest_valid)
+        found = None if run_dir is None else checkpoints_of(run_dir).newest_valid(Readers.of(trainer.env))
     if found is None:
         raise CheckpointError("No checkpoint to return to yet. Save more often: checkpoint.every.")
     return found

@@ -10,6 +10,7 @@ from torch import nn
 
 from forge.checkpoint.checkpoint import StoredCheckpoint
 from forge.checkpoint.placing import placed_like
+from forge.checkpoint.readers import Readers
 from forge.contract.requests import Request
 from forge.errors import CheckpointError
 from forge.rng import RNGState, seed_all, seed_of
@@ -29,8 +30,9 @@ def resume(trainer: Run, checkpoint: StoredCheckpoint) -> None:
 
 
 def load_for(trainer: Run, checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """Load a checkpoint for this run: each rank reads only its shards."""
-    return checkpoint.load(place=placed_like(dict(trainer.task.named_parameters())))
+    """Load a checkpoint for this run: each rank reads only its shards, and hashes its share of the files."""
+    place = placed_like(dict(trainer.task.named_parameters()))
+    return checkpoint.load(place=place, readers=Readers.of(trainer.env))
 
 
 def restore(trainer: Run, tree: Mapping[str, Any], where: str) -> None:

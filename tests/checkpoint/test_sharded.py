@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from forge.checkpoint import (
     write_checkpoint,
     write_sharded,
 )
+from forge.checkpoint.readers import Readers
 from forge.checkpoint.slices import TensorSlice, cover, parse_piece_name, piece_name
 from forge.checkpoint.tree import Split, split
 from forge.errors import CheckpointError
@@ -171,6 +173,58 @@ def test_every_placement_comes_back_whole_and_into_every_other(
                     assert (got.shape, got.placements, got.device_mesh) == (full[name].shape, tensor.placements, there)
                     assert same(got.to_local(), tensor.to_local().contiguous()), (name, rank)
                 assert same(loaded["more"], expected["more"])
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read from files, by the kernel's count."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count the bytes that are read")
+def test_each_rank_reads_its_shards_and_hashes_its_share(tmp_path: Path) -> None:
+    full = {f"{number}": torch.randn(64, 1024) for number in range(4)}
+    size, most = sum(tensor.nbytes for tensor in full.values()), {}
+    for world in (2, 4, 8):
+
+        def spread(world: int = world) -> dict[str, Any]:
+            there = init_device_mesh("cpu", (world,))
+            return {"model": {n: distribute_tensor(t, there, [S0], src_data_rank=None) for n, t in full.items()}}
+
+        write_pretended(tmp_path / f"{world}", world, spread)
+        reads = []
+        for rank in range(world):
+            with pretending(rank, world):
+                live, before = spread()["model"], bytes_read()
+                stored = StoredCheckpoint(tmp_path / f"{world}")
+                loaded = stored.load(place=placed_like(live), readers=Readers(rank, world))["model"]
+                reads.append(bytes_read() - before)
+                assert all(same(loaded[n].to_local(), live[n].to_local().contiguous()) for n in full)
+        most[world] = max(reads) / size
+    assert all(share <= 2.1 / world for world, share in most.items()), most  # once to hash, once to load
+
+
+def test_damage_that_one_reader_finds_is_raised_by_all(tmp_path: Path) -> None:
+    tree = {"model": {f"{i}": torch.full((100,), i, dtype=torch.uint8) for i in range(8)}}
+    write_pretended(tmp_path / "it", 4, lambda: tree)
+    damaged = tmp_path / "it" / "model-00003-of-00004.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    meeting, said = threading.Barrier(4), [None] * 4
+    errors: list[str] = [""] * 4
+
+    def read(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            said[rank] = value
+            meeting.wait(60)
+            return list(said)
+
+        with pytest.raises(CheckpointError) as caught:
+            StoredCheckpoint(tmp_path / "it").verify(Readers(rank, 4, gather))
+        errors[rank] = str(caught.value)
+
+    in_threads(4, read)
+    assert errors == [f"{damaged} is damaged: its sha256 differs from the manifest."] * 4
 
 
 def test_whole_tensors_are_dealt_out_by_size(tmp_path: Path) -> None:

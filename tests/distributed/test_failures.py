@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -168,7 +169,8 @@ def test_an_error_of_one_rank_is_printed_once_and_first_and_ends_the_other(start
 def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
     ranks = start("kill")
     assert ranks.codes() == [1, -signal.SIGKILL]
-    assert f"rank 1 of 2 on {HOST} failed first: gone (killed?): its process has ended; it was last seen" in ranks.text
+    assert f"rank 1 of 2 on {HOST} failed first: gone (killed?): its process has ended, while rank 0" in ranks.text
+    assert re.search(r"while rank 0 was at update 3; its last heartbeat came from update [0-3], in ", ranks.text)
     assert "Traceback" not in ranks.text
 
 
@@ -307,7 +309,9 @@ def test_a_lost_connection_is_blamed_on_the_rank_that_fell_silent(
     far.beat(Beat(1, 1, "far", "another machine", 1, 4, "somewhere"))
     told = heartbeat.judge(RuntimeError("Connection closed by peer [10.0.0.2]:1234"))
     assert isinstance(told, PeerFailed)
-    text = "rank 1 of 2 on far failed first: gone (killed?): it sends no heartbeat; it was last seen at update 4"
+    text = (
+        "rank 1 of 2 on far failed first: gone (killed?): it sends no heartbeat; its last heartbeat came from update 4"
+    )
     assert text in capfd.readouterr().err
 
 
