@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from tests.support import forked
 LIMIT = 120.0
 """Seconds that a call may take before its ranks show where they are and are killed."""
 ROOT = Path(__file__).resolve().parents[2]
+KEY = "FORGE_TESTS_AUTHKEY"
+"""The variable with the key of this process: memory of tensors is shared only with processes that have it."""
 
 
 class Ranks:
@@ -67,6 +70,7 @@ class Ranks:
 
     def _start(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment[KEY] = current_process().authkey.hex()
         for _ in range(self.count):
             command = [sys.executable, "-c", "from tests.support.lasting_ranks import serve; serve()"]
             process = forked.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -103,6 +107,7 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
 
 def serve() -> None:
     """Be one rank: calls come on stdin, results leave on stdout, and what is printed goes to stderr."""
+    current_process().authkey = bytes.fromhex(os.environ.pop(KEY))
     calls, results = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
     torch.set_num_threads(1)
