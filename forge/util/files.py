@@ -1,8 +1,10 @@
-"""Atomic writes: a reader sees the old file or the new one."""
+"""Files: replaced atomically, and opened only if they are regular files."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `file` at the end; after an error `file` is unchanged."""
+    """Yield a temporary path that replaces `file` at the end; after an error `file` is unchanged.
+
+    A reader sees the old file or the new one. A link named `file` is replaced, not followed.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield temporary
@@ -19,3 +24,26 @@ def atomic_write(file: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def regular_only(file: str, flags: int) -> int:
+    """Open a regular file: `open(path, opener=regular_only)` follows no link and waits for no pipe."""
+    try:
+        descriptor = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "It is a link, which is not followed", file) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "It is not a regular file", file)
+    return descriptor
+
+
+def read_regular(file: Path, most: int) -> bytes:
+    """Return the content of a regular file; raise OSError for anything else, and for more than `most` bytes."""
+    with open(file, "rb", opener=regular_only) as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"It has more than {most:,} bytes", str(file))
+    return content
