@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from forge.contract.plugin import plugin_options, snake_case
+from forge.contract.plugin import snake_case
 from forge.errors import Interrupted
 from forge.options import plain
 from forge.runs import wording
 from forge.runs.folder import current_metrics
+from forge.runs.job import job_of, name_of
 from forge.util.files import atomic_write
 from forge.version import __version__
 
 if TYPE_CHECKING:
     from forge.contract.run import AnyRecipe, Run
-    from forge.contract.task import TaskModule
 
 END = "end.json"
 """Written when a fit ends, in any way that still permits it; removed when the run resumes."""
 
 
 def new_run_dir(group: str) -> Path:
-    """Return a unique name `runs/<group>/<time>-<id>`."""
-    return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """Return a unique name `runs/<group>/<time>-<id>`, with the time in UTC."""
+    return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def group_of(recipe: AnyRecipe | None, task: str) -> str:
@@ -45,28 +45,22 @@ def group_of(recipe: AnyRecipe | None, task: str) -> str:
     return snake_case(task)
 
 
-def name_of(task: TaskModule) -> str:
-    """Return the task's class name, or its `task_name` if it wraps another module."""
-    given = getattr(task, "task_name", None)
-    return given if isinstance(given, str) and given else type(task).__name__
-
-
 def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
     """Return everything needed to understand a run later, as plain data."""
-    task = trainer.task
+    task, job = trainer.task, job_of(trainer)
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command(sys.argv),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
         "group": group_of(trainer.recipe, name_of(task)),
         "task": {
-            "class": name_of(task),
-            "options": {key: plain(value) for key, value in task.init_args.items()},
+            **job["task"],
             "parameters": sum(p.numel() for p in task.parameters() if not is_lazy(p)),
             "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad and not is_lazy(p)),
         },
+        "data": job["data"],
         "optimizers": {name or "optimizer": type(o).__name__ for name, o in trainer.optimizers.items()},
-        "stack": [{"name": p.name, "class": type(p).__name__, "options": plugin_options(p)} for p in trainer.stack],
+        "stack": job["stack"],
         "trainer": trainer.settings,
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,

@@ -24,6 +24,8 @@ ATTEMPTS = "lives.json"
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """The largest file that is read as a whole."""
+MOST_SETTINGS = 10_000
+"""Values in a recipe; a longer one is not read."""
 DEEPEST = 50
 """Levels of nesting; forge writes far fewer."""
 
@@ -254,6 +256,17 @@ class RunFolder:
                 }:
                     return BestMetric(metric, mode, at, best)
         return None
+
+
+def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
+    """Return a section of the recipe in config.yaml, with the values that were given; empty if it cannot be read."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(run.recipe_text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return as_dict(as_dict(config).get(name)) if is_modest(config, MOST_SETTINGS) else {}
 
 
 def is_run(path: Path) -> bool:

@@ -55,6 +55,8 @@ class Status:
     paused: float = 0.0
     "Seconds of evaluation since the last move."
     reason: str = ""
+    was_complete: bool = False
+    "Whether the fit resumed a run that was complete, and trained nothing."
     run_dir: Path | None = None
     restores: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -66,7 +68,7 @@ class Status:
         """Return the lines under the summary."""
         done = f"{counted(self.epochs, 'epoch')}, {counted(self.update, 'update')} in {duration(self.elapsed)}"
         rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
-        found = {"trained": ended(done, self.reason)}
+        found = {"trained": ended(done, self.reason, self.was_complete)}
         if any(rates):
             found["speed"] = f"{', '.join(filter(None, rates))}, evaluation and saves included"
         return found | (folder_lines(self.run_dir) if self.run_dir is not None else {})
