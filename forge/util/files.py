@@ -26,10 +26,10 @@ def atomic_write(file: Path) -> Iterator[Path]:
         raise
 
 
-def regular_only(file: str, flags: int) -> int:
+def regular_only(file: str, flags: int, mode: int = 0o666) -> int:
     """Open a regular file: `open(path, opener=regular_only)` follows no link and waits for no pipe."""
     try:
-        descriptor = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(error.errno, "It is a link, which is not followed", file) from error
