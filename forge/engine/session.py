@@ -277,9 +277,7 @@ class Session:
         card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
         known = attempts.begin(card, trainer.run_dir, self.continues)
         self.card = card
-        write_card(card, trainer.run_dir, attempts.as_markdown(known))
-        if trainer.recipe is not None:
-            (trainer.run_dir / "config.yaml").write_text(config_text(trainer, card))
+        write_card(card, trainer.run_dir, attempts.as_markdown(known), config_text(trainer, card))
 
     def _write_end(self, error: BaseException | None) -> None:
         """Write how the fit ended; a failure to write it only logs an error."""

@@ -81,21 +81,23 @@ def command(words: list[str]) -> str:
     return " ".join([shown, *map(shlex.quote, words[1:])])
 
 
-def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
-    """Write `card.json` for programs and `card.md` for people, with `more` at its end."""
+def write_card(card: dict[str, Any], folder: Path, more: str = "", config: str | None = None) -> None:
+    """Write `card.json` for programs, `card.md` for people, with `more` at its end, and `config.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / END).unlink(missing_ok=True)  # it describes the previous attempt
     for name, text in {
         "card.json": json.dumps(card, indent=2) + "\n",
         "card.md": card_as_markdown(card) + more,
+        **({} if config is None else {"config.yaml": config}),
     }.items():
         with atomic_write(folder / name) as beside:
             beside.write_text(text)
 
 
-def config_text(trainer: Run, card: dict[str, Any]) -> str:
-    """Return `config.yaml`: the recipe, under comments on what it does not show of this run."""
-    assert trainer.recipe is not None
+def config_text(trainer: Run, card: dict[str, Any]) -> str | None:
+    """Return `config.yaml`: the recipe, if any, under comments on what it does not show of this run."""
+    if trainer.recipe is None:
+        return None
     notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.has_plugins_in_code else []
     kept = wording.kept_options(card["kept_options"])
     if kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ def atomic_write(file: Path) -> Iterator[Path]:
 
     A reader sees the old file or the new one. A link named `file` is replaced, not followed.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")  # a name that no link can wait at
     try:
         yield temporary
         os.replace(temporary, file)
@@ -38,6 +39,14 @@ def regular_only(file: str, flags: int, mode: int = 0o666) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "It is not a regular file", file)
     return descriptor
+
+
+def is_regular(file: Path) -> bool:
+    """Whether a file is there and neither a link nor something special."""
+    try:
+        return stat.S_ISREG(file.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def read_regular(file: Path, most: int) -> bytes:
