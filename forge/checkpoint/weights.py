@@ -23,8 +23,8 @@ from forge.checkpoint import sharding, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
-from forge.checkpoint.publish import sync_directory
 from forge.errors import CheckpointError, TaskError
+from forge.util.files import sync_directory
 
 logger = logging.getLogger("forge")
 

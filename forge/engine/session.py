@@ -35,6 +35,7 @@ from forge.runs.card import config_text, make_card, name_of, write_card, write_e
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
+from forge.util.files import share
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -246,8 +247,10 @@ class Session:
         env = trainer.env
         choice = env.from_first(lambda: choose.choose(trainer, name_of(trainer.task)))
         trainer.run_dir = choice.run_dir
-        if trainer.run_dir is not None and env.is_main:
-            self.cleanup.enter_context(RunLock(trainer.run_dir))
+        if trainer.run_dir is not None:
+            share(trainer.run_dir, with_group=trainer.settings["group_access"])
+            if env.is_main:
+                self.cleanup.enter_context(RunLock(trainer.run_dir))
         self.checkpoint = env.from_first(lambda: choose.find(choice))
         self.continues = choice.continues and self.checkpoint is not None
 

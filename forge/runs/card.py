@@ -23,7 +23,7 @@ from forge.options import plain
 from forge.runs import wording
 from forge.runs.folder import current_metrics
 from forge.runs.job import job_of, name_of
-from forge.util.files import atomic_write
+from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def command(words: list[str]) -> str:
 
 def write_card(card: dict[str, Any], folder: Path, more: str = "", config: str | None = None) -> None:
     """Write `card.json` for programs, `card.md` for people, with `more` at its end, and `config.yaml`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / END).unlink(missing_ok=True)  # it describes the previous attempt
     for name, text in {
         "card.json": json.dumps(card, indent=2) + "\n",

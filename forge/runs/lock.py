@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from forge.errors import CheckpointError
-from forge.util.files import regular_only
+from forge.util.files import access, make_folder, regular_only
 
 try:
     import fcntl
@@ -85,8 +85,13 @@ class RunLock:
 
     def _open(self) -> int:
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            return regular_only(str(self.run_dir / NAME), os.O_RDWR | os.O_CREAT, 0o600)
+            make_folder(self.run_dir)
+            file, mode = self.run_dir / NAME, access(self.run_dir, 6)
+            is_new = not file.exists()
+            descriptor = regular_only(str(file), os.O_RDWR | os.O_CREAT, mode)
+            if is_new:
+                os.fchmod(descriptor, mode)  # despite the umask
+            return descriptor
         except OSError as error:
             raise CheckpointError(f"{self.run_dir / NAME} cannot be opened: {error.strerror}.") from error
 

@@ -1,4 +1,4 @@
-"""Files: replaced atomically, and opened only if they are regular files."""
+"""Files replaced atomically, folders for their owner, and files opened only if they are regular."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -25,6 +26,63 @@ def atomic_write(file: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+_shared: set[str] = set()
+"""Run folders of this process that their group may enter."""
+
+
+def share(folder: Path, with_group: bool) -> None:
+    """Say whether the group of a folder may read and write what is made in it: by default only the owner may."""
+    key = os.path.realpath(folder)
+    (_shared.add if with_group else _shared.discard)(key)
+
+
+def access(path: Path, bits: int) -> int:
+    """Return `bits` (7 for a folder, 6 for a file) as a mode: for the owner, in a shared folder for its group too."""
+    real = Path(os.path.realpath(path))
+    is_shared = any(str(folder) in _shared for folder in (real, *real.parents))
+    return bits * 0o110 if is_shared else bits * 0o100
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with the mode that `access` gives it, unless it exists; its parents get the usual mode.
+
+    Each new folder is flushed into its parent, so that a crash does not lose the way to what is flushed in it.
+    """
+    missing = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another process was faster
+            path.mkdir(access(folder, 7) if path == folder else 0o777)
+            if path == folder:
+                make_accessible(path)
+            with suppress(PermissionError):  # a parent that cannot be listed cannot be opened either
+                sync_directory(path.parent)
+    if not folder.is_dir():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+
+
+def make_accessible(folder: Path) -> None:
+    """Set the mode of a new folder despite the umask; what a group makes in it stays the group's."""
+    mode = access(folder, 7)
+    os.chmod(folder, mode | (stat.S_ISGID if mode & 0o070 else 0))
+
+
+def sync_directory(folder: Path) -> None:
+    """Make new names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not, sync
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# -- regular files ----------------------------------------------------------------------------------------------------
 
 
 def regular_only(file: str, flags: int, mode: int = 0o666) -> int:

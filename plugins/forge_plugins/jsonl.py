@@ -14,7 +14,7 @@ from typing import Any
 
 import forge
 from forge.runs.wording import counted
-from forge.util.files import atomic_write, regular_only
+from forge.util.files import atomic_write, make_folder, regular_only
 
 logger = logging.getLogger("forge")
 
@@ -94,7 +94,7 @@ class JSONL(forge.Plugin):
 
     def _open(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
         """Open the file, without the lines of an abandoned attempt."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
             drop_after(folder / name, trainer.resumed_from or 0)
         self._restores = trainer.restores
