@@ -190,6 +190,6 @@ def _resolver_in(text: str) -> str:
         return ""
     for node in found:
         if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
-            return node.resolverName().getText()
+            return str(node.resolverName().getText())  # pyright: ignore[reportOptionalMemberAccess]
         found.extend(getattr(node, "children", None) or ())
     return ""

@@ -14,6 +14,7 @@ from forge.metrics.media import is_diagnostic
 from forge.runs.directions import mode_of
 from forge.runs.summary import folder_lines
 from forge.runs.wording import counted, duration, ended, rate
+from forge.util.text import visible
 
 NEVER = float("inf")
 
@@ -110,8 +111,8 @@ class Status:
         """Store the newest scalars; return whether to show them at once."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
-                self.metrics[name] = value
-                self._compare(update, name, value)
+                self.metrics[visible(name)] = value
+                self._compare(update, visible(name), value)
         evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
         if evaluated:
             self.validated = True
