@@ -17,6 +17,7 @@ from forge.config.schema import Maker, check_plugin, check_section, label, maker
 from forge.config.settings import FOLDERS
 from forge.contract.plugin import Plugin
 from forge.errors import RecipeError
+from forge.util.files import absolute
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -149,13 +150,12 @@ def _refuse_outside_folders(recipe: Recipe) -> None:
 
     The folder of runs may be a link to another disk.
     """
-    inside = [Path(os.path.realpath(folder)) for folder in (".", "runs")]
     for setting in FOLDERS:
         key, value = f"trainer.{setting}", recipe.trainer.get(setting)
         if not isinstance(value, str) or value == "auto" or recipe.origin.get(key) in (COMMAND_LINE, "code"):
             continue
-        real = Path(os.path.realpath(value))
-        if Path(value).is_absolute() or not any(real.is_relative_to(folder) for folder in inside):
+        real, *inside = (Path(os.path.realpath(absolute(folder))) for folder in (value, ".", "runs"))
+        if Path(value).is_absolute() or not any(map(real.is_relative_to, inside)):
             raise RecipeError(
                 f"{label(key, recipe.origin)} is {value!r}, which is outside the working directory: in a recipe it is "
                 "relative and inside. To use another folder, give it with --run-dir, or in Python."

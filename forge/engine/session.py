@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from forge.runs.card import config_text, make_card, name_of, write_card, write_e
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
-from forge.util.files import share
+from forge.util.files import absolute, share
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -150,7 +149,7 @@ class Session:
             with trainer.env.no_timeout():
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
-            trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
+            trainer.run_dir = absolute(trainer.wanted_run_dir)
         self.started = time.monotonic()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)

@@ -70,7 +70,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
         "world": trainer.env.world,
         "versions": {"forge": __version__, "python": platform.python_version(), "torch": torch.__version__},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "git": git_state(Path.cwd()),
+        "git": git_state(Path()),
     }
 
 

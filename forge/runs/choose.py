@@ -16,6 +16,7 @@ from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
 from forge.runs.folder import RunFolder
 from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.util.files import absolute
 from forge.util.text import short_path
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ def choose(trainer: Run, task: str) -> RunChoice:
     if wanted is False:
         raise CheckpointError("resume= needs a run folder; run_dir=False forbids one.")
     if trainer.resume != "auto":
-        return _from_path(trainer, task, Path(trainer.resume).absolute())
+        return _from_path(trainer, task, absolute(trainer.resume))
     if wanted is not None:
-        folder = Path(wanted).absolute()
+        folder = absolute(wanted)
         refuse_another_job(trainer, folder)
         return RunChoice(folder, folder)
     group = Path("runs") / group_of(trainer.recipe, task)
-    found = run_of_job(trainer, group.absolute())
+    found = run_of_job(trainer, absolute(group))
     return RunChoice(found, found) if found else RunChoice(_new_folder(trainer, task))
 
 
@@ -131,14 +132,14 @@ def _new_folder(trainer: Run, task: str) -> Path | None:
     if wanted is False:
         return None
     if wanted is None:
-        return new_run_dir(group_of(trainer.recipe, task)).absolute()
+        return absolute(new_run_dir(group_of(trainer.recipe, task)))
     there = checkpoints_of(Path(wanted)).all()
     if there:
         raise CheckpointError(
             f"{wanted} already holds the checkpoints of a run (up to {there[-1].name}). Use --resume or "
             'resume="auto" to continue it, or choose another run folder.'
         )
-    return Path(wanted).absolute()  # the working directory may change later
+    return absolute(wanted)  # the working directory may change later
 
 
 def _from_path(trainer: Run, task: str, path: Path) -> RunChoice:

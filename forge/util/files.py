@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
+from forge.errors import ForgeError
+
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
@@ -45,6 +47,17 @@ def access(path: Path, bits: int) -> int:
     real = Path(os.path.realpath(path))
     is_shared = any(str(folder) in _shared for folder in (real, *real.parents))
     return bits * 0o110 if is_shared else bits * 0o100
+
+
+def absolute(path: str | Path) -> Path:
+    """Return an absolute path; raise a ForgeError if it is relative and the working directory was deleted."""
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError as error:
+        raise ForgeError(
+            "The working directory no longer exists: it was deleted or moved. Change to one that does (cd), or name an "
+            "absolute folder."
+        ) from error
 
 
 def make_folder(folder: Path) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 def short_path(path: str | Path) -> str:
     """Return the path relative to the working directory if inside it, else unchanged."""
-    relative = os.path.relpath(path)
+    try:
+        relative = os.path.relpath(path)
+    except FileNotFoundError:  # the working directory was deleted
+        return str(path)
     return str(path) if Path(relative).parts[:1] == ("..",) else relative
 
 
