@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -72,9 +73,11 @@ def _names(given: str, kind: str) -> dict[str, str]:
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python or an installed package has a module of this name; a file of this folder does not count."""
+    """Whether Python itself or an installed package has a module of this name."""
+    if name in sys.stdlib_module_names:
+        return True
     spec = find_spec(name)
-    return spec is not None and (spec.origin is None or Path(spec.origin).parent != Path.cwd())
+    return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
 
 
 def _refuse_taken_name(name: str, module: str) -> None:
