@@ -23,7 +23,8 @@ PACKAGES = {
 }
 
 LEVELS = [
-    ["errors", "rng", "util", "version"],
+    ["errors", "version"],
+    ["rng", "util"],
     ["checkpoint", "env", "options", "progress", "registry"],
     ["data", "metrics", "optim", "forge_kernels"],
     ["contract"],

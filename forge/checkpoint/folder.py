@@ -10,9 +10,9 @@ from pathlib import Path
 
 from forge.checkpoint import manifest, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
-from forge.checkpoint.publish import sync_directory
 from forge.checkpoint.readers import ALONE, Readers
 from forge.errors import CheckpointError
+from forge.util.files import sync_directory
 
 logger = logging.getLogger("forge")
 

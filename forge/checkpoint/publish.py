@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -15,9 +14,7 @@ from forge.checkpoint import manifest, temp_names, tensors
 from forge.checkpoint.tree import Split, split
 from forge.checkpoint.writers import failure
 from forge.errors import CheckpointError
-
-DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
+from forge.util.files import access, make_accessible, make_folder, sync_directory
 
 
 def write_checkpoint(target: Path, tree: dict[str, Any]) -> None:
@@ -43,30 +40,9 @@ def publish(target: Path, content: Split) -> None:
             raise
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder that only its owner can enter, unless it exists."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(DIRECTORY_MODE, exist_ok=True)
-        for parent in (folder.parent, folder.parent.parent):
-            sync_directory(parent)
-
-
-def sync_directory(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not, sync
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def make_directory(folder: Path) -> None:
-    os.mkdir(folder, DIRECTORY_MODE)
-    os.chmod(folder, DIRECTORY_MODE)  # despite the umask
+    os.mkdir(folder, access(folder, 7))
+    make_accessible(folder)
 
 
 def _write_directory(folder: Path, content: Split) -> None:
@@ -83,10 +59,10 @@ def _write_directory(folder: Path, content: Split) -> None:
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
     """Write, hash and sync in one pass."""
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+    digest, size, mode = hashlib.sha256(), 0, access(path, 6)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
-        os.fchmod(descriptor, FILE_MODE)
+        os.fchmod(descriptor, mode)
         for piece in pieces:
             digest.update(piece)
             size += len(piece)

@@ -13,6 +13,7 @@ from forge.checkpoint import manifest, publish, temp_names, tensors
 from forge.checkpoint.tree import Split, split
 from forge.checkpoint.writers import SharedSave, Writers
 from forge.errors import CheckpointError
+from forge.util.files import make_folder, sync_directory
 
 IN_SIGHT = 20.0
 """Seconds within which a directory that rank 0 made becomes visible on every host."""
@@ -63,13 +64,13 @@ def _publish(target: Path, content: Split, save: SharedSave) -> None:
     """Create the directory, write, and rename it once it holds the files of all ranks."""
     with temp_names.temporary(target) as (partial, aside):
         try:
-            publish.make_folder(target.parent)
+            make_folder(target.parent)
             publish.make_directory(partial)
             save.announce(partial.name)
             _write_share(partial, content, save)
             records = _collect(partial, content.layout, save)
             publish.write_file(partial / manifest.NAME, [memoryview(manifest.encode(records))])
-            publish.sync_directory(partial)
+            sync_directory(partial)
             publish.move_into_place(partial, target, aside)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -90,7 +91,7 @@ def _write_share(folder: Path, content: Split, save: SharedSave) -> None:
         if writers.is_main:
             files[manifest.DOCUMENT] = publish.write_file(folder / manifest.DOCUMENT, [memoryview(content.document)])
         else:
-            publish.sync_directory(folder)
+            sync_directory(folder)
         report = {"files": files, "layout": content.layout}
     except OSError as error:
         report = {"error": save.blame(publish.cause_of(folder, error))}

@@ -23,8 +23,9 @@ from forge.checkpoint import sharding, temp_names
 from forge.checkpoint.checkpoint import NAME, StoredCheckpoint
 from forge.checkpoint.folder import Checkpoints
 from forge.checkpoint.foreign import SUFFIXES, Rename, few, read_foreign, renamed, unwrapped
-from forge.checkpoint.publish import sync_directory
+from forge.checkpoint.publish import cause_of
 from forge.errors import CheckpointError, TaskError
+from forge.util.files import sync_directory
 
 logger = logging.getLogger("forge")
 
@@ -394,6 +395,17 @@ def write_weights(weights: Weights, path: Path) -> int:
 
     Equal weights give equal files. Unfinished files of dead processes for this name are removed.
     """
+    try:
+        return _write_weights(weights, path)
+    except (OSError, SafetensorError) as error:
+        why = cause_of(path, error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(
+            f"{path} could not be written: {why}. Checkpoints are untouched: `forge ckpt export RUN FILE` writes the "
+            "weights of one."
+        ) from error
+
+
+def _write_weights(weights: Weights, path: Path) -> int:
     note = {"task": weights.task, "update": weights.update}
     if weights.average is not None:
         note["average"] = weights.average

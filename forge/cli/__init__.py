@@ -14,6 +14,7 @@ from forge.cli import ranks
 from forge.distributed.worker_exit import exit_code, is_first_to_fail
 from forge.errors import ForgeError, Interrupted, did_you_mean
 from forge.util import show
+from forge.util.files import absolute
 from forge.version import __version__
 
 VERBS = {
@@ -123,5 +124,6 @@ def _run(words: list[str]) -> int:
     module = module_of(verb)
     # intermixed: overrides may come before, between and after the options
     args = module.parser().parse_intermixed_args(rest)
+    absolute(".")  # refuses a working directory that was deleted
     with show.plain_messages(), ranks.only_first_talks(ranks.rank()):
         return module.run(args)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from forge.util.files import is_regular
+
 
 class Links:
     """Links in `folder` to every run of the given folders, updated as runs appear and disappear."""
@@ -68,11 +70,17 @@ def runs_below(folder: Path) -> Iterator[tuple[Path, Path]]:
     for parent, folders, _ in os.walk(folder):
         here = Path(parent)
         for log in (here / "tensorboard", here):
-            if any("tfevents" in file.name for file in log.glob("*")):
+            if _has_events(log):
                 yield here if here.name != "tensorboard" else here.parent, log
                 folders.clear()
                 break
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def _has_events(folder: Path) -> bool:
+    """Whether a folder has event files, all of them regular: TensorBoard would follow a link and wait for a pipe."""
+    events = [] if folder.is_symlink() else [file for file in folder.glob("*") if "tfevents" in file.name]
+    return bool(events) and all(map(is_regular, events))
 
 
 def base_of(given: Sequence[Path]) -> Path:

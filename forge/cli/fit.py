@@ -36,7 +36,8 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue --run-dir, or the recipe's newest run, from its newest valid checkpoint; without one, start new",
+        help="continue --run-dir, or the newest run of the same job (recipe, task, options), from its newest valid "
+        "checkpoint; without one, start new",
     )
     parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
     parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
@@ -72,7 +73,7 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
     """Print the result; on a terminal the progress bar has printed it, and only the next command is added."""
     console = show.console()
     shown = "progress" in trainer.stack and sys.stdout.isatty() and sys.stderr.isatty()
-    lines = {} if shown else _lines(result)
+    lines = {} if shown else _lines(result, trainer.resumed_from == result.updates)
     if data.test is not None and result.run_dir is not None:
         weights = str(show.near(result.run_dir) / "weights.safetensors")
         lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
@@ -95,12 +96,12 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
     console.print(summary(shown_metrics, best, lines), soft_wrap=True)
 
 
-def _lines(result: FitResult) -> dict[str, str]:
+def _lines(result: FitResult, was_complete: bool) -> dict[str, str]:
     from forge.runs.summary import folder_lines
     from forge.runs.wording import counted, ended
 
     done = f"{counted(result.epochs, 'epoch')}, {counted(result.updates, 'update')}"
-    found = {"trained": ended(done, result.stop_reason)}
+    found = {"trained": ended(done, result.stop_reason, was_complete)}
     return found if result.run_dir is None else found | folder_lines(result.run_dir)
 
 

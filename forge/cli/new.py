@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -61,8 +63,21 @@ def _names(given: str, kind: str) -> dict[str, str]:
         raise ForgeError(f"{given!r} cannot name a {kind}: use letters, digits and _, with a letter first.")
     if name in ("core", "task", "forge"):
         raise ForgeError(f"{given!r} is taken by forge itself. Choose another name.")
+    instead = f"Choose another name: forge new {kind} my_{name}"
+    if keyword.iskeyword(name) or keyword.iskeyword(given):
+        raise ForgeError(f"{given!r} is a word of Python itself, so it cannot name a {kind}. {instead}")
+    if kind == "task" and _is_module(name):
+        raise ForgeError(f"{name}.py would hide the module {name!r} from every program in this folder. {instead}")
     cls = given if given.isidentifier() and given[0].isupper() else "".join(part.title() for part in name.split("_"))
     return {"name": name, "cls": cls, "module": f"forge_{name}", "dist": f"forge-{name.replace('_', '-')}"}
+
+
+def _is_module(name: str) -> bool:
+    """Whether Python itself or an installed package has a module of this name."""
+    if name in sys.stdlib_module_names:
+        return True
+    spec = find_spec(name)
+    return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
 
 
 def _refuse_taken_name(name: str, module: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from forge.errors import ForgeError
 from forge.runs.find import locate
 from forge.util import show
+from forge.util.files import atomic_write
 
 EXAMPLES = """\
 RUN is a run folder, a folder of runs (its newest), or a unique part of a run's name. The page needs no network and has
@@ -39,10 +40,19 @@ def run(args: Namespace) -> int:
         raise ForgeError(f"-o {args.output} is a folder; name a file in it, as in {file / 'report.html'}.")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page(runs), encoding="utf-8", errors="replace")
+        _write(file, page(runs), is_named=bool(args.output))
     except OSError as error:
         raise ForgeError(
             f"The report cannot be written to {file}: {error.strerror}. Choose another file with -o."
         ) from error
     show.console().print(f"Wrote {show.near(file)}.", soft_wrap=True, markup=False)
     return 0
+
+
+def _write(file: Path, text: str, is_named: bool) -> None:
+    """Write the page. A file that the user named may be a pipe; one in the run folder is replaced, even if a link."""
+    if is_named:
+        file.write_text(text, encoding="utf-8", errors="replace")
+        return
+    with atomic_write(file) as beside:
+        beside.write_text(text, encoding="utf-8", errors="replace")

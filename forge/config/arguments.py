@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from forge.config.build import make_plugin, make_plugins
 from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
-from forge.config.trainer_options import Settings
+from forge.config.trainer_options import FOLDERS, Settings
 from forge.contract.plugin import Plugin
 from forge.errors import StackError, did_you_mean
 
@@ -35,7 +35,7 @@ def resolve(
         recipe = load_unbuilt(recipe, frozenset(replaced))
     if recipe is None:
         return None, settings, own if isinstance(own, list) else make_plugins(own)
-    recipe = recipe.with_trainer({key: value for key, value in given.items() if key != "run_dir"})
+    recipe = recipe.with_trainer({key: value for key, value in given.items() if key not in FOLDERS})
     return recipe, Settings.of({**recipe.trainer, **given}), _merged(recipe, own)
 
 

@@ -73,14 +73,26 @@ class Layers:
         self.add(layer, lambda key: COMMAND_LINE)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the values as plain data, with interpolations resolved."""
+        """Return the values as plain data, with references between keys resolved; nothing else is evaluated."""
         lib = omegaconf()
+        self._refuse_resolvers()
         ordered = {key: self.values[key] for key in TOP_LEVEL if key in self.values}
         try:
             return lib.OmegaConf.to_container(lib.OmegaConf.create(ordered), resolve=True, throw_on_missing=True)
         except lib.errors.OmegaConfBaseException as error:
             key = str(getattr(error, "full_key", None) or "")
             raise RecipeError(f"{label(key, self.origin)}: {str(error).partition(chr(10))[0]}") from error
+
+    def _refuse_resolvers(self) -> None:
+        """Raise if a value calls a resolver: ${oc.env:TOKEN} would write a secret into the run folder."""
+        for key, text in _texts(self.values):
+            name = _resolver_in(text)
+            if name:
+                raise RecipeError(
+                    f"{label(key, self.origin)}: {text!r} calls the resolver {name!r}, which is refused: a recipe "
+                    "refers only to its own keys, as in ${trainer.seed}. Give the value itself, on the command line or "
+                    "in Python."
+                )
 
     def _lay(self, layer: Mapping[str, Any], onto: dict[str, Any], where: Where, parent: str) -> None:
         for key, value in layer.items():
@@ -154,3 +166,30 @@ def _parse(key: str, text: str) -> Any:
             f"{key}={text} ({COMMAND_LINE}): the value cannot be read as YAML ({problem}). If it is text, quote it for "
             f"YAML, and all of it for the shell: {meant}."
         ) from error
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (full key, text) of every text at every depth, in lists too."""
+    if isinstance(value, str):
+        yield key, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield from _texts(inner, f"{key}.{name}" if key else str(name))
+
+
+def _resolver_in(text: str) -> str:
+    """Return the name of a resolver that a text calls, as OmegaConf's own grammar reads it; empty if none."""
+    if "${" not in text:
+        return ""
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
+
+    try:
+        found = [parse(text)]
+    except GrammarParseError:  # refused later, with the reason
+        return ""
+    for node in found:
+        if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
+            return str(node.resolverName().getText())  # pyright: ignore[reportOptionalMemberAccess]
+        found.extend(getattr(node, "children", None) or ())
+    return ""

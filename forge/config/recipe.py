@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from forge import options
 from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
-from forge.config.merge import Layers, leaves
-from forge.config.schema import Maker, check_plugin, check_section, maker_of
+from forge.config.merge import COMMAND_LINE, Layers, leaves
+from forge.config.schema import Maker, check_plugin, check_section, label, maker_of
+from forge.config.trainer_options import FOLDERS
 from forge.contract.plugin import Plugin
 from forge.errors import RecipeError
+from forge.util.files import absolute
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
@@ -137,8 +140,26 @@ def _checked(recipe: Recipe, unbuilt: frozenset[str] = frozenset()) -> Recipe:
             recipe.built = {name: plugin for name, (_, plugin) in checked.items() if plugin is not None}
         elif section in recipe.config or section in recipe.local or section == "trainer":
             recipe.resolved[section] = check_section(section, recipe.config, recipe.local, recipe.origin)
+    _refuse_outside_folders(recipe)
     recipe.origin |= {key: DEFAULT for key, _ in leaves(recipe.resolved) if key not in recipe.origin}
     return recipe
+
+
+def _refuse_outside_folders(recipe: Recipe) -> None:
+    """Raise if a recipe file names a run folder outside the working directory; the user may, on the command line.
+
+    The folder of runs may be a link to another disk.
+    """
+    for setting in FOLDERS:
+        key, value = f"trainer.{setting}", recipe.trainer.get(setting)
+        if not isinstance(value, str) or value == "auto" or recipe.origin.get(key) in (COMMAND_LINE, "code"):
+            continue
+        real, *inside = (Path(os.path.realpath(absolute(folder))) for folder in (value, ".", "runs"))
+        if Path(value).is_absolute() or not any(map(real.is_relative_to, inside)):
+            raise RecipeError(
+                f"{label(key, recipe.origin)} is {value!r}, which is outside the working directory: in a recipe it is "
+                "relative and inside. To use another folder, give it with --run-dir, or in Python."
+            )
 
 
 def read_recipe(

@@ -20,6 +20,8 @@ LIGHTNING = {
     "logger": "plugins",
 }
 """Arguments of Lightning's Trainer by their name here; docs/from-lightning.md has all of them."""
+FOLDERS = ("run_dir", "resume")
+"""Settings that name folders of this machine: given in code they stay out of the recipe that a run writes."""
 
 
 class GivenSettings(TypedDict, total=False):
@@ -35,6 +37,7 @@ class GivenSettings(TypedDict, total=False):
     resume: str | Path | bool | None
     deterministic: bool
     allow_inexact: bool
+    group_access: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +64,8 @@ class Settings:
     "Allow only deterministic algorithms."
     allow_inexact: bool = False
     "Allow what cannot be continued exactly, with a warning."
+    group_access: bool = False
+    "Let the group of a new run folder read and continue the run; by default only its owner can."
 
     def __post_init__(self) -> None:
         for name in ("max_epochs", "max_updates", "log_every"):
@@ -90,6 +95,7 @@ class Settings:
             "validate_every": str(Interval(self.validate_every)) if self.validate_every else None,
             "log_every": self.log_every,
             "deterministic": self.deterministic,
+            "group_access": self.group_access,
         }
 
 

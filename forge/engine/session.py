@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from forge.runs.card import config_text, make_card, name_of, write_card, write_e
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
+from forge.util.files import absolute, share
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -149,7 +149,7 @@ class Session:
             with trainer.env.no_timeout():
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
-            trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
+            trainer.run_dir = absolute(trainer.wanted_run_dir)
         self.started = time.monotonic()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
@@ -246,8 +246,10 @@ class Session:
         env = trainer.env
         choice = env.from_first(lambda: choose.choose(trainer, name_of(trainer.task)))
         trainer.run_dir = choice.run_dir
-        if trainer.run_dir is not None and env.is_main:
-            self.cleanup.enter_context(RunLock(trainer.run_dir))
+        if trainer.run_dir is not None:
+            share(trainer.run_dir, with_group=trainer.settings["group_access"])
+            if env.is_main:
+                self.cleanup.enter_context(RunLock(trainer.run_dir))
         self.checkpoint = choose.find(choice, env)
         self.continues = choice.continues and self.checkpoint is not None
 
@@ -277,9 +279,7 @@ class Session:
         card = make_card(trainer, self.checkpoint.update if self.checkpoint else None)
         known = attempts.begin(card, trainer.run_dir, self.continues)
         self.card = card
-        write_card(card, trainer.run_dir, attempts.as_markdown(known))
-        if trainer.recipe is not None:
-            (trainer.run_dir / "config.yaml").write_text(config_text(trainer, card))
+        write_card(card, trainer.run_dir, attempts.as_markdown(known), config_text(trainer, card))
 
     def _write_end(self, error: BaseException | None) -> None:
         """Write how the fit ended; a failure to write it only logs an error."""

@@ -72,7 +72,7 @@ class Trainer(Run):
     `recipe` names a stack (and may hold settings of the Trainer); `plugins` is merged over it. `plugins` alone is the
     whole stack (`[]`: nothing); with neither, the recipe "default" is used. Settings given here win over the recipe's.
 
-    `resume="auto"` continues `run_dir` (without one: the newest run of this task or recipe) from its newest valid
+    `resume="auto"` continues `run_dir` (without one: the newest run of the same job) from its newest valid
     checkpoint, and starts a new run where there is none. A path continues that run folder, or begins a new run from
     that one checkpoint. What cannot be continued exactly is refused by name unless `allow_inexact=True`.
     """

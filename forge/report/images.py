@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.util.files import regular_only
+
 MOST_IMAGES = 12
 MOST_BYTES = 2 * 2**20
 """The limit for all pictures of a page together; a picture that does not fit is skipped."""
+MOST_RECORDS = 2_000_000
+"""Records of a file that are read."""
 SMALL = 160
 """A picture of fewer pixels across is enlarged without smoothing."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -70,11 +74,12 @@ def _records(file: Path) -> Iterator[bytes]:
     TensorBoard's EventAccumulator sums every byte in Python (63 s for a file of 48 MB, against 3.5 s here) and imports
     tensorflow where it is installed.
     """
-    if not file.is_file():
-        return
-    with file.open("rb") as stream:
-        while len(head := stream.read(12)) == 12:
+    with open(file, "rb", opener=regular_only) as stream:
+        for _ in range(MOST_RECORDS):
+            head = stream.read(12)
             length = int.from_bytes(head[:8], "little")
+            if len(head) < 12 or not length:  # no event is empty: zeros after a crash, or a hole
+                return
             if length > 4 * MOST_BYTES:
                 stream.seek(length + 4, 1)
                 continue

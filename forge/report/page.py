@@ -120,7 +120,7 @@ def metrics_rows(run: RunFolder) -> list[list[Any]]:
 def pictures(run: RunFolder) -> tuple[list[images.Picture], str]:
     """Return the last picture of every name in the run's TensorBoard files, and a note about those not shown."""
     folder = run.path / "tensorboard"
-    if not folder.is_dir():
+    if folder.is_symlink() or not folder.is_dir():
         return [], ""
     try:
         every = images.pictures(folder)

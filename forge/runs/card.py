@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from forge.contract.plugin import plugin_options, snake_case
+from forge.contract.plugin import snake_case
 from forge.errors import Interrupted
 from forge.options import plain
 from forge.runs import wording
 from forge.runs.folder import current_metrics
-from forge.util.files import atomic_write
+from forge.runs.job import job_of, name_of
+from forge.util.files import atomic_write, make_folder
 from forge.version import __version__
 
 if TYPE_CHECKING:
     from forge.contract.run import AnyRecipe, Run
-    from forge.contract.task import TaskModule
 
 END = "end.json"
 """Written when a fit ends, in any way that still permits it; removed when the run resumes."""
 
 
 def new_run_dir(group: str) -> Path:
-    """Return a unique name `runs/<group>/<time>-<id>`."""
-    return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """Return a unique name `runs/<group>/<time>-<id>`, with the time in UTC."""
+    return Path("runs") / group / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def group_of(recipe: AnyRecipe | None, task: str) -> str:
@@ -45,28 +45,22 @@ def group_of(recipe: AnyRecipe | None, task: str) -> str:
     return snake_case(task)
 
 
-def name_of(task: TaskModule) -> str:
-    """Return the task's class name, or its `task_name` if it wraps another module."""
-    given = getattr(task, "task_name", None)
-    return given if isinstance(given, str) and given else type(task).__name__
-
-
 def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
     """Return everything needed to understand a run later, as plain data."""
-    task = trainer.task
+    task, job = trainer.task, job_of(trainer)
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": command(sys.argv),
         "recipe": trainer.recipe.name if trainer.recipe is not None else None,
         "group": group_of(trainer.recipe, name_of(task)),
         "task": {
-            "class": name_of(task),
-            "options": {key: plain(value) for key, value in task.init_args.items()},
+            **job["task"],
             "parameters": sum(p.numel() for p in task.parameters() if not is_lazy(p)),
             "trainable": sum(p.numel() for p in task.parameters() if p.requires_grad and not is_lazy(p)),
         },
+        "data": job["data"],
         "optimizers": {name or "optimizer": type(o).__name__ for name, o in trainer.optimizers.items()},
-        "stack": [{"name": p.name, "class": type(p).__name__, "options": plugin_options(p)} for p in trainer.stack],
+        "stack": job["stack"],
         "trainer": trainer.settings,
         "planned_updates": trainer.planned_updates,
         "resumed_from": resumed_from,
@@ -76,7 +70,7 @@ def make_card(trainer: Run, resumed_from: int | None = None) -> dict[str, Any]:
         "world": trainer.env.world,
         "versions": {"forge": __version__, "python": platform.python_version(), "torch": torch.__version__},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "git": git_state(Path.cwd()),
+        "git": git_state(Path()),
     }
 
 
@@ -87,21 +81,23 @@ def command(words: list[str]) -> str:
     return " ".join([shown, *map(shlex.quote, words[1:])])
 
 
-def write_card(card: dict[str, Any], folder: Path, more: str = "") -> None:
-    """Write `card.json` for programs and `card.md` for people, with `more` at its end."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_card(card: dict[str, Any], folder: Path, more: str = "", config: str | None = None) -> None:
+    """Write `card.json` for programs, `card.md` for people, with `more` at its end, and `config.yaml`."""
+    make_folder(folder)
     (folder / END).unlink(missing_ok=True)  # it describes the previous attempt
     for name, text in {
         "card.json": json.dumps(card, indent=2) + "\n",
         "card.md": card_as_markdown(card) + more,
+        **({} if config is None else {"config.yaml": config}),
     }.items():
         with atomic_write(folder / name) as beside:
             beside.write_text(text)
 
 
-def config_text(trainer: Run, card: dict[str, Any]) -> str:
-    """Return `config.yaml`: the recipe, under comments on what it does not show of this run."""
-    assert trainer.recipe is not None
+def config_text(trainer: Run, card: dict[str, Any]) -> str | None:
+    """Return `config.yaml`: the recipe, if any, under comments on what it does not show of this run."""
+    if trainer.recipe is None:
+        return None
     notes = ["Plugins were given in code too: the whole stack is in card.json."] if trainer.has_plugins_in_code else []
     kept = wording.kept_options(card["kept_options"])
     if kept:

@@ -16,6 +16,10 @@ from forge.checkpoint.readers import Readers
 from forge.env import Env
 from forge.errors import CheckpointError
 from forge.runs.card import group_of, new_run_dir
+from forge.runs.folder import RunFolder
+from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.util.files import absolute
+from forge.util.text import short_path
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -44,16 +48,43 @@ def choose(trainer: Run, task: str) -> RunChoice:
     if wanted is False:
         raise CheckpointError("resume= needs a run folder; run_dir=False forbids one.")
     if trainer.resume != "auto":
-        return _from_path(trainer, task, Path(trainer.resume).absolute())
+        return _from_path(trainer, task, absolute(trainer.resume))
     if wanted is not None:
-        folder = Path(wanted).absolute()
+        folder = absolute(wanted)
+        refuse_another_job(trainer, folder)
         return RunChoice(folder, folder)
     group = Path("runs") / group_of(trainer.recipe, task)
-    newest = newest_run(group.absolute())
-    if newest is None:
-        logger.info("Nothing to resume in %s: a new run.", group)
-        return RunChoice(_new_folder(trainer, task))
-    return RunChoice(newest, newest)
+    found = run_of_job(trainer, absolute(group))
+    return RunChoice(found, found) if found else RunChoice(_new_folder(trainer, task))
+
+
+def refuse_another_job(trainer: Run, folder: Path) -> None:
+    """Raise if a run folder that the user named holds another job; with allow_inexact, warn."""
+    then = job_in(RunFolder(folder)) if checkpoints_of(folder).all() else None
+    # the checkpoint itself refuses another seed, whatever is allowed
+    odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")}) if then is not None else ""
+    if odd and not trainer.allow_inexact:
+        raise CheckpointError(
+            f"{folder} holds another job: {odd}. Give it its former value, choose another run folder for a new run, or "
+            "continue anyway with allow_inexact=True (trainer.allow_inexact=true on the command line)."
+        )
+    if odd:
+        logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", folder, odd)
+
+
+def run_of_job(trainer: Run, group: Path) -> Path | None:
+    """Return the newest run of a group with the job of this Trainer; without one, log why a new run begins."""
+    now, reason = job_of(trainer), ""
+    for run in newest_first(group):
+        then = job_in(run)
+        odd = another_job(then, now) if then is not None else "it has no card.json"
+        changed = changed_plan(then, now) if then is not None and not odd else ""
+        if not odd and not changed:
+            return run.path
+        how = f"; --run-dir {short_path(run.path)} --resume continues it all the same" if changed else ""
+        reason = reason or f"the newest, {run.path.name}, is another job: {odd or changed}{how}"
+    logger.info("Nothing to resume in %s%s: a new run.", short_path(group), f" ({reason})" if reason else "")
+    return None
 
 
 def find(choice: RunChoice, env: Env) -> StoredCheckpoint | None:
@@ -90,12 +121,12 @@ def checkpoints_of(run_dir: Path) -> Checkpoints:
     return Checkpoints(run_dir / "checkpoints")
 
 
-def newest_run(group: Path) -> Path | None:
-    """Return the newest run folder of a group that holds checkpoints; names begin with the time."""
+def newest_first(group: Path) -> list[RunFolder]:
+    """Return the run folders of a group that hold checkpoints, by the time in UTC at which they were last started."""
     if not group.is_dir():
-        return None
-    runs = [folder for folder in group.iterdir() if folder.is_dir() and checkpoints_of(folder).all()]
-    return max(runs, key=lambda folder: folder.name, default=None)
+        return []
+    runs = [RunFolder(folder) for folder in group.iterdir() if folder.is_dir() and checkpoints_of(folder).all()]
+    return sorted(runs, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
 def _new_folder(trainer: Run, task: str) -> Path | None:
@@ -104,14 +135,14 @@ def _new_folder(trainer: Run, task: str) -> Path | None:
     if wanted is False:
         return None
     if wanted is None:
-        return new_run_dir(group_of(trainer.recipe, task)).absolute()
+        return absolute(new_run_dir(group_of(trainer.recipe, task)))
     there = checkpoints_of(Path(wanted)).all()
     if there:
         raise CheckpointError(
             f"{wanted} already holds the checkpoints of a run (up to {there[-1].name}). Use --resume or "
             'resume="auto" to continue it, or choose another run folder.'
         )
-    return Path(wanted).absolute()  # the working directory may change later
+    return absolute(wanted)  # the working directory may change later
 
 
 def _from_path(trainer: Run, task: str, path: Path) -> RunChoice:
@@ -119,5 +150,6 @@ def _from_path(trainer: Run, task: str, path: Path) -> RunChoice:
     wanted: Any = trainer.wanted_run_dir
     is_run = (path / "checkpoints").is_dir()
     if is_run and (wanted is None or Path(wanted).resolve() == path.resolve()):
+        refuse_another_job(trainer, path)
         return RunChoice(path, path)
     return RunChoice(_new_folder(trainer, task), path)

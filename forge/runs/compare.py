@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from forge.runs.attempts import attempts_of, changed_setup, commands
 from forge.runs.directions import best_of, metric_rank, mode_of
-from forge.runs.folder import RunFolder, as_dict, is_modest
+from forge.runs.folder import RunFolder, as_dict, recipe_section
 
 Rows = dict[str, list[Any]]
 KEPT = ("throughput/samples_per_s", "throughput/tokens_per_s", "throughput/peak_gb")
 """Metrics of plugins that count as results."""
-MOST_SETTINGS = 10_000
 
 
 def compare(runs: Sequence[RunFolder]) -> dict[str, Rows]:
@@ -42,7 +39,7 @@ def settings(run: RunFolder) -> dict[str, Any]:
     card = run.card
     task = as_dict(card.get("task"))
     found = {"recipe": card.get("recipe"), "task": task.get("class"), **_flat(as_dict(task.get("options")), "task")}
-    found |= _flat(_data(run), "data")
+    found |= _flat(recipe_section(run, "data"), "data")
     found |= _flat(as_dict(card.get("trainer")), "trainer")
     found |= _flat(as_dict(card.get("optimizers")), "")
     for plugin in run.stack:
@@ -117,15 +114,6 @@ def only_names(found: Rows) -> Rows:
     if absent:
         kept.pop("order of plugins", None)
     return kept
-
-
-def _data(run: RunFolder) -> dict[str, Any]:
-    """Return the recipe's data section, which the card lacks."""
-    try:
-        config = yaml.safe_load(run.recipe_text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return as_dict(as_dict(config).get("data")) if is_modest(config, MOST_SETTINGS) else {}
 
 
 def _flat(values: Mapping[str, Any], parent: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Read a run folder: what ran, how it went and what it left.
 
-Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. Unreadable parts are skipped.
+Nothing in it is trusted: files may be missing, torn by a kill, or written by a stranger. Unreadable parts are skipped;
+only regular files are read, links inside the folder are not followed, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.runs.lock import is_held
+from forge.util.files import is_regular, read_regular, regular_only
 
 STATUSES = ("running", "finished", "interrupted", "failed", "killed", "unknown")
 ATTEMPTS = "lives.json"
@@ -24,6 +26,10 @@ ATTEMPTS = "lives.json"
 COUNTERS = ("update", "epoch", "sample", "time")
 MOST_BYTES = 64 * 2**20
 """The largest file that is read as a whole."""
+MOST_LOG_BYTES = 512 * 2**20
+"""As much of a log is read; a line has at most MOST_BYTES."""
+MOST_SETTINGS = 10_000
+"""Values in a recipe; a longer one is not read."""
 DEEPEST = 50
 """Levels of nesting; forge writes far fewer."""
 
@@ -233,7 +239,7 @@ class RunFolder:
         folder, found, marks = self.path / "checkpoints", [], {}
         for entry in _entries(folder):
             if entry.is_symlink():
-                marks.setdefault(os.path.basename(os.readlink(entry)), []).append(entry.name)
+                marks.setdefault(os.readlink(entry), []).append(entry.name)
             elif entry.name.startswith("update-") and entry.name[7:].isdigit() and entry.is_dir():
                 found.append(entry.name)
         return [
@@ -243,8 +249,11 @@ class RunFolder:
 
     @cached_property
     def best(self) -> BestMetric | None:
-        """The metric recorded in the checkpoint `best`."""
-        plugins = as_dict(_read_object(self.path / "checkpoints" / "best" / "state.json").get("plugins"))
+        """The metric recorded in the checkpoint `best`, a link to another checkpoint of this run."""
+        marked = [checkpoint.name for checkpoint in self.checkpoints if "best" in checkpoint.marks]
+        if not marked:
+            return None
+        plugins = as_dict(_read_object(self.path / "checkpoints" / marked[0] / "state.json").get("plugins"))
         for state in plugins.values():
             match state:
                 case {
@@ -256,25 +265,47 @@ class RunFolder:
         return None
 
 
+def recipe_section(run: RunFolder, name: str) -> dict[str, Any]:
+    """Return a section of the recipe in config.yaml, with the values that were given; empty if it cannot be read."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(run.recipe_text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return as_dict(as_dict(config).get(name)) if is_modest(config, MOST_SETTINGS) else {}
+
+
 def is_run(path: Path) -> bool:
     """Whether a folder holds a card or metrics."""
-    return any((path / name).is_file() for name in ("card.json", "metrics.jsonl"))
+    return any(is_regular(path / name) for name in ("card.json", "metrics.jsonl"))
 
 
-def find_runs(folder: Path, depth: int = 4) -> Iterator[Path]:
-    """Yield every run folder in a folder, itself included; runs are not nested."""
+def find_runs(folder: Path, depth: int = 4, follow: bool = True) -> Iterator[Path]:
+    """Yield every run folder in a folder, itself included; runs are not nested.
+
+    A link may lead to a run, or to a folder of runs on another disk, but not further: it could lead anywhere.
+    """
     if is_run(folder):
         yield folder
     elif depth:
         for entry in sorted(_entries(folder), key=lambda entry: entry.name):
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from find_runs(Path(entry.path), depth - 1)
+            is_link = entry.is_symlink()
+            if entry.name.startswith(".") or (is_link and not follow) or not _is_folder(entry):
+                continue
+            yield from find_runs(Path(entry.path), 1 if is_link else depth - 1, follow and not is_link)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _read_text(path: Path) -> str:
     try:
-        is_small = path.stat().st_size <= MOST_BYTES
-        return path.read_text(encoding="utf-8", errors="replace") if is_small else ""
+        return read_regular(path, MOST_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -302,12 +333,13 @@ def is_modest(tree: Any, most: int = MOST_BYTES) -> bool:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    found, left = [], MOST_LOG_BYTES
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
+        with open(path, "rb", opener=regular_only) as file:
+            while left > 0 and (line := file.readline(min(left, MOST_BYTES))):
+                left -= len(line)
                 try:
-                    found.append(as_dict(json.loads(line)))
+                    found.append(as_dict(json.loads(line.decode("utf-8", "replace"))))
                 except (ValueError, RecursionError):
                     continue
     except OSError:
@@ -334,7 +366,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _changed(path: Path) -> float:
     try:
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     except OSError:
         return 0.0
 

@@ -1,7 +1,14 @@
 """Lock a run folder for one process.
 
-A POSIX record lock: the kernel releases it when the process ends in any way, and forked data workers do not inherit it.
-The file stays after a release: removing it would let two processes lock two files of the same name.
+The lock belongs to an open file description (F_OFD_SETLK), not to the process: it stays when a plugin opens and closes
+the file again, say to copy the folder, and a query (F_OFD_GETLK) takes no lock, so a listing of runs never refuses a
+run. It conflicts with the POSIX locks of earlier versions, and works over NFS like those. Where a system has no such
+locks, flock is used, which also belongs to the description; its query takes a shared lock for an instant, so `acquire`
+tries a few times.
+
+The kernel releases the lock when the process ends in any way. Forked processes, such as data workers, would keep it
+alive, so they close its descriptor. The file stays after a release: removing it would let two processes lock two files
+of the same name.
 """
 
 from __future__ import annotations
@@ -10,10 +17,13 @@ import errno
 import logging
 import os
 import socket
+import struct
+import time
 from pathlib import Path
 from types import TracebackType
 
 from forge.errors import CheckpointError
+from forge.util.files import access, make_folder, regular_only
 
 try:
     import fcntl
@@ -23,10 +33,22 @@ except ImportError:  # not a POSIX system
 logger = logging.getLogger("forge")
 
 NAME = ".lock"
+SET, GET = (getattr(fcntl, f"F_OFD_{word}LK", None) for word in ("SET", "GET"))
+TRIES, PAUSE = 5, 0.02
 
 _held: dict[str, int] = {}
-"""Run folder → process that holds it: within one process the kernel would grant the lock twice."""
+"""Run folder → descriptor of the lock, of this process."""
 _warned: list[str] = []
+
+
+def _close_in_child() -> None:
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
@@ -40,18 +62,17 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, or raise a CheckpointError that names its holder."""
-        # before the file is opened: closing it would release the lock of this process
-        if _held.get(self._key) == os.getpid():
+        if self._key in _held:
             raise CheckpointError(f"{self.run_dir} is in use by another run in this process. {_ADVICE}")
         if fcntl is None:
             return _warn("this system has no file locks")
         descriptor = self._open()
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except OSError as error:
             holder = os.pread(descriptor, 1024, 0).decode("utf-8", "replace").strip()
             os.close(descriptor)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
+            if _is_conflict(error):
                 raise CheckpointError(
                     f"{self.run_dir} is in use by {holder or 'another process'}. {_ADVICE}"
                 ) from error
@@ -59,13 +80,18 @@ class RunLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._descriptor, self._pid = descriptor, os.getpid()
-        _held[self._key] = self._pid
+        _held[self._key] = descriptor
         return None
 
     def _open(self) -> int:
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            return os.open(self.run_dir / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            make_folder(self.run_dir)
+            file, mode = self.run_dir / NAME, access(self.run_dir, 6)
+            is_new = not file.exists()
+            descriptor = regular_only(str(file), os.O_RDWR | os.O_CREAT, mode)
+            if is_new:
+                os.fchmod(descriptor, mode)  # despite the umask
+            return descriptor
         except OSError as error:
             raise CheckpointError(f"{self.run_dir / NAME} cannot be opened: {error.strerror}.") from error
 
@@ -74,7 +100,7 @@ class RunLock:
         if self._descriptor is None or self._pid != os.getpid():
             return
         descriptor, self._descriptor = self._descriptor, None
-        del _held[self._key]
+        _held.pop(self._key, None)
         os.ftruncate(descriptor, 0)
         os.close(descriptor)
 
@@ -104,25 +130,69 @@ def is_held(run_dir: Path) -> bool | None:
     """
     path = run_dir / NAME
     try:
-        if path.stat().st_size == 0:
+        if path.lstat().st_size == 0:
             return False
+        descriptor = regular_only(str(path), os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
         return None
-    # before the file is opened: closing it would release the lock of this process
-    if _held.get(os.path.realpath(run_dir)) == os.getpid():
-        return True
-    if fcntl is None:
-        return None
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        return _is_locked(descriptor)
     except OSError:
         return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return True if error.errno in (errno.EAGAIN, errno.EACCES) else None
     finally:
-        os.close(descriptor)  # releases the lock too
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Take an exclusive lock, or raise the last OSError."""
+    for attempt in range(TRIES):
+        try:
+            _lock_once(descriptor)
+            return
+        except OSError as error:
+            if not _is_conflict(error) or attempt == TRIES - 1:
+                raise
+            time.sleep(PAUSE)
+
+
+def _lock_once(descriptor: int) -> None:
+    assert fcntl is not None
+    if SET is not None:
+        try:
+            fcntl.fcntl(descriptor, SET, _whole_file(fcntl.F_WRLCK))
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel without these locks
+                raise
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Whether another description of this file has an exclusive lock; None on a system without locks."""
+    if fcntl is None:
+        return None
+    if SET is not None and GET is not None:
+        try:
+            answer = fcntl.fcntl(descriptor, GET, _whole_file(fcntl.F_RDLCK))
+            return struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
+    except OSError as error:
+        if _is_conflict(error):
+            return True
+        raise
     return False
+
+
+def _whole_file(kind: int) -> bytes:
+    """Return a struct flock: kind, whence, start, length (0: to the end), process (always 0)."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _is_conflict(error: OSError) -> bool:
+    return error.errno in (errno.EAGAIN, errno.EACCES)

@@ -33,8 +33,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def ended(done: str, reason: str) -> str:
+def ended(done: str, reason: str, was_complete: bool = False) -> str:
     """ "3 epochs, as planned (max_epochs)", or "3 epochs: " and the reason for the stop."""
+    if was_complete:
+        return f"nothing: this run was already complete ({done})"
     if reason in ("max_epochs", "max_updates"):
         return f"{done}, as planned ({reason})"
     return f"{done}: {reason}" if reason else done

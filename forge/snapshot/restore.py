@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,9 +24,19 @@ logger = logging.getLogger("forge")
 
 
 def resume(trainer: Run, checkpoint: StoredCheckpoint) -> None:
-    """Resume from a checkpoint, and log it."""
-    restore(trainer, load_for(trainer, checkpoint), str(checkpoint.path))
-    logger.info("Resuming from %s.", checkpoint.path)
+    """Resume from a checkpoint, and log it. A complete run is refused if options of its plugins have changed."""
+    tree = load_for(trainer, checkpoint)
+    restore(trainer, tree, str(checkpoint.path))
+    if trainer.limit_reached is None and "stop" not in trainer.requests.open:
+        logger.info("Resuming from %s.", checkpoint.path)
+        return
+    for change in _changed_options(trainer, tree):
+        raise CheckpointError(
+            f"{checkpoint.path}: this run is already complete, and {change}: nothing is left to train with it. Raise "
+            "max_epochs or max_updates to train on, or choose another run folder for a new run."
+        )
+    done = f"{trainer.progress.epoch:,} epochs, {trainer.progress.update:,} updates"
+    logger.info("%s: this run is already complete (%s); nothing is left to train.", checkpoint.path, done)
 
 
 def load_for(trainer: Run, checkpoint: StoredCheckpoint) -> dict[str, Any]:
@@ -115,11 +125,16 @@ def _check_stack(trainer: Run, tree: Mapping[str, Any], where: str) -> None:
         if not (then.get(name) or now[name])["observer"] and name not in (*lost, *new):
             moved = "was removed from the stack" if name in then else "was added to the stack"
             logger.warning("plugin %r %s: from here on the run may differ from the one it resumes.", name, moved)
-    for name in then.keys() & now.keys():
-        changed = differences(then[name]["options"], now[name]["options"])
-        if not now[name]["observer"]:
-            for option, old, new_value in changed:
-                logger.warning("%s.%s was %r and is %r from here on.", name, option, old, new_value)
+    for change in _changed_options(trainer, tree):
+        logger.warning("%s from here on.", change)
+
+
+def _changed_options(trainer: Run, tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options of plugins that have changed, with both values; those of observers do not count."""
+    then = {plugin["name"]: plugin["options"] for plugin in tree["stack"]}
+    for plugin in (plugin for plugin in trainer.stack if plugin.name in then and not plugin.observer):
+        for option, old, new in differences(then[plugin.name], describe_plugin(plugin)["options"]):
+            yield f"{plugin.name}.{option} was {old!r} and is {new!r}"
 
 
 def _begin_with_state(trainer: Run, names: Collection[str]) -> list[str]:

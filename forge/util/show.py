@@ -12,12 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from forge.util import text as places
 from forge.util.text import command as command
+from forge.util.text import visible
 
 
 def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
@@ -28,10 +31,34 @@ def new_parser(verb: str, description: str, epilog: str = "") -> ArgumentParser:
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console on the current stdout or stderr; 120 columns wide in a pipe or file."""
+    """Return a console on the current stdout or stderr; 120 columns wide in a pipe or file.
+
+    It prints text as it is: names from outside are no markup, and their control characters are visible.
+    """
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else 120
-    return Console(file=stream, highlight=False, width=width)
+    made = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+    made.push_render_hook(_VisibleText())
+    return made
+
+
+class _VisibleText(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Visible(renderable) for renderable in renderables]
+
+
+class _Visible:
+    """Render another object with the control characters of its text visible; styles and controls of rich stay."""
+
+    def __init__(self, renderable: ConsoleRenderable):
+        self.renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self.renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.renderable)
 
 
 def table(*columns: str, wrap: Sequence[str] = ()) -> Table:

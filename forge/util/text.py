@@ -10,8 +10,23 @@ from pathlib import Path
 
 def short_path(path: str | Path) -> str:
     """Return the path relative to the working directory if inside it, else unchanged."""
-    relative = os.path.relpath(path)
+    try:
+        relative = os.path.relpath(path)
+    except FileNotFoundError:  # the working directory was deleted
+        return str(path)
     return str(path) if Path(relative).parts[:1] == ("..",) else relative
+
+
+HIDDEN = {
+    **{code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))},  # all but tab and newline
+    **{code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},  # the direction of writing
+    **{0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)},  # bytes of a file name that are not UTF-8
+}
+
+
+def visible(text: str) -> str:
+    """Return text for a terminal: control characters, which could move the cursor or hide text, as in "\\x1b[2J"."""
+    return text.translate(HIDDEN)
 
 
 def command(name: str) -> str:

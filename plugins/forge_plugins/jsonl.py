@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from contextlib import suppress
 from io import TextIOWrapper
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.util.files import atomic_write
+from forge.runs.wording import counted
+from forge.util.files import atomic_write, make_folder, regular_only
 
 logger = logging.getLogger("forge")
 
 METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
+LONGEST = 64 * 2**20
+"""Bytes of the longest line that is read at once; the rest of a longer one is damaged."""
 
 
 class JSONL(forge.Plugin):
@@ -31,8 +35,9 @@ class JSONL(forge.Plugin):
     `pandas.read_json("metrics.jsonl", lines=True)`.
 
     Lines are flushed as they are written, so a killed run keeps them. A resumed run continues the file; lines after the
-    checkpoint are removed, because these updates are made again. Without a run folder nothing is written. If the file
-    cannot be written (a full disk), an error is logged once and the run continues.
+    checkpoint are removed, because these updates are made again. Lines that cannot be read (a bad byte, say) are moved
+    to RUN/metrics.jsonl.damaged, with a warning. Without a run folder nothing is written. If the file cannot be written
+    (a full disk), an error is logged once and the run continues.
 
     ::
 
@@ -89,11 +94,11 @@ class JSONL(forge.Plugin):
 
     def _open(self, trainer: forge.Run, folder: Path) -> TextIOWrapper:
         """Open the file, without the lines of an abandoned attempt."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
             drop_after(folder / name, trainer.resumed_from or 0)
         self._restores = trainer.restores
-        return (folder / METRICS).open("a", buffering=1, encoding="utf-8")
+        return open(folder / METRICS, "a", buffering=1, encoding="utf-8", opener=regular_only)
 
     @forge.hookimpl
     def forge_end(self) -> None:
@@ -120,23 +125,39 @@ class JSONL(forge.Plugin):
 
 def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> None:
     """Append texts; they are few, so the file is opened each time."""
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=regular_only) as file:
         file.writelines(as_json({**where, "name": name, "text": text}) + "\n" for name, text in texts.items())
 
 
 def drop_after(path: Path, update: int) -> None:
-    """Remove the lines of later updates from a file, and a last line that a kill has cut short."""
-    if not path.exists():
+    """Remove the lines of later updates from a file, and a last line that a kill has cut short.
+
+    Other lines that cannot be read are moved to a file beside it, with one warning.
+    """
+    if not os.path.lexists(path):
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["update"] <= update:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    with atomic_write(path) as beside:
-        beside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    aside, damaged = path.with_name(f"{path.name}.damaged"), 0
+    with open(path, "rb", opener=regular_only) as file, atomic_write(path) as beside, beside.open("wb") as kept:
+        for line in iter(lambda: file.readline(LONGEST), b""):
+            made = update_of(line)
+            if made is not None and made <= update:
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
+            elif made is None and (line.endswith(b"\n") or len(line) == LONGEST):
+                damaged += 1
+                with open(aside, "ab", opener=regular_only) as rest:
+                    rest.write(line)
+    if damaged:
+        what = counted(damaged, "damaged line")
+        logger.warning("jsonl: %s of %s moved to %s; the others stay.", what, path, aside.name)
+
+
+def update_of(line: bytes) -> int | None:
+    """Return the update of a line; None if the line is damaged."""
+    try:
+        found = json.loads(line.decode("utf-8"))["update"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if type(found) is int else None
 
 
 def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:

@@ -138,6 +138,54 @@ def test_interpolation_is_resolved(write):
     assert recipe.trainer["log_every"] == 3
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:FORGE_TEST_TOKEN}",
+        "${oc.env:FORGE_TEST_TOKEN,none}",
+        "a ${oc.env:FORGE_TEST_TOKEN} b",
+        "${oc.decode:'${oc.env:FORGE_TEST_TOKEN}'}",
+        "${oc.${description}:FORGE_TEST_TOKEN}",
+        "${trainer.${oc.env:FORGE_TEST_TOKEN}}",
+        "${users_own:1}",
+    ],
+)
+def test_resolvers_are_refused(write, monkeypatch, value):
+    monkeypatch.setenv("FORGE_TEST_TOKEN", "max_epochs")
+    for text in (
+        f"description: env\ntrainer:\n  device: {value!r}",
+        f"description: env\ntask: {{a: [1, {{b: {value!r}}}]}}",
+    ):
+        message = refused(write("a", text))
+        assert "resolver" in message
+        assert "a.yaml:" in message
+    assert "resolver" in refused("quickstart", [f'trainer.device="{value}"'])
+
+
+def test_text_that_looks_like_a_resolver_is_text(write):
+    recipe = read_recipe(write("a", r"description: '\${oc.env:HOME} costs $5 {a:b}'"))
+    assert recipe.description == "${oc.env:HOME} costs $5 {a:b}"
+    path = write("again", recipe.to_yaml())
+    assert read_recipe(path).description == recipe.description
+
+
+@pytest.mark.parametrize("key", ["run_dir", "resume"])
+@pytest.mark.parametrize("value", ["/tmp/elsewhere", "../out", "runs/../../out", "link/out"])
+def test_a_recipe_names_no_folder_outside_the_working_directory(write, key, value, empty_folder, tmp_path):
+    (empty_folder / "link").symlink_to(tmp_path)
+    message = refused(write("a", f"trainer:\n  {key}: {value}"))
+    assert f"trainer.{key} (a.yaml:2) is {value!r}" in message
+    assert "outside the working directory" in message
+    assert load_recipe("quickstart", [f"trainer.{key}={value}"]).trainer[key] == value
+    forge.Trainer(recipe="quickstart", **{key: value})
+
+
+@pytest.mark.parametrize("value", ["out", "./a/../b", "runs/mine", "false", "null", "."])
+def test_a_recipe_may_name_a_folder_inside_it(write, value, empty_folder, tmp_path):
+    (empty_folder / "runs").symlink_to(tmp_path)  # as on a cluster with a scratch disk
+    assert "run_dir" in load_recipe(write("a", f"trainer: {{run_dir: {value}}}")).trainer
+
+
 def test_a_broken_interpolation_names_its_key_and_line(write):
     message = refused(write("a", "trainer:\n  max_epochs: ${trainer.nope}"))
     assert "trainer.max_epochs (a.yaml:2)" in message

@@ -113,7 +113,8 @@ def test_its_recipe_trains(example: Path, run_forge: Run, empty_folder: Path) ->
     assert done.returncode == 0, done.stderr
     (run,) = empty_folder.glob("runs/digits_lookahead/*")
     stack = json.loads((run / "card.json").read_text())["stack"]
-    assert {"name": "lookahead", "class": "Lookahead", "options": {"every": 3, "alpha": 0.5}} in stack
+    (plugin,) = (plugin for plugin in stack if plugin["name"] == "lookahead")
+    assert (plugin["class"], plugin["options"]) == ("Lookahead", {"every": 3, "alpha": 0.5})
     assert "lookahead/distance" in (run / "metrics.jsonl").read_text()
 
 

@@ -38,6 +38,8 @@ def signals_as_in_a_terminal() -> Iterator[None]:
 class Shot(TinyTask):
     """Sends a signal to its own process in the middle of a window."""
 
+    task_name = "TinyTask"  # the same job
+
     def __init__(self, at: int = -1, number: int = signal.SIGTERM, times: int = 1):
         super().__init__()
         self.at, self.number, self.times, self.seen = at, number, times, 0

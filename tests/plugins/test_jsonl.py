@@ -247,5 +247,45 @@ def test_a_tensorboard_writer_that_fails_is_given_up_once(
     assert len(errors_in(caplog)) == 1
 
 
+DAMAGE = {
+    "a bad byte": b'{"update": 1, "train/loss": 0.\xff5}\n',
+    "deep nesting": b"[" * 200_000 + b"]" * 200_000 + b"\n",
+    "a note of a person": b"# looks odd from here\n",
+    "no update": b'{"train/loss": 0.5}\n',
+    "an update that is no number": b'{"update": "1"}\n',
+    "zeros of a crash": bytes(4096) + b"\n",
+    "a number without end": b'{"update": ' + b"9" * 5000 + b"}\n",
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "texts.jsonl"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_log_does_not_keep_a_run_from_resuming(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, name: str
+) -> None:
+    options: dict[str, Any] = {"val": make_batches(1), "run_dir": tmp_path, "validate_every": "1 updates"}
+    fit(Writes(), max_updates=2, plugins=[JSONL(), Checkpoint()], **options)
+    good = (tmp_path / name).read_bytes()
+    first, rest = good.split(b"\n", 1)
+    (tmp_path / name).write_bytes(first + b"\n" + DAMAGE[what] + rest)
+    assert fit(Writes(), max_updates=4, plugins=[JSONL(), Checkpoint()], resume=True, **options).updates == 4
+    assert (tmp_path / name).read_bytes().startswith(good)
+    assert (tmp_path / f"{name}.damaged").read_bytes() == DAMAGE[what]
+    said = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert said == [f"jsonl: 1 damaged line of {tmp_path / name} moved to {name}.damaged; the others stay."]
+
+
+def test_a_log_that_is_a_link_is_not_written_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"run_dir": tmp_path / "run", "plugins": [JSONL(), Checkpoint()]}
+    fit(max_updates=2, **options)
+    (tmp_path / "precious").write_text("x\n")
+    for name in ("metrics.jsonl", "texts.jsonl"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    assert fit(max_updates=4, resume=True, **options).updates == 4
+    assert (tmp_path / "precious").read_text() == "x\n"
+    assert "It is a link" in errors_in(caplog)[0]
+
+
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]

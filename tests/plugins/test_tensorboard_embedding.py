@@ -151,6 +151,14 @@ def test_a_resumed_run_keeps_points_and_a_fresh_one_in_the_same_folder_does_not(
     assert not (tmp_path / "tensorboard" / "projector").exists()
 
 
+@pytest.mark.parametrize("damage", [b"embeddings { \xff }", b"embeddings { tensor_name: "])
+def test_a_damaged_list_of_points_is_set_aside(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / projector.CONFIG).write_bytes(damage)
+    projector.write(tmp_path, "points", forge.Embedding(points()))
+    assert 'tensor_name: "points"' in (tmp_path / projector.CONFIG).read_text()
+    assert (tmp_path / f"{projector.CONFIG}.damaged").read_bytes() == damage
+
+
 def test_forge_board_shows_points_that_came_after_it_was_started(tmp_path: Path) -> None:
     log = tmp_path / "tensorboard"
     log.mkdir()

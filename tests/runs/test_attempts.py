@@ -88,7 +88,7 @@ class TestARunThatWasContinued:
     def test_a_life_that_is_killed_before_it_wrote_its_card_loses_none(
         self, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def killed(card: dict[str, Any], folder: Path, more: str = "") -> None:
+        def killed(card: dict[str, Any], folder: Path, *rest: Any) -> None:
             (folder / "card.json").write_text('{"star')
             raise KeyboardInterrupt
 

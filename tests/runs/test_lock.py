@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -138,10 +140,105 @@ def test_where_nothing_can_be_locked_it_warns_once_and_goes_on(
     if reason == "no fcntl":
         monkeypatch.setattr(lock, "fcntl", None)
     else:
-        monkeypatch.setattr(lock.fcntl, "lockf", refused)
+        monkeypatch.setattr(lock.fcntl, "fcntl", refused)
     monkeypatch.setattr(lock, "_warned", [])
     with caplog.at_level(logging.WARNING, "forge"):
         for name in ("a", "b"):
             with RunLock(tmp_path / name):
                 pass
     assert len(caplog.records) == 1
+
+
+def test_reading_the_lock_file_does_not_drop_the_lock(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")  # as a plugin that uploads its run does
+        (tmp_path / "run" / ".lock").read_text()
+        assert lock.is_held(tmp_path / "run")
+        assert not can_acquire(tmp_path / "run")
+    assert not lock.is_held(tmp_path / "copy")
+    assert can_acquire(tmp_path / "copy")
+
+
+def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "TRIES", 1)
+    with RunLock(tmp_path):
+        pass
+    (tmp_path / ".lock").write_text("process 1 of a killed run\n")
+    asking = os.fork()
+    if asking == 0:
+        try:
+            while True:
+                lock.is_held(tmp_path)
+        finally:
+            os._exit(0)
+    try:
+        for _ in range(300):
+            held = RunLock(tmp_path)
+            held.acquire()
+            lock._close_in_child()  # as a kill would: the name of its process stays in the file
+    finally:
+        os.kill(asking, signal.SIGKILL)
+        os.waitpid(asking, 0)
+
+
+def test_a_forked_process_that_outlives_the_run_does_not_hold_it(tmp_path: Path) -> None:
+    started, done = os.pipe(), os.pipe()
+    run = os.fork()
+    if run == 0:
+        try:
+            RunLock(tmp_path).acquire()
+            if os.fork() == 0:  # as a data worker
+                os.write(started[1], b"x")
+                os.read(done[0], 1)
+            else:
+                os.read(started[0], 1)
+        finally:
+            os._exit(0)
+    os.waitpid(run, 0)
+    try:
+        assert lock.is_held(tmp_path) is False
+        assert can_acquire(tmp_path)
+    finally:
+        os.write(done[1], b"x")
+
+
+def test_a_run_of_an_older_version_is_seen(tmp_path: Path) -> None:
+    """Earlier versions of forge held a POSIX record lock."""
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with (tmp_path / ".lock").open("w") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write("process 7 on here\n")
+                file.flush()
+                os.write(ready[1], b"x")
+                os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    try:
+        assert lock.is_held(tmp_path)
+        with pytest.raises(CheckpointError, match="in use by process 7 on here"):
+            RunLock(tmp_path).acquire()
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(child, 0)
+
+
+def test_without_ofd_locks_another_kind_holds_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "SET", None)
+    with RunLock(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        assert lock.is_held(tmp_path / "run")
+        assert not can_acquire(tmp_path / "run")
+    assert can_acquire(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link"])
+def test_a_status_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: str) -> None:
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / ".lock")
+    else:
+        (tmp_path / ".lock").symlink_to("/dev/zero")
+    assert lock.is_held(tmp_path) in (None, False)

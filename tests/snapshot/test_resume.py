@@ -186,7 +186,9 @@ def test_the_order_of_the_stack_and_its_observers_are_free(tmp_path: Path) -> No
         ({"seed": 4}, "the seed was 3 and is 4"),
         ({"train": tiny_batches((8, 8, 8))}, "the length of the data was 37 and is 24"),
         ({"plugins": [Checkpoint(), Accumulate(2)]}, "the number of micro-batches in a window was 1 and is 2"),
-        ({"task": Wider()}, "holds another model: net.0.weight was 8 × 6 float32 and is 9 × 6 float32"),
+        ({"task": Wider()}, "holds another job: task was 'TinyTask' and is 'Wider'"),
+        ({"task": TinyTask(lr=0.2)}, r"holds another job: task.lr was 0.1 and is 0.2.*trainer.allow_inexact=true"),
+        ({"task": Wider(), "allow_inexact": True}, "holds another model: net.0.weight was 8 × 6 float32 and is 9 × 6"),
     ],
 )
 def test_another_course_is_refused_by_the_name_of_what_changed(

@@ -12,6 +12,7 @@ from pluggy import HookImpl
 
 import forge
 from forge.errors import StackError
+from forge.util.files import atomic_write
 from forge_plugins.ledger import cost_report
 from forge_plugins.ledger.account import Account, LedgerMark
 from forge_plugins.ledger.audit import Audit
@@ -201,6 +202,7 @@ class Ledger(forge.Plugin):
         if trainer.run_dir is None:
             return
         try:
-            (trainer.run_dir / "ledger.json").write_text(json.dumps(report, indent=2) + "\n")
+            with atomic_write(trainer.run_dir / "ledger.json") as beside:
+                beside.write_text(json.dumps(report, indent=2) + "\n")
         except OSError as error:
             logger.error("ledger: ledger.json cannot be written: %s.", error)

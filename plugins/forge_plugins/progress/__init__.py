@@ -101,7 +101,7 @@ class Progress(forge.Plugin):
             status.move(trainer)
             status.ending = status.ending or "done"
             status.run_dir, status.best_since = trainer.run_dir, trainer.resumed_from or None
-            status.reason = ending(trainer, None)[1]
+            status.reason, status.was_complete = ending(trainer, None)[1], trainer.resumed_from == status.update
             view.close()
 
 

@@ -14,6 +14,7 @@ from forge.metrics.media import is_diagnostic
 from forge.runs.directions import mode_of
 from forge.runs.summary import folder_lines
 from forge.runs.wording import counted, duration, ended, rate
+from forge.util.text import visible
 
 NEVER = float("inf")
 
@@ -55,6 +56,8 @@ class Status:
     paused: float = 0.0
     "Seconds of evaluation since the last move."
     reason: str = ""
+    was_complete: bool = False
+    "Whether the fit resumed a run that was complete, and trained nothing."
     run_dir: Path | None = None
     restores: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -66,7 +69,7 @@ class Status:
         """Return the lines under the summary."""
         done = f"{counted(self.epochs, 'epoch')}, {counted(self.update, 'update')} in {duration(self.elapsed)}"
         rates = [rate(self.average_speed, "updates"), rate(self.average_speed * self.samples_per_update, "samples")]
-        found = {"trained": ended(done, self.reason)}
+        found = {"trained": ended(done, self.reason, self.was_complete)}
         if any(rates):
             found["speed"] = f"{', '.join(filter(None, rates))}, evaluation and saves included"
         return found | (folder_lines(self.run_dir) if self.run_dir is not None else {})
@@ -108,8 +111,8 @@ class Status:
         """Store the newest scalars; return whether to show them at once."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
-                self.metrics[name] = value
-                self._compare(update, name, value)
+                self.metrics[visible(name)] = value
+                self._compare(update, visible(name), value)
         evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
         if evaluated:
             self.validated = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import forge
-from forge.runs.card import plain, plugin_options
+from forge.contract.plugin import plugin_options
+from forge.options import plain
 from forge_plugins.tensorboard.events import file_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ SummaryWriter.add_embedding makes a folder for every update and lists only those
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from torch import Tensor
 import forge
 from forge.metrics import drawing
 from forge.util.files import atomic_write
+
+logger = logging.getLogger("forge")
 
 CONFIG = "projector_config.pbtxt"
 FOLDER = "projector"
@@ -64,7 +68,12 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
 
     config: Any = projector_config_pb2.ProjectorConfig()  # pyright: ignore[reportAttributeAccessIssue]
     if (folder / CONFIG).exists():
-        text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), config)
+        try:
+            text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), config)
+        except (text_format.ParseError, UnicodeDecodeError) as error:
+            logger.warning("tensorboard: %s is damaged and is written anew: %s.", folder / CONFIG, error)
+            os.replace(folder / CONFIG, folder / f"{CONFIG}.damaged")
+            config.Clear()
     others = [entry for entry in config.embeddings if entry.tensor_name != name]
     del config.embeddings[:]
     config.embeddings.extend(others)
