@@ -145,7 +145,6 @@ class Session:
             self._compare_data()
         if trainer.verb == "fit":
             self._prepare_training()
-        if trainer.verb == "fit":
             with trainer.env.no_timeout():
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
@@ -260,6 +259,7 @@ class Session:
         elif env.data_rank:
             seed_all(seed_of(torch.initial_seed(), env.data_rank))  # dropout must not be the same on all ranks
         trainer.at_boundary = True
+        checks.warn_of_unseeded_weights(trainer, self.checkpoint is not None)
         if self.checkpoint is not None:
             with env.no_timeout():
                 resume(trainer, self.checkpoint)
