@@ -43,6 +43,13 @@ def seed_of(seed: int, data_rank: int, update: int = 0) -> int:
     return seed if data_rank == 0 and update == 0 else combine_seeds(seed, data_rank, update) % 2**63
 
 
+def seed_rank(seed: int | None, data_rank: int) -> None:
+    """Seed one rank as a fit begins. Without a seed, rank 0 keeps its generators as they are, and the others get their
+    own: dropout must not be the same on all ranks."""
+    if seed is not None or data_rank:
+        seed_all(seed_of(torch.initial_seed() if seed is None else seed, data_rank))
+
+
 @dataclass(frozen=True, slots=True)
 class RNGState:
     """The state of every generator that user code may draw from."""

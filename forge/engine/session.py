@@ -14,8 +14,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
@@ -29,7 +27,7 @@ from forge.engine.default_actions import Core
 from forge.errors import ForgeError, Interrupted, TaskError
 from forge.metrics import torchmetrics
 from forge.metrics.means import Means
-from forge.rng import seed_all, seed_of
+from forge.rng import seed_rank
 from forge.runs import attempts, choose
 from forge.runs.card import config_text, make_card, name_of, write_card, write_end
 from forge.runs.lock import RunLock
@@ -254,17 +252,14 @@ class Session:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer = self.trainer
         env = trainer.env
-        if trainer.seed is not None:
-            seed_all(seed_of(trainer.seed, env.data_rank))
-        elif env.data_rank:
-            seed_all(seed_of(torch.initial_seed(), env.data_rank))  # dropout must not be the same on all ranks
+        seed_rank(trainer.seed, env.data_rank)
         trainer.at_boundary = True
-        checks.warn_of_unseeded_weights(trainer, self.checkpoint is not None)
         if self.checkpoint is not None:
             with env.no_timeout():
                 resume(trainer, self.checkpoint)
         elif trainer.resume is not None:
             trainer.resumed_from = 0  # an attempt that died before its first checkpoint may have left logs
+        checks.look_at_weights(trainer, resumes=self.checkpoint is not None)
         if trainer.hooks.forge_save is not None:
             check_savable(capture(trainer))
         self._write_card()

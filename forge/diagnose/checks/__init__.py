@@ -10,7 +10,7 @@ from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_wi
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.optimizers import check_optimizers, configured
 from forge.diagnose.checks.task import check_task, is_lightning
-from forge.diagnose.checks.unseeded import warn_of_unseeded_weights
+from forge.diagnose.checks.weights import look_at_weights
 
 OWNER_RETURNED_NONE = (
     "forge_train_step reached core although the step was finished already: its owner returned None. "
@@ -27,8 +27,8 @@ __all__ = [
     "configured",
     "first_forward",
     "is_lightning",
+    "look_at_weights",
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",
-    "warn_of_unseeded_weights",
 ]
