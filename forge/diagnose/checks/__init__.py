@@ -8,6 +8,7 @@ from __future__ import annotations
 from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward
 from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_without_val, refuse_unusable_loaders
 from forge.diagnose.checks.losses import LossWatch
+from forge.diagnose.checks.non_finite_metrics import warn_of_non_finite
 from forge.diagnose.checks.optimizers import check_optimizers, configured
 from forge.diagnose.checks.task import check_task, is_lightning
 from forge.diagnose.checks.weights import look_at_weights
@@ -31,4 +32,5 @@ __all__ = [
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",
+    "warn_of_non_finite",
 ]
