@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from forge.checkpoint import Checkpoints
 from forge.checkpoint.sharding import on_one_rank
@@ -80,7 +81,7 @@ def _bad_optimizer_state(trainer: Run) -> Iterator[str]:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_lazy(value)}
 
 
 def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:

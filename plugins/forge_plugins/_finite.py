@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import forge
 from forge.checkpoint import Checkpoints
@@ -55,10 +56,10 @@ def trained_weights(step: forge.Step, left_out: Collection[int] = ()) -> list[Te
 
 def bad_weights(task: torch.nn.Module) -> list[str]:
     """Return the names of the parameters with a NaN, or an infinity that was not there when the fit began."""
-    named = dict(task.named_parameters())
-    if all_finite([parameter.data for parameter in named.values() if parameter.requires_grad]):
+    named = {name: p for name, p in task.named_parameters() if p.requires_grad and not is_lazy(p)}
+    if all_finite([parameter.data for parameter in named.values()]):
         return []
-    found = [name for name in not_finite(named.items()) if named[name].requires_grad]
+    found = not_finite(named.items())
     return [name for name in found if not may_be_infinite(task, name) or bool(values_of(named[name]).isnan().any())]
 
 

@@ -176,6 +176,18 @@ def test_a_parameter_with_infinities_from_the_start_is_trained(tmp_path: Path) -
     assert result.updates == 10
 
 
+def test_lazy_layers_are_looked_at_once_they_have_values(tmp_path: Path) -> None:
+    class Lazy(Task):
+        def __init__(self) -> None:
+            super().__init__(at=99)
+            self.net = nn.LazyLinear(3)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    assert fit(Lazy(), tmp_path, Guard(), updates=3).updates == 3
+
+
 def test_weights_that_are_nan_at_the_start_are_refused(tmp_path: Path) -> None:
     task = Task(at=99)
     with torch.no_grad():
