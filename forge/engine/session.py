@@ -30,6 +30,7 @@ from forge.metrics.means import Means
 from forge.rng import seed_rank
 from forge.runs import attempts, choose
 from forge.runs.card import config_text, make_card, name_of, write_card, write_end
+from forge.runs.folder import RunFolder
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
@@ -147,6 +148,7 @@ class Session:
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
             trainer.run_dir = Path(str(trainer.wanted_run_dir)).absolute()
+            trainer.progress = RunFolder(trainer.run_dir).counters
         self.started = time.monotonic()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)

@@ -77,8 +77,8 @@ class Trainer(Run):
     checkpoint, and starts a new run where there is none. A path continues that run folder, or begins a new run from
     that one checkpoint. What cannot be continued exactly is refused by name unless `allow_inexact=True`.
 
-    `seed` seeds the global generators of Python, numpy and torch when the Trainer is made, so that a task that is made
-    after it draws the same weights every time, and again when a fit begins. `seed=None` touches no generator.
+    `seed` seeds the global generators of Python, numpy and torch when the Trainer is made, before a task draws its
+    weights, and again when a fit begins. `seed=None` touches no generator.
     """
 
     def __init__(
