@@ -31,11 +31,11 @@ def capture(trainer: Run) -> dict[str, Any]:
     env.copy_from_first(trainer.task, parameters=False)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
-    plugins = plugin_states(trainer)
+    model, plugins = trainer.task.state_dict(), plugin_states(trainer)
     if "rewind" not in trainer.requests.open:
-        refuse_non_finite(trainer, plugins)
+        refuse_non_finite(trainer, model, plugins)
     return {
-        "model": trainer.task.state_dict(),
+        "model": model,
         "optimizers": trainer.optimizers.state_dict(trainer.task),
         "rates_used": trainer.optimizers.rates_used,
         "flags": flags(trainer.task),

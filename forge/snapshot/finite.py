@@ -33,7 +33,7 @@ _finite_at_start: WeakKeyDictionary[nn.Module, dict[str, torch.Size]] = WeakKeyD
 
 def note_start(task: nn.Module) -> None:
     """Note which of a task's tensors are finite as a fit begins."""
-    state = _tensors(task.state_dict())
+    state = _tensors({**dict(task.named_parameters(remove_duplicate=False)), **dict(task.named_buffers())})
     bad = set(not_finite(state.items()))
     _finite_at_start[task] = {name: tensor.shape for name, tensor in state.items() if name not in bad}
 
@@ -43,16 +43,16 @@ def may_be_infinite(task: nn.Module, name: str) -> bool:
     return task in _finite_at_start and name not in _finite_at_start[task]
 
 
-def refuse_non_finite(trainer: Run, plugin_states: Mapping[str, Any] | None = None) -> None:
+def refuse_non_finite(trainer: Run, model: Mapping[str, Any], plugin_states: Mapping[str, Any] | None = None) -> None:
     """Raise NonFiniteError if what is about to be written is not finite; on all ranks, if it is so on one."""
-    names = [*_bad_weights(trainer.task, plugin_states or {}), *_bad_optimizer_state(trainer)]
+    names = [*_bad_weights(trainer.task, model, plugin_states or {}), *_bad_optimizer_state(trainer)]
     if trainer.env.world > 1 and trainer.env.all_max([len(names)])[0]:
         names = [name for by_rank in trainer.env.gather(names) for name in by_rank]
     if names:
         raise NonFiniteError(_explain(trainer, list(dict.fromkeys(names))))
 
 
-def _bad_weights(task: nn.Module, plugin_states: Mapping[str, Any]) -> Iterator[str]:
+def _bad_weights(task: nn.Module, model: Mapping[str, Any], plugin_states: Mapping[str, Any]) -> Iterator[str]:
     parameters = {name for name, _ in task.named_parameters(remove_duplicate=False)}
     start = _finite_at_start.get(task, {})
     averages = {
@@ -60,7 +60,7 @@ def _bad_weights(task: nn.Module, plugin_states: Mapping[str, Any]) -> Iterator[
         for plugin, state in plugin_states.items()
         if isinstance(state, Mapping) and isinstance(state.get("weights"), Mapping)
     }
-    for plugin, tensors in {"": _tensors(task.state_dict()), **averages}.items():
+    for plugin, tensors in {"": _tensors(model), **averages}.items():
         for name in not_finite(tensors.items()):
             if name in parameters:
                 bad = not may_be_infinite(task, name) or bool(values_of(tensors[name]).isnan().any())
