@@ -12,6 +12,7 @@ Names load on first use, so that `import forge` (and `forge --help`) does not im
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
+    from forge.rng import seed
     from forge_lightning import LightningAdapter
 
 
@@ -69,6 +71,7 @@ _HOME = {
     "load_recipe": "forge.config",
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
+    "seed": "forge.rng",
 }
 
 __all__ = [
@@ -98,6 +101,7 @@ __all__ = [
     "load_recipe",
     "load_weights",
     "on",
+    "seed",
     "testing",
 ]
 
@@ -115,3 +119,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if "torch" in sys.modules:
+    import_module("forge.rng")  # sees from now on which weights are drawn before a seed is set

@@ -35,11 +35,17 @@ class CheckpointError(ForgeError):
 
 
 class NonFiniteError(ForgeError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss, a gradient, a weight or the state to be saved is NaN or infinite."""
 
 
 class DeterminismError(ForgeError):
     """An operation has no deterministic algorithm, and only deterministic ones are allowed."""
+
+
+class NegativeVerdict(ForgeError):
+    """A result is worse than was asked for. Uncaught, it ends the command line with exit code 1."""
+
+    EXIT_CODE = 1
 
 
 class KernelError(ForgeError):

@@ -12,7 +12,7 @@ from typing import Any
 from forge import registry
 from forge.cli import ranks
 from forge.distributed.worker_exit import exit_code, is_first_to_fail
-from forge.errors import ForgeError, Interrupted, did_you_mean
+from forge.errors import ForgeError, Interrupted, NegativeVerdict, did_you_mean
 from forge.util import show
 from forge.util.files import absolute
 from forge.version import __version__
@@ -52,8 +52,8 @@ forge {__version__}, a PyTorch training framework: one readable step rhythm, plu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 success, 1 a crash, 2 a mistake that the message explains, 85 a
-    signal after which the run can be resumed."""
+    """Run one command and return its exit code: 0 success, 1 a crash or a negative verdict, 2 a mistake that the
+    message explains, 85 a signal after which the run can be resumed."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     finally:
@@ -78,7 +78,7 @@ def _main(words: list[str]) -> int:
     except ForgeError as error:
         if not _is_reported(error):
             show.error("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        return 2
+        return exit_code(error.EXIT_CODE, str(error), final=True) if isinstance(error, NegativeVerdict) else 2
     except Exception as error:
         if not _is_reported(error):
             traceback.print_exc()  # prints the notes too: plugin, hook, update

@@ -50,7 +50,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--weights", metavar="NAME", help="export: the average of the plugin NAME, or raw for the trained weights"
     )
-    parser.add_argument("--force", action="store_true", help="export: overwrite OUT")
+    parser.add_argument("--force", action="store_true", help="export: overwrite OUT, and write NaN too")
     return parser
 
 
@@ -297,9 +297,17 @@ def _export(path: Path, out: Path, which: str | None, force: bool) -> int:
         raise ForgeError(f"{str(out)!r} does not end in .safetensors. Name it {out.stem}.safetensors.")
     if out.exists() and not force:
         raise ForgeError(f"{str(out)!r} exists. Choose another name, or overwrite it with --force.")
+    from torch import Tensor
+
+    from forge.checkpoint.foreign import few
     from forge.checkpoint.weights import read_weights, write_weights
+    from forge.snapshot.finite import not_finite, values_of
 
     weights = read_weights(path, which)
+    tensors = {name: value for name, value in weights.tensors.items() if isinstance(value, Tensor)}
+    bad = [name for name in not_finite(tensors.items()) if values_of(tensors[name]).isnan().any()]
+    if bad and not force:
+        raise CheckpointError(f"{path}: {few(bad)} hold NaN. Choose another checkpoint; --force exports it anyway.")
     count = write_weights(weights, out)
     kind = "" if weights.average is None else f", averaged by {weights.average}"
     when = "" if weights.update is None else f" after {counted(weights.update, 'update')}"

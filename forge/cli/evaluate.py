@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge.cli import ranks, target
+from forge.errors import DataError, ForgeError, NegativeVerdict, did_you_mean
 from forge.util import show
 
 if TYPE_CHECKING:
     from forge.contract.task import TaskModule
 
+SPLITS = {"validate": "val", "test": "test"}
+"""The verbs that measure, and the split that each passes over."""
 NOT_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 """Words that YAML does not read as text."""
 
 
 def measuring_parser(verb: str, description: str) -> ArgumentParser:
     example = f"forge {verb} quickstart --weights runs/quickstart/RUN"
-    parser = show.new_parser(verb, description, f"examples:\n  {example}\n  {example} --nproc 2 -p ddp\n")
+    examples = [example, f"{example} --nproc 2 -p ddp"]
+    if verb in SPLITS:
+        examples.append(f"{example} --at-least {SPLITS[verb]}/accuracy=0.9")
+    parser = show.new_parser(verb, description, "examples:\n  " + "\n  ".join(examples) + "\n")
     target.add_arguments(parser)
     parser.add_argument(
         "--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file"
     )
+    if verb in SPLITS:
+        parser.add_argument(
+            "--at-least",
+            metavar="METRIC=NUMBER",
+            action="append",
+            default=[],
+            type=_bound,
+            help="exit with code 1 if a metric is less than this, or not a number; may be repeated",
+        )
     ranks.add_arguments(parser, only_nproc=True)
     return parser
+
+
+def _bound(text: str) -> tuple[str, float]:
+    """Read test/accuracy=0.9."""
+    name, _, number = text.rpartition("=")
+    try:
+        least = float(number)
+    except ValueError:
+        least = math.nan
+    if not name or math.isnan(least):
+        raise ArgumentTypeError(f"{text!r} is no METRIC=NUMBER, such as test/accuracy=0.9")
+    return name, least
 
 
 def warn_without_weights(args: Namespace) -> None:
@@ -36,10 +64,23 @@ def warn_without_weights(args: Namespace) -> None:
         show.warning("no --weights: the task's weights are freshly initialised, not trained.")
 
 
-def measure(args: Namespace, verb: str, split: str) -> int:
-    """Evaluate one split, on --nproc ranks if given, and print the metrics; nothing is written."""
-    from forge.errors import DataError
+def check_bounds(metrics: Mapping[str, Any], bounds: list[tuple[str, float]]) -> None:
+    """Raise NegativeVerdict for metrics that are below their bound; NaN is."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    below: list[str] = []
+    for name, least in bounds:
+        if name not in numbers:
+            raise ForgeError(f"--at-least: no metric is called {name!r}.{did_you_mean(name, numbers)}")
+        # a mean in float32 of exactly 0.9 is 0.89999998
+        if not (numbers[name] >= least or math.isclose(numbers[name], least, rel_tol=1e-6)):
+            below.append(f"{name} is {numbers[name]:.6g}, less than {least:g}")
+    if below:
+        raise NegativeVerdict(f"{'; '.join(below)} (--at-least).")
 
+
+def measure(args: Namespace, verb: str) -> int:
+    """Evaluate one split, on --nproc ranks if given, and print the metrics; nothing is written."""
+    split = SPLITS[verb]
     recipe = target.load(args)
     if args.nproc is not None:
         return ranks.launch_pass(verb, args, recipe)
@@ -52,6 +93,7 @@ def measure(args: Namespace, verb: str, split: str) -> int:
         metrics = getattr(trainer, verb)(task, loader, weights=args.weights)
     if ranks.rank() == 0:
         show.console().print(show.metrics(metrics))
+    check_bounds(metrics, args.at_least)
     return 0
 
 

@@ -130,6 +130,7 @@ def _worker_words(verb: str, args: Namespace) -> list[str]:
         *(f"-p{name}" for name in args.plugins),
         *(f"--{name.replace('_', '-')}={given[name]}" for name in NAMED if given.get(name) is not None),
         *(f"--{name}" for name in FLAGS if given.get(name)),
+        *(f"--at-least={name}={least!r}" for name, least in given.get("at_least", ())),
     ]
 
 

@@ -84,16 +84,13 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
 
 
 def build(recipe: Recipe, run_dir: str | Path | bool | None) -> tuple[Trainer, TaskModule, Splits]:
-    """Build the Trainer, the task and the data; the seed is set before the task draws its weights."""
+    """Build the Trainer, which sets the seed, then the task and the data."""
     import torch
 
     from forge.engine.trainer import Trainer
-    from forge.rng import seed_all
 
     given: dict[str, Any] = {} if run_dir is None else {"run_dir": run_dir}
     trainer = Trainer(recipe=recipe, **given)
-    if trainer.seed is not None:
-        seed_all(trainer.seed)
     devices = [plugin.init_device for plugin in trainer.stack if plugin.init_device]
     with torch.device(devices[0]) if devices else nullcontext():
         task = recipe.make_task()

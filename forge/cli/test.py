@@ -12,4 +12,4 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
-    return measure(args, "test", "test")
+    return measure(args, "test")

@@ -49,7 +49,7 @@ class Settings:
     max_updates: int | None = None
     "Optimizer updates to train for; with max_epochs too, whichever comes first."
     seed: int | None = None
-    "Seed of the run: data order, dropout, augmentation. None leaves the generators alone."
+    "Seed of the run: initial weights, data order, dropout, augmentation. None touches no generator."
     run_dir: str | Path | Literal[False] | None = None
     "Folder for the run; None makes a new one under runs/, False writes nothing."
     device: str = "auto"

@@ -1,7 +1,7 @@
-"""Exit codes of workers that a signal ended, passed to the `forge … --nproc` that started them.
+"""Exit codes of workers that ended by a signal or with a verdict, passed to the `forge … --nproc` that started them.
 
 The elastic agent treats every exit code but 0 as a failure: it would end the other ranks, perhaps while they save, and
-restart all of them. So a worker that a signal ended exits with 0 and writes its true code to a file.
+restart all of them. So such a worker exits with 0 and writes its true code to a file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ FOLDER = "FORGE_OUTCOME"
 """The environment variable that names the folder, set for workers of `forge … --nproc` only."""
 
 
-def exit_code(code: int, message: str = "") -> int:
-    """Return the exit code for this process: `code`, or 0 with the code in a file if the agent must not see it."""
+def exit_code(code: int, message: str = "", final: bool = False) -> int:
+    """Return the exit code for this process: `code`, or 0 with the code in a file if the agent must not see it, as
+    after a signal, or for a `final` result of all ranks that a restart would only repeat."""
     folder = os.environ.get(FOLDER)
-    if folder is None or not (code == Interrupted.EXIT_CODE or code > 128):
+    if folder is None or not (final or code == Interrupted.EXIT_CODE or code > 128):
         return code
     name = f"rank-{os.environ.get('RANK', '0')}.json"
     (Path(folder) / name).write_text(json.dumps({"code": code, "message": message}))
@@ -28,7 +29,7 @@ def exit_code(code: int, message: str = "") -> int:
 
 
 def read_exit_code(folder: Path) -> int | None:
-    """Return the exit code of workers that a signal ended, or None."""
+    """Return the exit code of workers that have left one, or None."""
     codes = [json.loads(path.read_text())["code"] for path in sorted(folder.glob("rank-*.json"))]
     return min(codes, default=None)
 

@@ -18,6 +18,7 @@ from forge.diagnose import checks
 from forge.engine import evaluation
 from forge.env import Env
 from forge.optim.optimizers import Optimizers
+from forge.snapshot.finite import refuse_non_finite
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -124,5 +125,6 @@ class Core(Plugin):
 
     @default
     def forge_export(self, trainer: Run, path: Path) -> bool:
+        refuse_non_finite(trainer, trainer.task.state_dict())
         save_weights(trainer.task, path, main=trainer.env.is_main)
         return True

@@ -46,7 +46,8 @@ def run(trainer: Run, stage: str) -> Any:
             return _from_all_ranks(trainer, outputs)
         ending = trainer.task.evaluation_end(stage)
         counted = means.read()
-    return {**counted.result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
+    metrics = {**counted.result(), **_from_first_rank(trainer, _named(stage, ending, trainer))}
+    return checks.warn_of_non_finite(trainer, metrics)
 
 
 def forward_batches(trainer: Run, stage: str, name: str | None, loader: Any) -> Iterator[tuple[Step, Any, Any]]:

@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
@@ -28,9 +26,10 @@ from forge.engine.default_actions import Core
 from forge.errors import ForgeError, Interrupted, TaskError
 from forge.metrics import torchmetrics
 from forge.metrics.means import Means
-from forge.rng import seed_all, seed_of
+from forge.rng import seed_rank
 from forge.runs import attempts, choose
 from forge.runs.card import config_text, make_card, name_of, write_card, write_end
+from forge.runs.folder import RunFolder
 from forge.runs.lock import RunLock
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import resume
@@ -145,11 +144,11 @@ class Session:
             self._compare_data()
         if trainer.verb == "fit":
             self._prepare_training()
-        if trainer.verb == "fit":
             with trainer.env.no_timeout():
                 self._open_run_dir()
         elif trainer.wanted_run_dir:
             trainer.run_dir = absolute(trainer.wanted_run_dir)
+            trainer.progress = RunFolder(trainer.run_dir).counters
         self.started = time.monotonic()
         if trainer.hooks.forge_start is not None:
             trainer.hooks.forge_start(trainer)
@@ -257,16 +256,14 @@ class Session:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
         trainer = self.trainer
         env = trainer.env
-        if trainer.seed is not None:
-            seed_all(seed_of(trainer.seed, env.data_rank))
-        elif env.data_rank:
-            seed_all(seed_of(torch.initial_seed(), env.data_rank))  # dropout must not be the same on all ranks
+        seed_rank(trainer.seed, env.data_rank)
         trainer.at_boundary = True
         if self.checkpoint is not None:
             with env.no_timeout():
                 resume(trainer, self.checkpoint)
         elif trainer.resume is not None:
             trainer.resumed_from = 0  # an attempt that died before its first checkpoint may have left logs
+        checks.look_at_weights(trainer, resumes=self.checkpoint is not None)
         if trainer.hooks.forge_save is not None:
             check_savable(capture(trainer))
         self._write_card()

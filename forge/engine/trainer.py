@@ -46,6 +46,7 @@ from forge.engine.signals import SIGNAL, Signals
 from forge.errors import ForgeError
 from forge.metrics.means import PendingMeans
 from forge.progress import Interval
+from forge.rng import seed
 from forge.runs import choose
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import load_for, restore
@@ -75,6 +76,9 @@ class Trainer(Run):
     `resume="auto"` continues `run_dir` (without one: the newest run of the same job) from its newest valid
     checkpoint, and starts a new run where there is none. A path continues that run folder, or begins a new run from
     that one checkpoint. What cannot be continued exactly is refused by name unless `allow_inexact=True`.
+
+    `seed` seeds the global generators of Python, numpy and torch when the Trainer is made, before a task draws its
+    weights, and again when a fit begins. `seed=None` touches no generator.
     """
 
     def __init__(
@@ -88,11 +92,8 @@ class Trainer(Run):
         self.stack = Stack(built)
         self.has_plugins_in_code = plugins is not None
         self.settings = settings.as_data()
-        self.max_epochs, self.max_updates, self.log_every = (
-            settings.max_epochs,
-            settings.max_updates,
-            settings.log_every,
-        )
+        self.max_epochs, self.max_updates = settings.max_epochs, settings.max_updates
+        self.log_every = settings.log_every
         self.seed, self.device, self.deterministic = settings.seed, settings.device, settings.deterministic
         self.resume = "auto" if settings.resume is True else settings.resume or None
         self.allow_inexact = settings.allow_inexact
@@ -100,6 +101,8 @@ class Trainer(Run):
         self.wanted_run_dir = settings.run_dir
         self.trace = self.instrument = None
         self.reset()
+        if self.seed is not None:
+            seed(self.seed)  # the task is often made next, and draws its weights
 
     __signature__ = signature(
         inspect.Parameter(

@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from forge.progress import Counters
 from forge.runs.lock import is_held
 from forge.util.files import is_regular, read_regular, regular_only
 
@@ -173,6 +174,11 @@ class RunFolder:
     def samples(self) -> int:
         return self._count("samples", "sample")
 
+    @property
+    def counters(self) -> Counters:
+        """How far its training has come."""
+        return Counters(update=self.updates, epoch=self.epochs, sample=self.samples)
+
     def _count(self, at_end: str, in_line: str) -> int:
         if _whole(self.end, at_end):
             return self.end[at_end]
@@ -228,8 +234,8 @@ class RunFolder:
 
     @property
     def _later_lines(self) -> list[dict[str, Any]]:
-        """The lines after the fit: a test counts no updates."""
-        return list(takewhile(lambda line: line["update"] == 0, reversed(self.records)))[::-1]
+        """The lines of the last update, a test after the fit included; earlier versions wrote that at update 0."""
+        return list(takewhile(lambda line: line["update"] in (0, self.updates), reversed(self.records)))[::-1]
 
     # -- what it left -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
 from forge.snapshot.fingerprint import fingerprint, surroundings
+from forge.snapshot.finite import refuse_non_finite
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -22,7 +23,7 @@ def capture(trainer: Run) -> dict[str, Any]:
     """Return model, optimizers, schedules, counters, data position, means, RNG and every plugin's state.
 
     Tensors are not copied: copy them before the next update. On several ranks all capture at the same update; state
-    that differs between ranks is gathered.
+    that differs between ranks is gathered. A state that is not finite is refused, unless a plugin asks to go back.
     """
     if not trainer.at_boundary:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
@@ -30,8 +31,11 @@ def capture(trainer: Run) -> dict[str, Any]:
     env.copy_from_first(trainer.task, parameters=False)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
+    model, plugins = trainer.task.state_dict(), plugin_states(trainer)
+    if "rewind" not in trainer.requests.open:
+        refuse_non_finite(trainer, model, plugins)
     return {
-        "model": trainer.task.state_dict(),
+        "model": model,
         "optimizers": trainer.optimizers.state_dict(trainer.task),
         "rates_used": trainer.optimizers.rates_used,
         "flags": flags(trainer.task),
@@ -42,7 +46,7 @@ def capture(trainer: Run) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in trainer.metrics.items() if isinstance(value, (int, float))},
         "left_out": sorted(trainer.skipped_windows),
         "requests": [dataclasses.asdict(r) for r in trainer.requests.open.values() if r.kind == "validation"],
-        "plugins": plugin_states(trainer),
+        "plugins": plugins,
         "stack": [describe_plugin(plugin) for plugin in trainer.stack],
         "fingerprint": fingerprint(trainer),
         "task": describe_task(trainer.task),

@@ -14,7 +14,6 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Plugins, Trainer
 from forge.optim.optimizers import Optimizers
-from forge.rng import seed_all
 
 if TYPE_CHECKING:
     from forge.config import Recipe
@@ -71,8 +70,6 @@ def run_trial(
     for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(trial)
-    if trainer.seed is not None:
-        seed_all(trainer.seed)
     with quiet():
         return trainer.fit(make_task(), make_train())
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import forge
 from forge.checkpoint import Checkpoints
+from forge.snapshot.finite import may_be_infinite, not_finite, values_of
 from forge.snapshot.sandbox import Owned
 from forge_plugins._sharded import local
 
@@ -25,16 +26,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
         flag = torch.zeros((), device=device)
         mark_bad(tensors, flag, torch.ones((), device=device))
         return not flag.item()
-    if device.type != "cpu":
-        return bool(torch.stack([_finite(tensor).to(device) for tensor in tensors]).all())
-    try:
-        if math.isfinite(sum([tensor.sum().item() for tensor in tensors])):
-            return True
-    except (RuntimeError, TypeError):  # sparse and complex gradients
-        pass
-    # the sum is the cheapest check, but large finite numbers can overflow in it, so only an exact check may report
-    # a problem
-    return all(bool(_finite(tensor)) for tensor in tensors)
+    return not not_finite(("", tensor) for tensor in tensors)
 
 
 def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
@@ -50,27 +42,25 @@ def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)
 
 
-def not_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of the tensors with a NaN or an infinity."""
-    return [name for name, tensor in named if tensor is not None and not bool(_finite(tensor))]
-
-
-def values_of(tensor: Tensor) -> Tensor:
-    """Return the real values to check: this rank's part, a sparse tensor's entries, both parts of complex numbers."""
-    tensor = local(tensor)
-    if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _finite(tensor: Tensor) -> Tensor:
-    return torch.isfinite(values_of(tensor.detach())).all()
-
-
 def gradients(step: forge.Step) -> list[Tensor]:
     """Return the gradients of the current optimizer's parameters."""
     groups = step.optimizer.param_groups
     return [gradient for group in groups for p in group["params"] if (gradient := p.grad) is not None]
+
+
+def trained_weights(step: forge.Step, left_out: Collection[int] = ()) -> list[Tensor]:
+    """Return the current optimizer's parameters that have a gradient, less those `left_out` by id."""
+    groups = step.optimizer.param_groups
+    return [p.data for group in groups for p in group["params"] if p.grad is not None and id(p) not in left_out]
+
+
+def bad_weights(task: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters with a NaN, or an infinity that was not there when the fit began."""
+    named = {name: p for name, p in task.named_parameters() if p.requires_grad and not is_lazy(p)}
+    if all_finite([parameter.data for parameter in named.values()]):
+        return []
+    found = not_finite(named.items())
+    return [name for name in found if not may_be_infinite(task, name) or bool(values_of(named[name]).isnan().any())]
 
 
 def gradients_are_scaled(trainer: forge.Run) -> bool:

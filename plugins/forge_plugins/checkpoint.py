@@ -99,7 +99,9 @@ class Checkpoint(forge.Plugin):
         self._writing: int | None = None
         "The update saved last, possibly not on disk yet."
         self._compared, self._failing = False, False
-        "Whether a validation was compared, in this attempt or an earlier one; whether the run has failed."
+        "Whether a finite value was compared, in this attempt or an earlier one; whether the run has failed."
+        self._never_finite: str | None = None
+        "Why nothing was compared, once a validation has given a value that is not finite."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -152,9 +154,12 @@ class Checkpoint(forge.Plugin):
                 f"checkpoint.best.monitor is {best.monitor!r}, which this validation does not give."
                 f"{did_you_mean(best.monitor, numbers)} Metrics: {', '.join(sorted(numbers)) or 'none'}."
             )
-        value, self._compared = float(numbers[best.monitor]), True
+        value = float(numbers[best.monitor])
         self._values = self._standing(trainer)
-        if math.isfinite(value):
+        if not math.isfinite(value):
+            self._never_finite = f"{best.monitor} was never a finite number, so there is no best checkpoint."
+        else:
+            self._compared = True
             self._values[update] = value
             if update in self._best():
                 trainer.request_checkpoint(
@@ -228,7 +233,7 @@ class Checkpoint(forge.Plugin):
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
         if self._folder is not None and self._watched is not None and not (self._compared or self._failing):
-            warn_of_nothing_compared(trainer, "checkpoint.best")
+            warn_of_nothing_compared(trainer, "checkpoint.best", self._never_finite)
         try:
             if self._writer is not None:
                 self._check(self._writer.close)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import forge
-from forge.errors import RecipeError, StackError
+from forge.errors import NegativeVerdict, RecipeError, StackError
 from forge_plugins._run_lengths import moment, reached
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
@@ -26,12 +26,18 @@ LESS_IS_BETTER = frozenset({"loss", "error", "err"})
 
 
 class EarlyStop(forge.Plugin):
-    """Stop the run when a validation metric has not improved for a while, or has reached a target.
+    """Stop the run when a validation metric has not improved for a while, has reached a target, or has collapsed.
 
     After every validation of a fit the metric is compared with the best value so far; it has improved if it is better
     by more than `min_delta`. After `patience` validations in a row without improvement the run stops. NaN and infinity
     never count as an improvement. A metric that the validation does not return is refused, with a list of those that it
     does.
+
+    `floor` is for pipelines: a metric that falls below it ends the run as failed, with exit code 1, right after that
+    validation; nothing more is saved or exported. It is a number that the metric must keep once it has reached it, or a
+    share of the run's own best: with `floor=20%` an accuracy may be a fifth below the best so far, and a loss a fifth
+    above it. NaN and infinity are below every floor. A run that ends below a number, without having reached it, has
+    failed too; with `after`, every validation from that point on must reach it.
 
     When to use it: if you do not know how many epochs a run needs. The weights at the end are those of the last update;
     to keep those of the best validation, set `checkpoint.best`.
@@ -46,6 +52,7 @@ class EarlyStop(forge.Plugin):
 
         forge fit quickstart -p early_stop
         forge fit quickstart -p early_stop early_stop.monitor=val/accuracy early_stop.mode=max early_stop.patience=5
+        forge fit quickstart -p early_stop early_stop.floor=50%
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,6 +67,8 @@ class EarlyStop(forge.Plugin):
         "Smallest difference from the best value that counts as an improvement."
         target: float | None = None
         "Stop as soon as the metric reaches this value."
+        floor: float | str | None = None
+        "Fail with exit code 1 if the metric falls below this value, or by this share of its best: 0.8, 20%."
         after: str | None = None
         "Ignore validations before this point: 1000 updates, 2 epochs."
 
@@ -75,6 +84,9 @@ class EarlyStop(forge.Plugin):
             raise RecipeError(f"early_stop.min_delta is {config.min_delta:g}; it must be a number of at least 0.")
         if config.target is not None and not math.isfinite(config.target):
             raise RecipeError(f"early_stop.target is {config.target:g}; it must be a finite number.")
+        self._floor, self._share = floor_of(config.floor)
+        if config.floor is None:
+            self.forge_boundary = None  # pyright: ignore[reportAttributeAccessIssue]
         self._after = moment(config.after, "early_stop.after") if config.after is not None else None
         check_monitor(config.monitor)
         self._sign = sign(config.monitor, config.mode)
@@ -91,6 +103,8 @@ class EarlyStop(forge.Plugin):
         "The value of the last validation that was compared."
         self._early, self._failed = False, False
         "Whether a validation ran before `after`; whether the run has failed."
+        self._reached, self._verdict = self._after is not None or self._share is not None, ""
+        "Whether the floor holds by now; how the last validation broke it."
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -118,7 +132,7 @@ class EarlyStop(forge.Plugin):
         if self._after is not None and not reached(self._after, **done):
             self._early = True
             return
-        self._last = value
+        self._last, self._verdict = value, self._broken_floor(value, progress.update)
         if self._improves(value):
             self._best, self._best_at, self._waited = value, progress.update, 0
         else:
@@ -126,6 +140,28 @@ class EarlyStop(forge.Plugin):
             if not math.isfinite(value):
                 logger.warning("early_stop: %s is %s at update %d.", config.monitor, value, progress.update)
         self._stop_if_due(trainer)
+
+    def _broken_floor(self, value: float, update: int) -> str:
+        """Return how a value breaks the floor, "" if it does not. A number holds from the value that reaches it on."""
+        config, best = self.config, self._best
+        floor = self._floor
+        if self._share is not None:
+            floor = None if best is None else best - self._sign * self._share * abs(best)
+        below = floor is not None and self._sign * (value - floor) < 0
+        self._reached |= floor is not None and not below
+        if config.floor is None or (math.isfinite(value) and not (below and self._reached)):
+            return ""
+        known = "" if best is None else f"; the best was {best:.5g} at update {self._best_at}"
+        beyond = f"{self._beyond()} early_stop.floor={config.floor}"
+        return f"{config.monitor} is {value:.5g} at update {update}, {beyond}{known}"
+
+    def _beyond(self) -> str:
+        return "below" if self._sign > 0 else "above"
+
+    @forge.hookimpl
+    def forge_boundary(self) -> None:
+        if self._verdict:  # only now, so that the validation is logged
+            raise NegativeVerdict(f"{self._verdict}. The run ends as failed; nothing more is saved.")
 
     def _stop_if_due(self, trainer: forge.Run) -> None:
         config, value = self.config, self._last
@@ -171,7 +207,14 @@ class EarlyStop(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
-        if trainer.verb != "fit" or self._failed or self._last is not None:
+        if trainer.verb != "fit" or self._failed:
+            return
+        if self._last is not None:
+            if self._floor is not None and self._sign * (self._last - self._floor) < 0:
+                raise NegativeVerdict(
+                    f"{self.config.monitor} is {self._last:.5g} at the end of the run, {self._beyond()} "
+                    f"early_stop.floor={self.config.floor}."
+                )
             return
         after = f"early_stop.after is {self.config.after!r}, and every validation of this run ran before it."
         warn_of_nothing_compared(trainer, "early_stop", after if self._early else None)
@@ -181,7 +224,9 @@ class EarlyStop(forge.Plugin):
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
         watched = {"monitor": self.config.monitor, "mode": "max" if self._sign > 0 else "min"}
-        return {**watched, "best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self._last}
+        reached = {"reached": True} if self._floor is not None and self._reached else {}
+        standing = {"best": self._best, "best_at": self._best_at, "waited": self._waited, "last": self._last}
+        return {**watched, **standing, **reached}
 
     @forge.hookimpl
     def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
@@ -189,6 +234,7 @@ class EarlyStop(forge.Plugin):
         if (state["monitor"], state["mode"]) == (self.config.monitor, "max" if self._sign > 0 else "min"):
             self._best, self._best_at = state["best"], state["best_at"]
             self._waited, self._last = state["waited"], state["last"]
+            self._reached |= state.get("reached", False)
             self._stop_if_due(trainer)
 
 
@@ -199,6 +245,21 @@ def check_monitor(monitor: str) -> None:
         raise RecipeError(
             f"early_stop.monitor is {monitor!r}, but only validation metrics are compared. Write val/{name}."
         )
+
+
+def floor_of(floor: float | str | None) -> tuple[float | None, float | None]:
+    """Return the option `floor` as (a number, None) or (None, a share of the best)."""
+    if floor is None:
+        return None, None
+    text = str(floor).strip()
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    share = text.endswith("%")
+    if not math.isfinite(value) or (share and value <= 0):
+        raise RecipeError(f"early_stop.floor is {floor!r}; it must be a number, or a share of the best such as 20%.")
+    return (None, value / 100) if share else (value, None)
 
 
 def sign(monitor: str, mode: str | None) -> float:

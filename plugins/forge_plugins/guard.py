@@ -1,4 +1,4 @@
-"""Protection from a loss or gradient that is NaN or infinite."""
+"""Protection from losses, gradients and weights that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ import forge
 from forge.checkpoint import wait_until_written
 from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
+from forge.snapshot.finite import HALF, is_half, may_be_infinite
 from forge_plugins._finite import (
     all_finite,
     bad_gradients,
+    bad_weights,
     gradients,
     gradients_are_scaled,
     last_checkpoint,
     mark_bad,
     moving_buffers,
+    trained_weights,
 )
 from forge_plugins._patterns import listed
 from forge_plugins._sharded import is_distributed, local
@@ -44,6 +47,12 @@ class Guard(forge.Plugin):
     `stop` ends the run with a NonFiniteError that names the update and the next steps. `skip` skips the update and
     continues: weights, optimizer, buffers (BatchNorm's statistics) and logged means are as if the window had not
     existed. `rewind` goes back to the newest checkpoint and skips the bad window this time.
+
+    An optimizer can make weights non-finite from finite gradients (Adam in float16 does). So the weights are looked at
+    after the step too: on a CUDA device all of them in every update, on a CPU one parameter per update in turn, and all
+    of them whenever a loss or gradient is not finite and before anything is saved. Such a step cannot be skipped any
+    more: `skip` stops the run, as `stop` does, and `rewind` goes back. What held an infinity when the run began, such
+    as a mask of -inf, may hold it.
 
     With finite numbers the run is bit for bit unchanged. On a CUDA device with fused optimizers, `stop` and `rewind`
     never wait: the bad update and all after it become no-ops on the device, and the host learns of it one update later,
@@ -94,6 +103,8 @@ class Guard(forge.Plugin):
         self._plain: list[float] = []
         "Losses of the last update that are plain numbers, not tensors."
         self._sharded = self._together = False
+        self._may_be_infinite: set[int] | None = None
+        "Parameters, by id, that held an infinity when the run began; None before the first update."
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -128,6 +139,9 @@ class Guard(forge.Plugin):
 
     @forge.hookimpl
     def forge_inspect_grads(self, step: forge.Step) -> None:
+        if self._may_be_infinite is None:
+            named = step.trainer.task.named_parameters()
+            self._may_be_infinite = {id(p) for name, p in named if may_be_infinite(step.trainer.task, name)}
         if step.name in self._on_device and self._flag is not None:
             self._check_on_device(step, self._flag)
             return
@@ -136,41 +150,56 @@ class Guard(forge.Plugin):
         finite = means.on_host and math.isfinite(self._total(step, means.total(loss)))
         if finite and not self._in_a_row and not self._together:
             return
-        bad_loss, bad_gradient = (False, False) if finite else self._check(step, loss)
+        bad_loss, bad_gradient, bad_weight = (False, False, False) if finite else self._check(step, loss)
         if self._together:
-            bad_loss, bad_gradient = map(bool, step.trainer.env.all_max([bad_loss, bad_gradient]))
-        if not bad_loss and not bad_gradient:
+            bad_loss, bad_gradient, bad_weight = map(
+                bool, step.trainer.env.all_max([bad_loss, bad_gradient, bad_weight])
+            )
+        if not bad_loss and not bad_gradient and not bad_weight:
             self._in_a_row.pop(step.name or "", None)
             return
-        self._act(step, NonFinite(step.index, step.epoch, bad_loss, self._names(step)), again)
+        weights = self._on_all_ranks(step.trainer, bad_weights(step.trainer.task))
+        if weights:
+            self._act(step, NonFiniteWeights(step.index - 1, weights))
+        elif bad_loss or bad_gradient:
+            names = self._on_all_ranks(step.trainer, bad_gradients(step))
+            self._act(step, NonFinite(step.index, step.epoch, bad_loss, names), again)
 
-    def _check(self, step: forge.Step, loss: str) -> tuple[bool, bool]:
-        """Return exactly whether the loss, and whether a gradient of this rank, is not finite."""
+    def _check(self, step: forge.Step, loss: str) -> tuple[bool, bool, bool]:
+        """Return exactly whether the loss, and whether a gradient or a weight of this rank, is not finite."""
         means = step.trainer.means
         if means.on_host:
             bad_loss = not math.isfinite(means.total(loss))
         else:
             bad_loss = not all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
-        bad_gradient = not self._only_loss and (self._together or not bad_loss) and not all_finite(gradients(step))
-        return bad_loss, bad_gradient
+        look = self._together or not bad_loss
+        weights = trained_weights(step, self._may_be_infinite or ())
+        found = [] if self._only_loss else gradients(step)
+        if not look or all_finite([*found, *weights]):  # read at once
+            return bad_loss, False, False
+        return bad_loss, not all_finite(found), not all_finite(weights)
 
-    def _names(self, step: forge.Step) -> list[str]:
-        """Return the parameters whose gradients are not finite on any rank."""
-        names = bad_gradients(step)
+    def _on_all_ranks(self, trainer: forge.Run, names: list[str]) -> list[str]:
+        """Return the parameters that any rank names."""
         if not self._together:
             return names
-        found = set().union(*step.trainer.env.gather(names))
-        return [name for name, _ in step.trainer.task.named_parameters() if name in found]
+        found = set().union(*trainer.env.gather(names))
+        return [name for name, _ in trainer.task.named_parameters() if name in found]
 
     def _total(self, step: forge.Step, total: float) -> float:
-        """Return the sum of loss and gradients, finite if all of them are: the cheapest check, made on every update. If
-        it is not finite, large numbers may have overflowed, and an exact check follows."""
-        if self._only_loss:
-            return total
-        if self._sharded:
-            return total + sum(local(gradient).sum().item() for gradient in gradients(step))
+        """Return the sum of loss, gradients and one weight, finite if all of them are: the cheapest check, made on
+        every update. If it is not finite, large numbers may have overflowed, and an exact check follows."""
+        groups = step.optimizer.param_groups
         try:
-            for group in step.optimizer.param_groups:
+            weights = groups[step.index % len(groups)]["params"]
+            if weights:  # each in its turn: all of them would cost as much as all gradients
+                weight = weights[step.index // len(groups) % len(weights)].data
+                total += (local(weight) if self._sharded else weight).sum().item()
+            if self._only_loss:
+                return total
+            if self._sharded:
+                return total + sum(local(gradient).sum().item() for gradient in gradients(step))
+            for group in groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is not None:
@@ -199,12 +228,14 @@ class Guard(forge.Plugin):
 
     # -- policies -----------------------------------------------------------------------------------------------------
 
-    def _act(self, step: forge.Step, bad: NonFinite, again: bool = False) -> None:
+    def _act(self, step: forge.Step, bad: NonFinite | NonFiniteWeights, again: bool = False) -> None:
         """Apply the policy. `again`: inside a closure, where the step has begun and cannot be skipped any more."""
-        if self.config.policy == "stop":
-            raise self._error(step.trainer, bad, "" if again else "The weights are unchanged.")
         if self.config.policy == "rewind":
             self._rewind(step, bad)
+        elif isinstance(bad, NonFiniteWeights):
+            raise self._error(step.trainer, bad)
+        elif self.config.policy == "stop":
+            raise self._error(step.trainer, bad, "" if again else "The weights are unchanged.")
         elif again:
             raise self._error(
                 step.trainer, bad, "It happened inside the optimizer's closure, where an update cannot be skipped."
@@ -221,7 +252,7 @@ class Guard(forge.Plugin):
         logger.warning("guard skips update %d: %s.", bad.index, bad)
         step.skip_update(str(bad), quiet=True, by=self.name)
 
-    def _rewind(self, step: forge.Step, bad: NonFinite) -> None:
+    def _rewind(self, step: forge.Step, bad: NonFinite | NonFiniteWeights) -> None:
         trainer = step.trainer
         if trainer.hooks.forge_save is None:
             raise self._error(trainer, bad, "Policy rewind needs checkpoints: add -p checkpoint.")
@@ -237,9 +268,13 @@ class Guard(forge.Plugin):
         skipped = range(first, bad.index + 1)
         trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
-    def _error(self, trainer: forge.Run, bad: NonFinite, why: str) -> NonFiniteError:
+    def _error(self, trainer: forge.Run, bad: NonFinite | NonFiniteWeights, why: str = "") -> NonFiniteError:
         self._pending = None  # it is being reported
         saved = last_checkpoint(trainer)
+        if isinstance(bad, NonFiniteWeights):
+            text = [f"{bad.when}: {bad}.", why, f"The last good checkpoint is {saved}." if saved is not None else ""]
+            text += [HALF] if is_half(trainer.task, bad.parameters) else []
+            return NonFiniteError(" ".join(filter(None, text)))
         text = [f"Update {bad.index} (epoch {bad.epoch}): {bad}.", why]
         watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
         if not watched:
@@ -262,7 +297,8 @@ class Guard(forge.Plugin):
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
         tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
         self._plain += [loss for loss in losses if not isinstance(loss, Tensor)]
-        flag.mark(tensors, [] if self._only_loss else gradients(step))
+        weights = trained_weights(step, self._may_be_infinite or ())  # as the last update left them
+        flag.mark(tensors, [*weights, *([] if self._only_loss else gradients(step))])
         if self._together:
             flag.share(step.trainer.env, self._plain_loss_is_bad())
         step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
@@ -284,9 +320,16 @@ class Guard(forge.Plugin):
         pending, self._pending = self._pending, None
         if pending is None or not (flag.arrived() or pending.plain_loss_is_bad):
             return
-        bad = NonFinite(pending.index, pending.epoch, pending.plain_loss_is_bad or flag.loss_was_bad(), None)
+        bad = self._finding(step.trainer, pending, flag)
         flag.clear()  # what follows is stopped or rewound anyway, and a restored run starts with a clean flag
         self._act(step, bad)
+
+    def _finding(self, trainer: forge.Run, pending: Pending, flag: DeviceFlag) -> NonFinite | NonFiniteWeights:
+        """Return what set the flag; the weights have not changed since."""
+        weights = self._on_all_ranks(trainer, bad_weights(trainer.task))
+        if weights:
+            return NonFiniteWeights(pending.index - 1, weights)
+        return NonFinite(pending.index, pending.epoch, pending.plain_loss_is_bad or flag.loss_was_bad(), None)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
@@ -303,7 +346,21 @@ class Guard(forge.Plugin):
         if self.config.policy == "rewind" and self._flag is not None and trainer.step is not None:
             self._receive(trainer.step, self._flag)  # the Trainer goes back instead of saving
         self._raise_pending(trainer, "No checkpoint of it was written.")
+        if "rewind" not in trainer.requests.open:
+            self._look_at_all_weights(trainer)
         return {"skipped": self._skipped, "in_a_row": dict(self._in_a_row)} if self._skipped else None
+
+    def _look_at_all_weights(self, trainer: forge.Run) -> None:
+        """Look at the weights that the last update left, before they are saved."""
+        names = bad_weights(trainer.task)
+        if trainer.env.world > 1 and trainer.env.all_max([len(names)])[0]:
+            names = sorted(set().union(*trainer.env.gather(names)))
+        if not names:
+            return
+        bad = NonFiniteWeights(trainer.progress.update - 1, names)
+        if self.config.policy != "rewind" or trainer.step is None:
+            raise self._error(trainer, bad, "No checkpoint of it was written.")
+        self._rewind(trainer.step, bad)
 
     @forge.hookimpl
     def forge_load_state_dict(self, state: dict[str, Any]) -> None:
@@ -326,8 +383,7 @@ class Guard(forge.Plugin):
     def _raise_pending(self, trainer: forge.Run, why: str) -> None:
         pending, flag = self._pending, self._flag
         if pending is not None and flag is not None and (flag.arrived() or pending.plain_loss_is_bad):
-            bad_loss = pending.plain_loss_is_bad or flag.loss_was_bad()
-            raise self._error(trainer, NonFinite(pending.index, pending.epoch, bad_loss, None), why)
+            raise self._error(trainer, self._finding(trainer, pending, flag), why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +405,23 @@ class NonFinite:
             begin = begin.replace("gradients", "gradient")
         verb = "is" if len(self.parameters) == 1 and not self.loss else "are"
         return f"{begin} of {listed(self.parameters)} {verb} not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteWeights:
+    """Parameters that are not finite after an update, although its loss and gradients were."""
+
+    index: int
+    parameters: list[str]
+
+    @property
+    def when(self) -> str:
+        return f"After update {self.index}" if self.index >= 0 else "Before the first update"
+
+    def __str__(self) -> str:
+        verb = "is" if len(self.parameters) == 1 else "are"
+        why = "" if self.index < 0 else ": the optimizer's step made them so from finite gradients"
+        return f"{listed(self.parameters)} {verb} not finite{why}"
 
 
 @dataclass(frozen=True, slots=True)

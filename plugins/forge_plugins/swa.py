@@ -20,6 +20,7 @@ from forge.data.windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
 from forge.optim import lr_scheduler
 from forge.rng import combine_seeds
+from forge.snapshot.finite import not_finite
 from forge.snapshot.sandbox import kept_buffers
 from forge_plugins._average import Averaging
 from forge_plugins._batch_statistics import batch_norms, estimate, unreadable
@@ -168,6 +169,8 @@ class SWA(Averaging):
         seen, found = estimate(trainer, modules, limit, combine_seeds(torch.initial_seed(), self._average.count))
         if not seen:
             return "the training loader has no more batches."
+        if not_finite(("", value) for _, value in found):
+            return "a batch of the training data gives statistics that are not finite."
         names = {id(buffer): name for name, buffer in trainer.task.named_buffers()}
         with torch.no_grad():
             for buffer, value in found:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from safetensors.torch import load_file
 
 from forge import __version__, registry
 from forge.cli import main, verbs
+from forge.cli.evaluate import check_bounds
+from forge.errors import NegativeVerdict
 from tests.support import forked
 
 QUICK = ["task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2", "-p", "no:tensorboard"]
@@ -76,6 +80,8 @@ def broken_plugin(tmp_path, monkeypatch):
 WITHOUT_TORCH = """
 import contextlib, io, sys
 from forge.cli import main, verbs
+from forge.cli.evaluate import check_bounds
+from forge.errors import NegativeVerdict
 for words in ["--help"], ["plugins"], ["recipes"], *([verb, "--help"] for verb in verbs()):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = main(words)
@@ -281,6 +287,35 @@ def test_trained_weights_are_validated_tested_and_predicted_with(forge):
     assert "warning" not in forge.err
     forge("predict", *same, "--out", "out/p.safetensors")
     assert load_file("out/p.safetensors")["predictions"].shape == (180,)
+
+
+@pytest.mark.parametrize(("verb", "stage"), [("validate", "val"), ("test", "test")])
+def test_a_metric_below_its_bound_is_a_negative_verdict(forge, ring, verb, stage):
+    words = [verb, "ring.py:Ring", "data.points=200"]
+    assert f"{stage}/accuracy" in forge(*words, "--at-least", f"{stage}/accuracy=0", "--at-least", f"{stage}/loss=0")
+    assert main([*words, "--at-least", f"{stage}/accuracy=0", f"--at-least={stage}/accuracy=1.5"]) == 1
+    out, err = forge.capsys.readouterr()
+    assert f"{stage}/accuracy" in out  # the metrics are printed all the same
+    assert f"{stage}/accuracy is 0." in err
+    assert "less than 1.5 (--at-least)" in err
+    assert "Traceback" not in err
+    assert main([*words, "--at-least", f"{stage}/acuracy=0.5"]) == 2
+    assert f"Did you mean '{stage}/accuracy'?" in forge.capsys.readouterr().err
+    assert main([*words, "--at-least", "accuracy"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "fails"), [(0.9, False), (0.8999999761581421, False), (0.899, True), (math.nan, True)]
+)
+def test_a_bound_is_a_number_and_nan_is_below_it(value, fails):
+    with pytest.raises(NegativeVerdict) if fails else nullcontext():
+        check_bounds({"test/accuracy": value}, [("test/accuracy", 0.9)])
+
+
+def test_a_run_below_its_floor_exits_with_1(forge, ring):
+    words = ["ring.py:Ring", "trainer.max_epochs=1", "-p", "no:tensorboard", "-p", "early_stop", "early_stop.mode=max"]
+    assert main(["fit", *words, "early_stop.monitor=val/accuracy", "early_stop.floor=1.5"]) == 1
+    assert "below early_stop.floor=1.5" in forge.capsys.readouterr().err
 
 
 def test_weights_of_a_task_with_other_options_say_which_and_what_to_type(forge, ring):

@@ -286,6 +286,8 @@ def test_codes_of_signals_are_hidden_from_the_agent_and_no_others(
     monkeypatch.setenv(worker_exit.FOLDER, str(tmp_path))
     assert [worker_exit.exit_code(code) for code in (0, 1, 2)] == [0, 1, 2]
     assert worker_exit.read_exit_code(tmp_path) is None
+    assert worker_exit.exit_code(1, "below", final=True) == 0  # a restart would only repeat it
+    assert worker_exit.read_exit_code(tmp_path) == 1
     assert worker_exit.exit_code(85, "saved") == 0
     assert worker_exit.read_exit_code(tmp_path) == 85
 

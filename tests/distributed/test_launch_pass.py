@@ -142,3 +142,10 @@ def test_workers_get_the_command_less_what_concerns_the_launch(monkeypatch: pyte
     again = validate.parser().parse_intermixed_args(validating)
     assert vars(again) == {**vars(validate.parser().parse_intermixed_args(words)), "nproc": None}
     assert predict.parser().parse_intermixed_args(predicting).out == "p.safetensors"
+
+
+def test_a_verdict_of_two_ranks_is_given_once(trained: TinyTask, on_two_ranks: Forge) -> None:
+    code, out, err = on_two_ranks("validate", "--at-least", "val/accuracy=2")
+    assert code == 1
+    assert "val/accuracy" in out
+    assert err.count("less than 2 (--at-least)") == 1

@@ -219,6 +219,15 @@ def test_what_is_not_finite_is_never_best(tmp_path: Path) -> None:
     assert kept(tmp_path) == [4, 8]
 
 
+def test_a_run_without_a_finite_value_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit_scores([math.nan, math.inf], tmp_path)
+    assert caplog.messages == [
+        "At update 2 val/score is nan. Such a value is never the best one.",
+        "checkpoint.best compared nothing: val/score was never a finite number, so there is no best checkpoint.",
+    ]
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
 def test_a_monitor_that_is_not_there_is_refused_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(forge.RecipeError, match=r"'val/scor'.*Did you mean 'val/score'.*val/accuracy, val/loss"):
         fit_scores([0.1], tmp_path, best={"monitor": "val/scor", "mode": "max"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
-from forge.errors import RecipeError, StackError
+from forge.errors import NegativeVerdict, RecipeError, StackError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins import Accumulate, Checkpoint, EarlyStop
 from tests.snapshot.test_resume import PowerCut, cut_at
@@ -320,3 +321,76 @@ def test_the_log_says_who_stopped_the_run(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.INFO, logger="forge")
     fit([EarlyStop(patience=1)])
     assert "stop asked for by early_stop: val/loss has not improved on 1 (update 2) for 1 validation" in caplog.text
+
+
+# -- the floor --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("floor", "values", "failed_after"),
+    [
+        (0.8, [0.1, 0.5, 0.9, 0.95, 0.3], 5),  # reached, then lost
+        (0.8, [0.1, 0.5, 0.9, 0.85, 0.8], None),
+        (0.8, [0.9, math.nan], 2),
+        (0.8, [math.nan], 1),
+        ("20%", [0.1, 0.5, 0.45, 0.41, 0.3], 5),
+        ("20%", [0.1, 0.5, 0.45, 0.41, 0.9], None),
+        ("20%", [0.5, math.inf], 2),
+        ("20%", [0.5, 0.1], 2),
+    ],
+)
+def test_a_collapse_below_the_floor_fails(floor: Any, values: list[float], failed_after: int | None) -> None:
+    early = EarlyStop(monitor="val/score", mode="max", floor=floor, patience=100)
+    task = Scripted(values, "score")
+    if failed_after is None:
+        assert fit([early], task=task, max_epochs=len(values)).epochs == len(values)
+        return
+    with pytest.raises(NegativeVerdict, match=r"val/score is .*below early_stop\.floor") as caught:
+        fit([early], task=task, max_epochs=len(values) + 2)
+    assert f"at update {2 * failed_after}" in str(caught.value)
+
+
+def test_a_floor_of_a_loss_is_a_ceiling() -> None:
+    with pytest.raises(
+        NegativeVerdict, match=r"val/loss is 3 at update 6, above early_stop\.floor=50%; the best was 1 "
+    ):
+        fit([EarlyStop(floor="50%", patience=9)], [2.0, 1.0, 3.0])
+    assert fit([EarlyStop(floor="50%", patience=9)], [2.0, 1.0, 1.4]).epochs == 10
+
+
+def test_a_run_that_ends_below_its_floor_has_failed() -> None:
+    early = EarlyStop(monitor="val/score", mode="max", floor=0.8)
+    with pytest.raises(NegativeVerdict, match=r"0\.6 at the end of the run, below early_stop\.floor=0\.8"):
+        fit([early], task=Scripted([0.1, 0.6], "score"))
+
+
+def test_after_says_from_when_on_the_floor_holds() -> None:
+    early = EarlyStop(monitor="val/score", mode="max", floor=0.8, after="3 epochs", patience=9)
+    with pytest.raises(NegativeVerdict, match="at update 6"):
+        fit([early], task=Scripted([0.1, 0.2, 0.3, 0.9], "score"))
+
+
+def test_the_validation_that_fails_is_logged_and_not_saved(tmp_path: Path) -> None:
+    early = EarlyStop(monitor="val/score", mode="max", floor=0.8, patience=9)
+    plugins = [early, "jsonl", Checkpoint(every="1 epoch", background=False)]
+    with pytest.raises(NegativeVerdict):
+        fit(plugins, task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path)
+    assert '"val/score": 0.1' in (tmp_path / "metrics.jsonl").read_text()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()] == [
+        "update-00000002"
+    ]
+    assert not (tmp_path / "weights.safetensors").exists()
+    assert json.loads((tmp_path / "end.json").read_text())["status"] == "failed"
+
+
+def test_a_resumed_run_keeps_its_floor(tmp_path: Path) -> None:
+    make: Any = lambda: [EarlyStop(monitor="val/score", mode="max", floor=0.8, patience=9), "checkpoint"]  # noqa: E731
+    fit(make(), task=Scripted([0.9], "score"), run_dir=tmp_path, max_epochs=1)
+    with pytest.raises(NegativeVerdict, match="at update 4"):
+        fit(make(), task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path, resume="auto")
+
+
+@pytest.mark.parametrize("floor", ["low", "%", "-5%", math.nan, "inf"])
+def test_a_floor_that_is_none_is_refused(floor: Any) -> None:
+    with pytest.raises(RecipeError, match=r"early_stop\.floor"):
+        EarlyStop(floor=floor)

@@ -124,6 +124,33 @@ def test_no_checkpoint_holds_what_a_bad_update_left(order: int, tmp_path: Path) 
     assert all_finite([value for value in newest.weights().values() if value.is_floating_point()])
 
 
+class Half(Classifier):
+    """float16 weights under Adam, whose eps is zero there: a gradient of zero gives 0 / 0."""
+
+    fused = True
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.half().net(x.half()).float(), y)
+
+    def configure_optimizers(self) -> Any:
+        self.half()
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=self.fused)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("stack", [[], [Checkpoint]])
+def test_weights_that_adam_breaks_are_caught_and_not_saved(fused: bool, stack: list[Any], tmp_path: Path) -> None:
+    task = made(Half)
+    task.fused = fused
+    with torch.no_grad():
+        task.net[0].bias.fill_(-100)  # no unit is active: their gradients are zero
+    with pytest.raises(NonFiniteError, match=r"After update 0: .*not finite.*float16"):
+        fit(task, batches(), device="cuda", plugins=[Guard(), *(make() for make in stack)], run_dir=tmp_path)
+    assert not (tmp_path / "weights.safetensors").exists()
+    assert Checkpoints(tmp_path / "checkpoints").newest_valid() is None
+
+
 def test_rewind_ends_as_if_the_bad_window_had_never_been_there(tmp_path: Path) -> None:
     rewound, expected = made(), made()
     stack = [Checkpoint(every="2 updates", background=False), Guard("rewind")]

@@ -14,6 +14,7 @@ import torch
 import forge
 from forge.env import Env
 from forge.metrics.means import PendingMeans
+from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Accumulate, Checkpoint, Tensorboard
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
@@ -165,6 +166,24 @@ def test_a_test_writes_its_metrics_too(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path)
     assert line["test/loss"] == result["test/loss"]
     assert (line["update"], line["epoch"], line["sample"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_test_after_a_fit_belongs_to_its_last_update(again: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 2, "plugins": [JSONL()], "run_dir": tmp_path, "device": "cpu"}
+    trainer, task = forge.Trainer(**settings), Classifier()
+    trainer.fit(task, make_batches(3))
+    if again:  # another process, or another Trainer
+        trainer = forge.Trainer(**settings)
+    trainer.test(task, make_batches(2))
+    trainer.validate(task, make_batches(2))
+    fitted, *others = lines_of(tmp_path)[-3:]
+    assert [(line["update"], line["epoch"], line["sample"]) for line in others] == [(6, 2, 24)] * 2
+    assert (fitted["update"], fitted["epoch"], fitted["sample"]) == (6, 2, 24)
+    found = RunFolder(tmp_path)
+    assert found.updates == 6
+    assert found.final["test/loss"] == others[0]["test/loss"]
+    assert found.final["train/loss"] == fitted["train/loss"]
 
 
 def test_a_log_that_arrives_an_update_late_says_where_it_belongs(

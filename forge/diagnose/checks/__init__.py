@@ -8,8 +8,10 @@ from __future__ import annotations
 from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward
 from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_without_val, refuse_unusable_loaders
 from forge.diagnose.checks.losses import LossWatch
+from forge.diagnose.checks.non_finite_metrics import warn_of_non_finite
 from forge.diagnose.checks.optimizers import check_optimizers, configured
 from forge.diagnose.checks.task import check_task, is_lightning
+from forge.diagnose.checks.weights import look_at_weights
 
 OWNER_RETURNED_NONE = (
     "forge_train_step reached core although the step was finished already: its owner returned None. "
@@ -26,7 +28,9 @@ __all__ = [
     "configured",
     "first_forward",
     "is_lightning",
+    "look_at_weights",
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",
+    "warn_of_non_finite",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from forge.contract.task import STAGE_METHODS, TaskModule
+from forge.diagnose.checks.draws import noted_draws
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.user_line import warn_of
 from forge.errors import TaskError
@@ -23,10 +25,8 @@ def first_forward(step: Step, batch: Any) -> Any:
     task, hooks = step.trainer.task, step.trainer.hooks
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
-    if task.check_first_batch and not _is_compiled(step.trainer.model):
-        with LossWatch():
-            output = hooks.forge_forward(step, batch)
-    else:
+    look = task.check_first_batch and not _is_compiled(step.trainer.model)
+    with noted_draws(step, by_call=look), LossWatch() if look else nullcontext():
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
         check_training_output(output, task)

@@ -13,13 +13,13 @@ from forge.util.frames import LIBRARIES
 
 def refuse(message: str) -> None:
     """Raise a TaskError that begins with the user's current line."""
-    frame = _users_frame()
+    frame = users_frame()
     raise TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
 
 
 def warn(message: str) -> None:
     """Warn at the user's current line."""
-    frame = _users_frame()
+    frame = users_frame()
     if frame is None:
         warnings.warn(message, stacklevel=2)
         return
@@ -37,7 +37,7 @@ def warn_of(function: Any, message: str) -> None:
         warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
 
 
-def _users_frame() -> FrameType | None:
+def users_frame() -> FrameType | None:
     """Return the innermost frame outside torch and forge."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -24,6 +24,7 @@ from forge.diagnose.explain import NAMED_METHODS
 from forge.metrics.means import Means, PendingMeans
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.capture import capture
+from forge.snapshot.finite import note_start
 from forge.snapshot.restore import load_for, restore
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
@@ -43,6 +44,7 @@ EXPECTED_FUNCTIONS: dict[Callable[..., Any], str] = {
     forge.Run.log_metrics: "logging",
     Optimizers.after_validation: "validating",
     capture: "saving",
+    note_start: "starting",
     load_for: "rewinding",
     restore: "rewinding",
 }

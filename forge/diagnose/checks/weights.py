@@ -1,0 +1,36 @@
+"""Checks of the task's weights as a fit begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from forge.diagnose.checks.user_line import warn
+from forge.rng import initial_weights
+from forge.snapshot.finite import note_start
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
+
+SHOWN = 3
+"""Parameters that the warning names."""
+
+
+def look_at_weights(trainer: Run, resumes: bool) -> None:
+    """Note which weights are finite, and warn of those that were drawn before any seed was set."""
+    note_start(trainer.task)
+    if not resumes:
+        warn_of_unseeded_weights(trainer)
+    initial_weights.forget(trainer.task)
+
+
+def warn_of_unseeded_weights(trainer: Run) -> None:
+    """Warn if the run has a seed that came too late for the task's initial weights."""
+    task, seed = trainer.task, trainer.seed
+    names = list(initial_weights.unseeded(task)) if seed is not None and trainer.env.is_main else []
+    if names:
+        named = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        warn(
+            f"{type(task).__name__}'s weights ({named}) were drawn before any seed was set, so seed={seed} does not "
+            "make this run reproducible: every process begins with others. Make the Trainer before the task, or call "
+            f"forge.seed({seed}) before the task is made."
+        )
