@@ -124,5 +124,6 @@ class Core(Plugin):
 
     @default
     def forge_export(self, trainer: Run, path: Path) -> bool:
-        save_weights(trainer.task, path, main=trainer.env.is_main)
+        with trainer.optimizers.evaluating():
+            save_weights(trainer.task, path, main=trainer.env.is_main)
         return True

@@ -88,11 +88,8 @@ class Trainer(Run):
         self.stack = Stack(built)
         self.has_plugins_in_code = plugins is not None
         self.settings = settings.as_data()
-        self.max_epochs, self.max_updates, self.log_every = (
-            settings.max_epochs,
-            settings.max_updates,
-            settings.log_every,
-        )
+        self.max_epochs, self.max_updates = settings.max_epochs, settings.max_updates
+        self.log_every = settings.log_every
         self.seed, self.device, self.deterministic = settings.seed, settings.device, settings.deterministic
         self.resume = "auto" if settings.resume is True else settings.resume or None
         self.allow_inexact = settings.allow_inexact
@@ -155,6 +152,7 @@ class Trainer(Run):
         if self.run_dir is not None:
             with self.env.no_timeout():
                 self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
+        self.optimizers.finish()
 
     def _is_saved(self) -> bool:
         """Whether the state after the last update is on disk by now."""

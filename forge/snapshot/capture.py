@@ -31,7 +31,7 @@ def capture(trainer: Run) -> dict[str, Any]:
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
     return {
-        "model": trainer.task.state_dict(),
+        "model": weights_to_save(trainer),
         "optimizers": trainer.optimizers.state_dict(trainer.task),
         "rates_used": trainer.optimizers.rates_used,
         "flags": flags(trainer.task),
@@ -50,6 +50,15 @@ def capture(trainer: Run) -> dict[str, Any]:
         "versions": surroundings(trainer),
         "rng": [rank["rng"] for rank in by_rank],
     }
+
+
+def weights_to_save(trainer: Run) -> dict[str, Any]:
+    """Return the task's state; where an optimizer evaluates other weights than it trains, copies of those."""
+    task = trainer.task
+    with trainer.optimizers.evaluating() as moved:
+        copies = {id(p): p.detach().clone() for p in moved}
+        named = task.named_parameters(remove_duplicate=False) if moved else ()
+        return task.state_dict() | {name: copies[id(p)] for name, p in named if id(p) in copies}
 
 
 def flags(task: nn.Module) -> dict[str, list[str]]:
