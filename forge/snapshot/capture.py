@@ -12,6 +12,7 @@ from forge.checkpoint.weights import describe_task
 from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
+from forge.snapshot import hidden
 from forge.snapshot.fingerprint import fingerprint, surroundings
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def capture(trainer: Run) -> dict[str, Any]:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
     env = trainer.env
     env.copy_from_first(trainer.task, parameters=False)
+    hidden.warn_of_changes(trainer)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
+    own["rng"] |= hidden.generator_states(trainer)
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
     return {
         "model": weights_to_save(trainer),
