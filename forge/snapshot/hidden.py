@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -123,7 +123,7 @@ def warn_of_changes(trainer: Run) -> None:
         return
     paths = [path for path, value in watch.first.items() if now.get(path) != value]
     watch.first = now | watch.first  # what is made at its first use counts from then on
-    changed = dict.fromkeys(_attribute(path) for path in paths if not _is_a_librarys(trainer, path))
+    changed = dict.fromkeys(_attribute(path) for path in paths if not is_a_librarys(trainer, path))
     fresh = [path for path in changed if path not in watch.named]
     watch.named.update(fresh)
     if fresh and trainer.env.is_main:
@@ -158,22 +158,29 @@ def _warn_of_copies(trainer: Run) -> None:
 
 def fingerprint_hidden(trainer: Run) -> dict[str, str]:
     """Return a digest of every plain value, by path, that a resumed run would not have."""
-    task, known = trainer.task, saved_tensors(trainer.task)
-    roots: dict[str, Any] = {"task": task}
+    left_out = tuple(saved_attributes(trainer.task))
+    found = fingerprints(value_roots(trainer), saved_tensors(trainer.task), _tensor_digest, _array_digest)
+    return {path: value for path, value in found if not path.startswith(left_out)}
+
+
+def value_roots(trainer: Run) -> dict[str, Any]:
+    """Return the objects of a run that may hold values of the user's, by name."""
+    roots: dict[str, Any] = {"task": trainer.task}
     for entry in trainer.optimizers.entries.values():
         roots |= _schedules(entry.schedules, "the optimizer")
-    left_out = tuple(saved_attributes(task))
-    return {path: value for path, value in fingerprints(roots | _data(trainer), known) if not path.startswith(left_out)}
+    return roots | _data(trainer)
 
 
-def fingerprints(roots: Mapping[str, Any], known: Set[int] = frozenset()) -> Iterator[tuple[str, str]]:
+def fingerprints(
+    roots: Mapping[str, Any], known: Set[int], of_tensor: Callable[[Any], str], of_array: Callable[[Any], str]
+) -> Iterator[tuple[str, str]]:
     """Yield (path, digest) of every plain value inside objects; `known` are tensors to leave out."""
     for path, value in walk(roots, _is_looked_into):
         if isinstance(value, Tensor):
             if id(value) not in known and not isinstance(value, nn.Parameter) and value.grad_fn is None:
-                yield path, _tensor_digest(value)
+                yield path, of_tensor(value)
         elif isinstance(value, np.ndarray):
-            yield path, _array_digest(value)
+            yield path, of_array(value)
         elif isinstance(value, (set, frozenset)):
             yield path, repr(sorted(map(repr, value)))[:4096]
         elif isinstance(value, (list, dict, deque)):
@@ -233,7 +240,7 @@ def _attribute(path: str) -> str:
     return path.partition("[")[0] if not path.startswith("the optimizer") else path
 
 
-def _is_a_librarys(trainer: Run, path: str) -> bool:
+def is_a_librarys(trainer: Run, path: str) -> bool:
     """Whether this is a private attribute of an object of an installed package."""
     owner_path, private, _ = path.partition("._")
     if not private:
