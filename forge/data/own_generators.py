@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from forge.util.generators import Generators, find_generators, generator_state
 
 
-def data_roots(loader: Any, stage: str = "train") -> dict[str, Any]:
-    """Return the objects that make a loader's samples in this process, by name; none if workers do."""
+def data_roots(loader: Any, stage: str = "train", copied: bool = False) -> dict[str, Any]:
+    """Return the objects that make a loader's samples, by name; those that workers have `copied` only if asked for."""
     inner = loader
     while _is_ours(inner) and hasattr(inner, "loader"):
         inner = inner.loader
@@ -18,7 +18,9 @@ def data_roots(loader: Any, stage: str = "train") -> dict[str, Any]:
         return {} if _is_ours(inner) and hasattr(inner, "batches") else {f"{stage} loader": inner}
     source = inner.dataset
     made_by: Any = (source.dataset, source.collate) if _is_seeded(source) else (source, inner.collate_fn)  # pyright: ignore[reportAttributeAccessIssue]
-    return {} if inner.num_workers else {f"{stage} dataset": made_by[0], f"{stage} collate_fn": made_by[1]}
+    return (
+        {} if inner.num_workers and not copied else {f"{stage} dataset": made_by[0], f"{stage} collate_fn": made_by[1]}
+    )
 
 
 def copied_roots(loader: Any, stage: str = "train") -> dict[str, Any]:

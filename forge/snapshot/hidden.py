@@ -90,11 +90,11 @@ def _functions(schedule: Any) -> list[Any]:
     return [function for function in given if isinstance(function, list) or hasattr(function, "__code__")]
 
 
-def _data(trainer: Run) -> dict[str, Any]:
-    roots = data_roots(trainer.feed.loader)
+def _data(trainer: Run, copied: bool = False) -> dict[str, Any]:
+    roots = data_roots(trainer.feed.loader, "train", copied)
     for stage, loaders in trainer.loaders.items():
         for name, loader in loaders.items() if stage != "train" else ():
-            roots |= data_roots(loader, stage if name is None else f"{stage}/{name}")
+            roots |= data_roots(loader, stage if name is None else f"{stage}/{name}", copied)
     return roots
 
 
@@ -163,12 +163,12 @@ def fingerprint_hidden(trainer: Run) -> dict[str, str]:
     return {path: value for path, value in found if not path.startswith(left_out)}
 
 
-def value_roots(trainer: Run) -> dict[str, Any]:
-    """Return the objects of a run that may hold values of the user's, by name."""
+def value_roots(trainer: Run, copied: bool = False) -> dict[str, Any]:
+    """Return the objects of a run that may hold values of the user's, by name; data that workers have `copied` too."""
     roots: dict[str, Any] = {"task": trainer.task}
     for entry in trainer.optimizers.entries.values():
         roots |= _schedules(entry.schedules, "the optimizer")
-    return roots | _data(trainer)
+    return roots | _data(trainer, copied)
 
 
 def fingerprints(

@@ -136,7 +136,9 @@ def all_hidden(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """Yield (path, digest) of generators, attributes and objects of the task, its module's globals, and the data."""
     for path, state in hidden.generator_states(trainer).get(hidden.HIDDEN, {}).items():
         yield path.removeprefix("task."), digest(state)
-    roots = hidden.value_roots(trainer) | {f"global {type(trainer.task).__module__}": _globals_of(trainer.task)}
+    roots = hidden.value_roots(trainer, copied=True) | {
+        f"global {type(trainer.task).__module__}": _globals_of(trainer.task)
+    }
     for path, value in hidden.fingerprints(roots, hidden.saved_tensors(trainer.task), _sampled, _sampled):
         if not hidden.is_a_librarys(trainer, path):
             yield path.removeprefix("task."), value
