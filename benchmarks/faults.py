@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from torch.utils.data import Dataset
 import forge
 import forge_plugins
 from benchmarks import machine
+from benchmarks.stranger_optimizers import optimizer_of
 from forge.checkpoint import Checkpoints, StoredCheckpoint
 from forge.data import Loader
 from forge.testing.trace import Recorder, compare, read_trace
@@ -86,10 +87,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Victim(forge.TaskModule):
-    """A network with dropout and batch normalisation that can be killed in its step."""
+    """A network with dropout, batch normalisation, generators of its own and an optimizer of one of several kinds, that
+    can be killed in its step."""
 
     def __init__(self, seed: int):
         super().__init__()
+        self.seed = seed
+        self.rng, self.nested = np.random.default_rng(seed), [{"torch": torch.Generator().manual_seed(seed)}]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -97,27 +101,35 @@ class Victim(forge.TaskModule):
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Any:
         count_down("micro-batch")
         x, y = batch
+        if self.training:
+            x = x + 0.1 * self.rng.normal() + 0.1 * torch.randn(8, generator=self.nested[0]["torch"])
         logits = self.net(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
 
     validation_step = training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return optimizer_of(self.seed, self.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kills
 
-_countdown: dict[str, int] = {}
+
+class Countdown:
+    """Calls left until a kill; on a class, as a global of the task's module is part of the trace."""
+
+    calls: ClassVar[dict[str, int]] = {}
+
+
 """Calls left until the kill, by kind; set in a forked attempt only."""
 
 
 def count_down(kind: str) -> None:
     """Count down and kill this process at 0, but not data workers, which inherit the counters."""
-    if kind in _countdown and os.getpid() == _countdown["owner"]:
-        _countdown[kind] -= 1
-        if _countdown[kind] <= 0:
+    if kind in Countdown.calls and os.getpid() == Countdown.calls["owner"]:
+        Countdown.calls[kind] -= 1
+        if Countdown.calls[kind] <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -184,7 +196,7 @@ def train_attempt(attempt: Attempt, folder: Path, run: Run) -> None:
     if attempt.death == "write":
         count_system_calls()
     if attempt.death in ("micro-batch", "write"):
-        _countdown.update({attempt.death: int(attempt.after), "owner": os.getpid()})
+        Countdown.calls.update({attempt.death: int(attempt.after), "owner": os.getpid()})
     count = 0 if attempt.workers == "0 workers" else 2
     options: dict[str, Any] = {"persistent_workers": attempt.workers == "2 persistent"} if count else {}
     train = Loader(Samples(), 4, shuffle=True, num_workers=count, **options)

@@ -31,6 +31,7 @@ from forge.checkpoint.directory import Directory
 from forge.checkpoint.readers import ALONE, Readers
 from forge.checkpoint.slices import TensorSlice
 from forge.checkpoint.stored import Index, Stored
+from forge.checkpoint.strides import check_strides, with_strides
 from forge.errors import CheckpointError, did_you_mean
 
 NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,15})")
@@ -174,6 +175,7 @@ class _Files:
     def __init__(self, path: Path, stack: ExitStack, readers: Readers):
         self.path = path
         self.stored: dict[str, Stored] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         with readers.agreeing():
             self._open(path, stack, readers)
 
@@ -196,6 +198,7 @@ class _Files:
     def outline(self) -> dict[str, Any]:
         """Return the tree with a TensorInfo for every tensor, each checked to exist."""
         unused = self.index.whole.keys() | self.index.pieces.keys()
+        shapes: dict[str, tuple[int, ...]] = {}
 
         def describe(file: str, name: str, note: str | None, shape: tuple[int, ...] | None) -> TensorInfo:
             stored = self.index.find(file, name, note, shape)
@@ -203,6 +206,7 @@ class _Files:
             dtype = note or str(stored.dtype).removeprefix("torch.")
             shape = stored.shape[:-1] if dtype.startswith("complex") else stored.shape
             self.stored[f"{file}:{name}"] = stored
+            shapes[f"{file}:{name}"] = shape
             return TensorInfo(shape, dtype, stored.bytes, f"{file}:{name}")
 
         document = self.directory.read(manifest.DOCUMENT, self.records[manifest.DOCUMENT].size)
@@ -210,6 +214,10 @@ class _Files:
         if unused:
             missed = min(unused)[1][:80]
             raise CheckpointError(f"{self.path / manifest.DOCUMENT} does not mention the tensor {missed!r}.")
+        for file, noted in _dict(found.pop(tree.STRIDES, None)).items():
+            for name, strides in _dict(noted).items():
+                place = f"{file}:{name}"
+                self.strides[place] = check_strides(shapes.get(place, ()), strides, place)
         return found
 
     def load(self, only: str | None, place: Place) -> dict[str, Any]:
@@ -236,11 +244,13 @@ class _Files:
 
     def read(self, info: TensorInfo, part: TensorSlice | None = None) -> Tensor:
         """Read one tensor of the outline, or a slice of it."""
-        stored, part = self.stored[info.place], part or slices.whole(info.shape)
+        stored, strides = self.stored[info.place], self.strides.get(info.place) if part is None else None
+        part = part or slices.whole(info.shape)
         if info.dtype.startswith("complex"):
             part = TensorSlice((*part.begin, 0), (*part.size, 2))
         found = stored.read(part, self._load)
-        return tensors.noted(found, info.dtype) if info.dtype in tensors.NOTED else found
+        found = tensors.noted(found, info.dtype) if info.dtype in tensors.NOTED else found
+        return found if strides is None else with_strides(found, strides)
 
     def _load(self, name: str, header: tensors.Header) -> dict[str, Tensor]:
         return tensors.read_tensors(self.directory.open(name), header, str(self.path / name))

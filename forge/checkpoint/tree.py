@@ -12,7 +12,8 @@ JSON has no tuples, int keys, NaN or tensors. An object with a key that begins w
     {"$str": "eda080"}                          text that UTF-8 cannot hold (lone surrogates), in hexadecimal
 
 A user's dict with such a key is written as a `$dict`, so that no value can be mistaken for a marker. Tensors that share
-memory (tied weights) are stored once, under the first name.
+memory (tied weights) are stored once, under the first name. The key `strides` of the tree, if present, holds the
+strides of tensors that are not in row-major order, by file and name; older versions of forge ignore it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from torch import Tensor, nn
 
 from forge.checkpoint import sharding, strict_json
 from forge.checkpoint.slices import parse_piece_name
+from forge.checkpoint.strides import strides_to_note
 from forge.checkpoint.tensors import MAX_DIMENSIONS, RESERVED, are_sizes, can_store, dtype_note
 from forge.checkpoint.writers import Writers
 from forge.errors import CheckpointError
 
 MAX_DEPTH = 100
 """Levels of a tree: far more than state needs; a tree that contains itself exceeds them."""
+
+STRIDES = "strides"
+"""The key of the tree that is not the caller's."""
 
 LEAST_LIMIT = 8 * 2**20
 BYTES_PER_VALUE = 32
@@ -81,10 +86,15 @@ def _encode(tree: dict[str, Any], in_pieces: bool = False) -> tuple[bytes, shard
     """Return the document, and every tensor of the tree."""
     if type(tree) not in (dict, OrderedDict):
         raise CheckpointError(f"A checkpoint holds a dict, not a {_name_of(type(tree))}.")
+    if STRIDES in tree:
+        raise CheckpointError(f"A checkpoint has its own key {STRIDES!r}. Use another name.")
     splitter = _Splitter(in_pieces)
     # the model first: tensors that it shares with other state are stored in its file
     first = {key: splitter.encode(tree[key], (key,)) for key in ("model",) if key in tree}
     encoded = splitter.encode_dict(tree, (), first)
+    if any(splitter.strides.values()):
+        noted = splitter.encode_dict(splitter.strides, (), {})
+        encoded["$dict"].append([STRIDES, noted]) if "$dict" in encoded else encoded.update({STRIDES: noted})
     document = json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode("ascii")
     named = splitter.tensors.values()
     _refuse_too_large(document, sum(tensor.nbytes for tensors in named for tensor in tensors.values()))
@@ -133,6 +143,7 @@ class _Splitter:
     def __init__(self, in_pieces: bool) -> None:
         self.in_pieces = in_pieces
         self.tensors: sharding.Named = {"model": {}, "state": {}}
+        self.strides: dict[str, dict[str, list[int]]] = {"model": {}, "state": {}}
         self.places: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def encode(self, value: Any, path: tuple[str | int, ...]) -> Any:
@@ -181,6 +192,9 @@ class _Splitter:
         file = "model" if path[0] == "model" else "state"
         name = self._free_name(file, _dotted(path[1:] if file == "model" and len(path) > 1 else path))
         self.tensors[file][name] = tensor
+        strides = strides_to_note(tensor)
+        if strides is not None:
+            self.strides[file][name] = strides
         note = dtype_note(tensor.dtype)
         if sharding.is_cut(tensor):
             marker = {f"${file}": [name, note, list(tensor.shape)]}

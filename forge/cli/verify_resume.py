@@ -28,7 +28,8 @@ ADVICE = {
     "weights": "The loss was equal, so the update was not: check plugins that change gradients or weights.",
     "optimizer": "A learning-rate schedule or an optimizer keeps state outside its state_dict.",
     "rng": "Code draws random numbers a different number of times after a restart (a cache, a first call).",
-    "hidden": "Attributes are not saved: make it a buffer (register_buffer), or save it with get_extra_state.",
+    "hidden": "Attributes are not saved: make it a buffer (register_buffer), or save it with get_extra_state. Let a "
+    "dataset and a schedule compute what they need from the index, the epoch or the step.",
 }
 
 
@@ -90,8 +91,7 @@ def verify(args: Namespace, folder: Path) -> int:
         raise ForgeError("The uninterrupted run made no update, so nothing can be compared. Check the data.")
     last = straight[-1]["update"]
     dice = random.Random(args.seed)
-    # after a kill before the first checkpoint the run starts anew, which must give the same result as well
-    kills = sorted(dice.sample(range(1, last), min(args.kills, last - 1)))
+    kills = choose_kills(dice, args.kills, last, every)
     for attempt, kill in enumerate([*kills, None], 1):
         end = f"to its end at update {last}" if kill is None else f"to a kill after update {kill}"
         console.print(f"Killed run, attempt {attempt} of {len(kills) + 1}: {end} ...", style="dim")
@@ -101,9 +101,21 @@ def verify(args: Namespace, folder: Path) -> int:
     if difference is None:
         console.print(equal_text(last, kills, [line["update"] for line in killed]), soft_wrap=True)
         return 0
-    console.print(f"Not the same. First difference {difference}.", style="bold red", soft_wrap=True)
+    console.print(unequal_text(difference, last), style="bold red", soft_wrap=True)
     console.print(ADVICE[difference.part], soft_wrap=True)
     return 1
+
+
+def choose_kills(dice: random.Random, count: int, last: int, every: int) -> list[int]:
+    """Return the updates after which to kill; the last kill, if possible, when a checkpoint is on disk for certain.
+
+    After a kill before the first checkpoint the run starts anew, which must give the same result as well.
+    """
+    kills = sorted(dice.sample(range(1, last), min(count, last - 1)))
+    written = 2 * every + 1  # the second checkpoint waits for the first
+    if kills and kills[-1] < written < last:
+        kills[-1] = dice.randrange(written, last)
+    return kills
 
 
 def _run_attempt(args: Namespace, folder: Path, every: int, kill_at: int | None) -> None:
@@ -128,6 +140,16 @@ def _final_weights(folder: Path, last: int) -> TraceDifference | None:
     return None if ends[0] == ends[1] else TraceDifference(last, "weights", "in weights.safetensors")
 
 
+def unequal_text(difference: TraceDifference, last: int) -> str:
+    """Name a difference, and say so if it has not shown in the results."""
+    if difference.shown:
+        return f"Not the same. First difference {difference}."
+    return (
+        f"Not the same: what no checkpoint holds has drifted. First difference {difference}. It has not shown in the "
+        f"batches, losses, random numbers, optimizer state or weights of these {last} updates yet."
+    )
+
+
 def equal_text(last: int, kills: list[int], made: list[int]) -> str:
     """Summarise a comparison without a difference; `made` are the updates of all attempts of the killed run."""
     again = sorted(update for update, times in Counter(made).items() if times > 1)
@@ -135,7 +157,8 @@ def equal_text(last: int, kills: list[int], made: list[int]) -> str:
     return (
         f"Bit for bit the same: {last} updates. Killed after update {' and '.join(map(str, kills))}, the run took "
         f"{len(kills) + 1} attempts and {len(made)} updates. Each had the same batch, loss, random numbers, optimizer "
-        f"state and weights as in the uninterrupted run. {redone}"
+        f"state and weights as in the uninterrupted run, and the same generators, attributes and globals of the task "
+        f"and its dataset. {redone}"
     )
 
 

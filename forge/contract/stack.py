@@ -90,7 +90,7 @@ class Stack:
         """Return a pluggy manager that holds core, the task (where it implements hooks) and the stack."""
         if task is not None:
             check_hooks(task, f"the task {type(task).__name__}")
-        manager = _empty_manager()
+        manager = _Manager()
         manager.register(core, CORE)
         if task is not None:
             manager.register(task, TASK)
@@ -253,18 +253,16 @@ def _check_hook(name: str, method: Any, who: str) -> None:
 
 
 class _Manager(pluggy.PluginManager):
+    def __init__(self):
+        super().__init__(contract.PROJECT)
+        self.add_hookspecs(contract)
+
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         # only hooks are looked at: a task's properties must not run because it was registered
         return super().parse_hookimpl_opts(plugin, name) if name in SPECS else None
 
 
-def _empty_manager() -> pluggy.PluginManager:
-    manager = _Manager(contract.PROJECT)
-    manager.add_hookspecs(contract)
-    return manager
-
-
-_NO_PLUGINS = _empty_manager()
+_NO_PLUGINS = _Manager()
 
 
 def _role(hook: str, impl: pluggy.HookImpl) -> str:

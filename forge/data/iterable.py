@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
 from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
-from forge.data.sample_seeding import failed, is_pure, is_pure_collate, what, where
+from forge.data.sample_seeding import OwnGenerators, failed, is_pure, is_pure_collate, what, where
 from forge.data.windows import is_stateful
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
@@ -65,6 +65,7 @@ class Streams(Dataset[Any]):
         self.dataset, self.batch_size, self.collate, self.drop_last = dataset, batch_size, collate, drop_last
         self.seeding = not (is_pure(dataset) if pure is None else pure) or not (pure or is_pure_collate(collate))
         self.stateful = is_stateful(dataset)
+        self._own = OwnGenerators(dataset=dataset, collate=collate)
         self._pass, self._count, self._initial = -1, 0, None
 
     def __getitems__(self, turn: Turn) -> Any:
@@ -93,6 +94,8 @@ class Streams(Dataset[Any]):
     def _begin(self, turn: Turn) -> None:
         """Restore the dataset's state at the beginning of a pass, and skip one empty pass at the end of the last."""
         self._pass, self._ended, self._ahead = turn.pass_number, False, []
+        if self.seeding:
+            self._own.begin(turn.pass_number)
         state = turn.state
         if self.stateful:
             if self._initial is None:
@@ -111,14 +114,19 @@ class Streams(Dataset[Any]):
 
     def _open(self) -> None:
         if self.seeding:
-            seed_generators(fold(self._word, _BEGIN))
+            self._seed(_BEGIN)
         self._iterator = iter(self.dataset)
+
+    def _seed(self, number: int) -> None:
+        word = fold(self._word, number)
+        seed_generators(word)
+        self._own.seed(word)
 
     def _fill(self, size: int) -> int:
         """Read until `size` samples are buffered; return how many are."""
         while len(self._ahead) < size and not self._ended:
             if self.seeding:
-                seed_generators(fold(self._word, self._count + 2**32))
+                self._seed(self._count + 2**32)
             try:
                 self._ahead.append(next(self._iterator))
                 self._count += 1

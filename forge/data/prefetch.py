@@ -10,8 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from forge.data.own_generators import data_roots, states_of
 from forge.env import map_items, move, pick_device
 from forge.errors import DataError
+from forge.util.generators import find_generators
 
 
 class DevicePrefetch:
@@ -34,12 +36,14 @@ class DevicePrefetch:
             raise DataError(f"DevicePrefetch: depth is {depth}; it must be at least 1.")
         self.loader, self.device, self.depth = loader, pick_device(device), depth
         self._state: list[Any] = []  # of the last batch handed out: one entry, or none before the first
+        self.drawn: dict[str, Any] | None = None
+        "States of the data's own generators after the last batch handed out, while batches are read ahead."
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self._state = []
+        self._state, self.drawn = [], None
         copies = self._copies()
         if copies is None:
             return iter(self.loader)
@@ -56,7 +60,7 @@ class DevicePrefetch:
         return copy.deepcopy(self._state[0]) if self._state else self.loader.state_dict()
 
     def _load_state(self, state: Any) -> None:
-        self._state = []
+        self._state, self.drawn = [], None
         self.loader.load_state_dict(state)
 
     def _copies(self) -> Copies | None:
@@ -83,9 +87,11 @@ class _Ahead:
     def __init__(self, owner: DevicePrefetch, batches: Iterator[Any], copies: Copies):
         self._owner, self._copies = owner, copies
         self._batches: Iterator[Any] | None = batches
-        self._queue: deque[tuple[Any, Exception | None, list[Any]]] = deque()
+        self._queue: deque[tuple[Any, Exception | None, list[Any], dict[str, Any] | None]] = deque()
         self._keeps_state = not hasattr(owner.loader, "seek") and hasattr(owner.loader, "state_dict")
         owner._state = self._snapshot()
+        self._own = find_generators(data_roots(owner.loader))
+        owner.drawn = self._states()
 
     def __iter__(self) -> _Ahead:
         return self
@@ -99,7 +105,7 @@ class _Ahead:
         """Separate from `__next__`: an error in the queue keeps that frame alive, with everything the frame holds."""
         if not self._queue:
             raise StopIteration
-        begun, error, self._owner._state = self._queue.popleft()
+        begun, error, self._owner._state, self._owner.drawn = self._queue.popleft()
         if error is not None:
             raise error
         return self._copies.finish(begun)
@@ -110,16 +116,19 @@ class _Ahead:
             begun, error = self._copies.begin(next(batches)), None
         except Exception as raised:
             begun, error, self._batches = None, raised, None
-        self._queue.append((begun, error, self._snapshot()))
+        self._queue.append((begun, error, self._snapshot(), self._states()))
 
     def __del__(self) -> None:
         """Drop an unfinished epoch: copies under way must not write into memory that has been freed."""
-        for begun, error, _ in self._queue:
+        for begun, error, *_ in self._queue:
             if error is None:
                 self._copies.drop(begun)
 
     def _snapshot(self) -> list[Any]:
         return [copy.deepcopy(self._owner.loader.state_dict())] if self._keeps_state else []
+
+    def _states(self) -> dict[str, Any] | None:
+        return states_of(self._own) if self._own else None
 
 
 class SideStream:

@@ -3,6 +3,9 @@
 Every generator that an augmentation may use (python's, numpy's legacy global one, torch's CPU one) is seeded before
 each sample, so workers, prefetch, batch size and the place in a batch change nothing. In the main process the
 generators are restored after each batch. `torch.manual_seed` is never called: it would reseed CUDA too.
+
+Generators that the dataset, its transforms or the collate function keep are copied into each worker, where they are
+seeded per sample as well. In the main process they are left alone: their state is saved in checkpoints (`Feed`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from forge.data.collate import pad_collate
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
+from forge.util.generators import find_generators, seed_generator
 
 _COLLATE = 0xC011A7E
 """Makes a batch's seed differ from that of its first sample."""
@@ -70,6 +74,24 @@ def is_pure_collate(collate: Callable[..., Any]) -> bool:
     return known in (default_collate, default_convert, pad_collate) or getattr(collate, "pure", False) is True
 
 
+class OwnGenerators:
+    """The generators that a worker's copy of a dataset keeps; looked for at the beginning of every pass."""
+
+    def __init__(self, **roots: Any):
+        self.roots = roots
+        self._pass: Any = None
+        self._found: list[Any] = []
+
+    def begin(self, number: Any) -> None:
+        """Look for them, in a worker, once per pass: a worker_init_fn or the dataset may have replaced them."""
+        if number != self._pass and get_worker_info() is not None:
+            self._pass, self._found = number, list(find_generators(self.roots).values())
+
+    def seed(self, word: int) -> None:
+        for i, generator in enumerate(self._found):
+            seed_generator(generator, fold(word, i + 1))
+
+
 class Failure:
     """An error sent from a worker to the main process: its message, and the traceback as text."""
 
@@ -108,6 +130,7 @@ class Seeded(Dataset[Any]):
         self.pure = is_pure(dataset) if pure is None else pure
         self.pure_collate = pure is True or is_pure_collate(collate)
         self._fetch_many = getattr(dataset, "__getitems__", None) if self.pure else None
+        self._own = OwnGenerators(dataset=dataset, collate=collate)
 
     def __getitems__(self, draw: Draw) -> Any:
         """Return one collated batch, or a `Failure` if a worker met an error."""
@@ -117,6 +140,8 @@ class Seeded(Dataset[Any]):
             return self._batch(draw)
 
     def _batch(self, draw: Draw) -> Any:
+        if not self.pure or not self.pure_collate:
+            self._own.begin((draw.seed, draw.epoch))
         samples = self._pure_samples(draw.indices) if self.pure else self._seeded_samples(draw)
         return samples if isinstance(samples, Failure) else self._collated(samples, draw)
 
@@ -152,6 +177,7 @@ class Seeded(Dataset[Any]):
                 if draw.repeats is not None and draw.repeats[place]:
                     word = fold(word, draw.repeats[place])
                 seed_generators(word)
+                self._own.seed(word)
                 samples.append(dataset[index])
         except Exception as error:
             return self._failed(error, [index])
@@ -160,8 +186,9 @@ class Seeded(Dataset[Any]):
     def _collated(self, samples: Any, draw: Draw) -> Any:
         try:
             if not self.pure_collate:
-                word = combine_seeds(draw.seed, draw.epoch, number_of(draw.indices[0]))
-                seed_generators(fold(word, _COLLATE))
+                word = fold(combine_seeds(draw.seed, draw.epoch, number_of(draw.indices[0])), _COLLATE)
+                seed_generators(word)
+                self._own.seed(word)
             return self.collate(samples if self.batched else samples[0])
         except Exception as error:
             name = getattr(self.collate, "__qualname__", type(self.collate).__name__)

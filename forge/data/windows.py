@@ -16,9 +16,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset
 
+from forge.data.own_generators import data_roots, data_states, states_of
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds
+from forge.util.generators import Generators, find_generators
 
 
 def length_of(loader: Any) -> int | None:
@@ -94,6 +96,8 @@ class Feed:
         "Samples of the current epoch that have been yielded; the Trainer counts them."
         self._stateful = not hasattr(loader, "seek") and is_stateful(loader)
         self._state: Any = None
+        self._own: Generators = {}
+        self._drawn: dict[str, Any] | None = None
         self._used_up = False
         self._resuming = False
 
@@ -118,11 +122,15 @@ class Feed:
                 self._refuse_short_epoch(len(window), stop)
             self.batches += len(window)
             if length is None or self.batches == length:
+                if self._own:
+                    self._drawn = states_of(self._own)
                 if self._stateful:
                     self._state = self._loader_state()  # before reading ahead changes it
                 last = not self._look_ahead(batches, ahead)
             if last:
                 self.batches = self.samples = 0
+                if self._own:
+                    self._drawn = states_of(self._own)
                 if self._stateful:
                     self._state = self._loader_state()
             yield window, last
@@ -133,6 +141,10 @@ class Feed:
         if self._stateful and self.length is not None and self.batches and not self._resuming:
             state = self._loader_state()  # nothing was read ahead
         return {"batches": self.batches, "samples": self.samples, "loader": state}
+
+    def generator_states(self) -> dict[str, Any]:
+        """Return the states of the generators that the data keep in this process, after the last window."""
+        return data_states(self.loader) if self._drawn is None else self._drawn
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next epoch at this position."""
@@ -145,6 +157,8 @@ class Feed:
 
     def _start(self, number: int) -> Iterator[Any]:
         """Set the loader, or its sampler, to this epoch and position, and start iterating."""
+        self._own = find_generators(data_roots(self.loader)) if self.length is None else {}
+        self._drawn = states_of(self._own) if self.length is None else None  # it is read ahead of the windows
         resuming, self._resuming = self._resuming, False
         if not resuming:
             self.batches = self.samples = 0

@@ -125,6 +125,7 @@ class Core(Plugin):
 
     @default
     def forge_export(self, trainer: Run, path: Path) -> bool:
-        refuse_non_finite(trainer, trainer.task.state_dict())
-        save_weights(trainer.task, path, main=trainer.env.is_main)
+        with trainer.optimizers.evaluating():
+            refuse_non_finite(trainer, trainer.task.state_dict())
+            save_weights(trainer.task, path, main=trainer.env.is_main)
         return True

@@ -99,7 +99,8 @@ def evaluation_mode(trainer: Run) -> Iterator[None]:
     task.eval()
     try:
         inference = task.evaluation == "inference" and trainer.env.inference_mode
-        with gradient_mode(task.evaluation if inference or task.evaluation != "inference" else "no_grad"):
+        mode = gradient_mode(task.evaluation if inference or task.evaluation != "inference" else "no_grad")
+        with trainer.optimizers.evaluating() if trainer.verb == "fit" else nullcontext(), mode:
             yield
     finally:
         for module, training in modes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -241,21 +241,18 @@ class Session:
 
     def _open_run_dir(self) -> None:
         """Choose the run folder, lock it, and find the checkpoint to continue from."""
-        trainer = self.trainer
-        env = trainer.env
+        trainer, env = self.trainer, self.trainer.env
         choice = env.from_first(lambda: choose.choose(trainer, name_of(trainer.task)))
         trainer.run_dir = choice.run_dir
         if trainer.run_dir is not None:
             share(trainer.run_dir, with_group=trainer.settings["group_access"])
-            if env.is_main:
-                self.cleanup.enter_context(RunLock(trainer.run_dir))
+            self.cleanup.enter_context(RunLock(trainer.run_dir) if env.is_main else nullcontext())
         self.checkpoint = choose.find(choice, env)
         self.continues = choice.continues and self.checkpoint is not None
 
     def _begin(self) -> None:
         """Seed or restore, last before the loop. A state that cannot be saved is refused now."""
-        trainer = self.trainer
-        env = trainer.env
+        trainer, env = self.trainer, self.trainer.env
         seed_rank(trainer.seed, env.data_rank)
         trainer.at_boundary = True
         if self.checkpoint is not None:

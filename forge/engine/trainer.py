@@ -158,6 +158,7 @@ class Trainer(Run):
         if self.run_dir is not None:
             with self.env.no_timeout():
                 self.hooks.forge_export(self, self.run_dir / "weights.safetensors")
+        self.optimizers.finish()
 
     def _is_saved(self) -> bool:
         """Whether the state after the last update is on disk by now."""

@@ -7,11 +7,12 @@ name, and passes it to `training_step`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,10 +29,22 @@ class OptimizerEntry:
     optimizer: Optimizer
     schedules: list[ScheduledLR] = field(default_factory=list)
     needs_closure: bool = field(init=False)
+    has_modes: bool = field(init=False)
+    "Whether it evaluates other weights than it trains: a schedule-free optimizer, with `train()` and `eval()`."
+    given: optimizer_state.Options = field(init=False)
+    "The options of its groups as the run began."
+    trial: Any = field(init=False)
+    "A copy of the new optimizer, where a restore has to be tried: see `optim.state.rehearse`."
+    rehearsals: int = 0
 
     def __post_init__(self) -> None:
         closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
+        self.has_modes = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
+        if self.has_modes:
+            self.optimizer.train()  # pyright: ignore[reportAttributeAccessIssue]
+        self.given = [_options(group) for group in self.optimizer.param_groups]
+        self.trial = optimizer_state.unused_copy(self.optimizer)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -49,6 +62,8 @@ class Optimizers(Mapping[str | None, Optimizer]):
         self._used: list[list[Any]] | dict[str, float] | None = None
         self.kept: list[optimizer_state.KeptOption] = []
         "Options of the checkpoint that differ from the code's: the run continues with the checkpoint's."
+        self.evaluates = False
+        "Whether optimizers with modes are set to `eval()`."
         self.orphans: list[nn.Parameter] = []
         "Trainable parameters in no optimizer: their gradients are dropped after every window."
 
@@ -127,6 +142,28 @@ class Optimizers(Mapping[str | None, Optimizer]):
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[list[nn.Parameter]]:
+        """Set optimizers with modes to `eval()`, and back to `train()` with exactly the weights that they had, as their
+        own way back rounds. Yield the parameters that have other values meanwhile."""
+        entries = [] if self.evaluates else [entry for entry in self.entries.values() if entry.has_modes]
+        moved = [p for entry in entries for p in entry.parameters]
+        trained = [p.detach().clone() for p in moved]
+        try:
+            self.evaluates |= bool(entries)
+            _set_mode(entries, "eval")
+            yield moved
+        finally:
+            _set_mode(entries, "train")
+            self.evaluates &= not entries
+            with torch.no_grad():
+                for parameter, kept in zip(moved, trained, strict=True):
+                    parameter.copy_(kept)
+
+    def finish(self) -> None:
+        """Leave the task with the weights for evaluation, at the end of a run."""
+        _set_mode([entry for entry in self.entries.values() if entry.has_modes], "eval")
+
     def parameters(self, name: str | None) -> list[nn.Parameter]:
         """Return the parameters of one optimizer, or of all for the name None."""
         if name in self.entries:
@@ -156,6 +193,11 @@ class Optimizers(Mapping[str | None, Optimizer]):
         return len(self.entries)
 
 
+def _set_mode(entries: Iterable[OptimizerEntry], mode: str) -> None:
+    for entry in entries:
+        getattr(entry.optimizer, mode)()
+
+
 def drop_gradients(optimizer: Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=True)` without the profiler range, which costs 30 µs."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
@@ -166,6 +208,16 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain options of a parameter group; a rate that is a tensor as a number."""
+    plain = {key: float(value) if type(value) is Tensor and key == "lr" else value for key, value in group.items()}
+    return {key: value for key, value in plain.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
 def _labels(optimizer: Optimizer) -> list[str]:
     """Return the names of parameter groups if all have different ones, else their numbers."""
     names = [group.get("name") for group in optimizer.param_groups]
@@ -173,10 +225,17 @@ def _labels(optimizer: Optimizer) -> list[str]:
     return [str(name) if is_named else str(i) for i, name in enumerate(names)]
 
 
+def _is_optimizer(value: Any) -> bool:
+    """Whether this is torch's Optimizer, or an object with its methods, as some wrapping optimizers are."""
+    methods = ("step", "zero_grad", "state_dict", "load_state_dict")
+    is_alike = hasattr(value, "param_groups") and all(callable(getattr(value, name, None)) for name in methods)
+    return isinstance(value, Optimizer) or is_alike
+
+
 def _entry(value: Any, where: str) -> OptimizerEntry:
-    if isinstance(value, Optimizer):
+    if _is_optimizer(value):
         return OptimizerEntry(value)
-    if isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], Optimizer):
+    if isinstance(value, tuple) and len(value) in (2, 3) and _is_optimizer(value[0]):
         return OptimizerEntry(value[0], [scheduled(value[1], value[2] if len(value) == 3 else None, value[0], where)])
     shown = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
     raise TaskError(f"{where} returned {shown}. {HOW_TO_RETURN}")

@@ -12,6 +12,7 @@ from forge.checkpoint.weights import describe_task
 from forge.contract.plugin import Plugin, plugin_options
 from forge.env import move
 from forge.rng import RNGState
+from forge.snapshot import hidden
 from forge.snapshot.fingerprint import fingerprint, surroundings
 from forge.snapshot.finite import refuse_non_finite
 
@@ -29,9 +30,11 @@ def capture(trainer: Run) -> dict[str, Any]:
         raise RuntimeError("A run's state can be captured only at the boundary of an update: request a checkpoint.")
     env = trainer.env
     env.copy_from_first(trainer.task, parameters=False)
+    hidden.warn_of_changes(trainer)
     own = {"rng": RNGState.capture(env.device).as_tree(), "means": trainer.means.state_dict()}
+    own["rng"] |= hidden.generator_states(trainer)
     by_rank = [own] if env.world == 1 else env.gather(move(own, torch.device("cpu")))
-    model, plugins = trainer.task.state_dict(), plugin_states(trainer)
+    model, plugins = weights_to_save(trainer), plugin_states(trainer)
     if "rewind" not in trainer.requests.open:
         refuse_non_finite(trainer, model, plugins)
     return {
@@ -54,6 +57,15 @@ def capture(trainer: Run) -> dict[str, Any]:
         "versions": surroundings(trainer),
         "rng": [rank["rng"] for rank in by_rank],
     }
+
+
+def weights_to_save(trainer: Run) -> dict[str, Any]:
+    """Return the task's state; where an optimizer evaluates other weights than it trains, copies of those."""
+    task = trainer.task
+    with trainer.optimizers.evaluating() as moved:
+        copies = {id(p): p.detach().clone() for p in moved}
+        named = task.named_parameters(remove_duplicate=False) if moved else ()
+        return task.state_dict() | {name: copies[id(p)] for name, p in named if id(p) in copies}
 
 
 def flags(task: nn.Module) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from forge.checkpoint.readers import Readers
 from forge.contract.requests import Request
 from forge.errors import CheckpointError
 from forge.rng import RNGState, seed_all, seed_of
+from forge.snapshot import hidden
 from forge.snapshot.capture import describe_plugin
 from forge.snapshot.fingerprint import differences, fingerprint, refuse_another_model, refuse_another_run, surroundings
 
@@ -99,6 +100,7 @@ def restore_rng(trainer: Run, tree: Mapping[str, Any]) -> None:
     env, kept = trainer.env, tree["rng"]
     if env.rank < len(kept):
         RNGState.from_tree(kept[env.rank]).restore(env.device)
+        hidden.restore_generators(trainer, kept[env.rank])
     else:
         seed_all(seed_of(trainer.seed or 0, env.data_rank, trainer.progress.update))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge.checkpoint import sharding
 from forge.metrics.torchmetrics import restored_after as kept_metrics
 from forge.rng import RNGState
+from forge.util.generators import find_generators, generator_state, set_generator_state
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -23,14 +24,17 @@ Owned = tuple[dict[str, Tensor | None], str]
 
 @contextmanager
 def without_side_effects(trainer: Run) -> Iterator[None]:
-    """Restore the RNG, the task's buffers and its metrics afterwards."""
+    """Restore the RNG, the task's own generators, its buffers and its metrics afterwards."""
     device = trainer.env.device
     rng = RNGState.capture(device)
+    own = [(found, generator_state(found)) for found in find_generators({"task": trainer.task}).values()]
     try:
         with kept_buffers(trainer.task), kept_metrics(trainer.task):
             yield
     finally:
         rng.restore(device)
+        for generator, state in own:
+            set_generator_state(generator, state)
 
 
 def kept_buffers(module: nn.Module) -> AbstractContextManager[None]:

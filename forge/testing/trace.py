@@ -1,8 +1,9 @@
 """Trace: digests of every update of a run, to compare two runs bit for bit.
 
 `Recorder` writes a trace; `compare` names the first part in which a second trace differs, causes before effects: the
-batch, the random numbers, the loss, the weights, the optimizer. Attributes of the task that no checkpoint holds are
-recorded too: one that differs together with another part is the likely cause.
+batch, the random numbers, the loss, the weights, the optimizer. What no checkpoint holds as a part of the task's state
+is recorded too: its generators, attributes and objects, globals of its module, the dataset. One of them that differs
+together with another part is the likely cause; one that differs alone has not shown yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from forge.contract.plugin import Plugin
 from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.rng import RNGState
+from forge.snapshot import hidden
 
 Line = dict[str, Any]
 
@@ -40,6 +43,7 @@ PARTS = {
 }
 """The parts of a line that must be equal, causes before effects."""
 HIDDEN = "hidden"
+MAX_ENTRIES = 2**18
 
 
 class Recorder(Plugin):
@@ -67,6 +71,8 @@ class TraceDifference:
     update: int
     part: str
     detail: str
+    shown: bool = True
+    "Whether it has shown in a part that must be equal; what is hidden may differ alone."
 
     def __str__(self) -> str:
         what = PARTS.get(self.part, "an attribute outside the task's state")
@@ -83,8 +89,11 @@ def read_trace(path: Path) -> list[Line]:
 
 
 def compare(straight: Iterable[Line], other: Iterable[Line]) -> TraceDifference | None:
-    """Return the first difference of `other`, which may repeat updates, from the uninterrupted run."""
-    expected = {line["update"]: line for line in straight}
+    """Return the first difference of `other`, which may repeat updates, from the uninterrupted run.
+
+    A difference in what is hidden counts alone only if every other part of all updates is equal.
+    """
+    expected, drift = {line["update"]: line for line in straight}, None
     for line in other:
         right = expected.get(line["update"])
         if right is None:
@@ -94,7 +103,9 @@ def compare(straight: Iterable[Line], other: Iterable[Line]) -> TraceDifference 
             if part != "batch" and line[HIDDEN] != right[HIDDEN]:
                 part = HIDDEN
             return TraceDifference(line["update"], part, _detail(line[part], right[part]))
-    return None
+        if drift is None and line[HIDDEN] != right[HIDDEN]:
+            drift = TraceDifference(line["update"], HIDDEN, _detail(line[HIDDEN], right[HIDDEN]), shown=False)
+    return drift
 
 
 def line_of(trainer: Trainer, step: Step) -> Line:
@@ -109,7 +120,7 @@ def line_of(trainer: Trainer, step: Step) -> Line:
             name or "optimizer": digest(state) for name, state in trainer.optimizers.state_dict(trainer.task).items()
         },
         "rng": {kind: digest(state) for kind, state in rng.items()},
-        "hidden": dict(hidden_state(trainer.task)),
+        "hidden": dict(all_hidden(trainer)),
     }
 
 
@@ -119,6 +130,32 @@ def digest(value: Any) -> str:
     Objects without a value or attributes (a generator, an open file) count by their type alone.
     """
     return _Digests().of(value)
+
+
+def all_hidden(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield (path, digest) of generators, attributes and objects of the task, its module's globals, and the data."""
+    for path, state in hidden.generator_states(trainer).get(hidden.HIDDEN, {}).items():
+        yield path.removeprefix("task."), digest(state)
+    roots = hidden.value_roots(trainer, copied=True) | {
+        f"global {type(trainer.task).__module__}": _globals_of(trainer.task)
+    }
+    for path, value in hidden.fingerprints(roots, hidden.saved_tensors(trainer.task), _sampled, _sampled):
+        if not hidden.is_a_librarys(trainer, path):
+            yield path.removeprefix("task."), value
+
+
+def _globals_of(task: nn.Module) -> dict[str, Any]:
+    """Return the globals of the module of a task, less imports, classes and functions."""
+    module = sys.modules.get(type(task).__module__)
+    skipped = (type, ModuleType, FunctionType, BuiltinFunctionType)
+    named = vars(module).items() if module is not None else ()
+    return {name: value for name, value in named if not name.startswith("__") and not isinstance(value, skipped)}
+
+
+def _sampled(value: Any) -> str:
+    """Return a digest of a tensor or an array; of a large one, of every n-th entry."""
+    size = value.numel() if isinstance(value, Tensor) else value.size
+    return digest(value if size <= MAX_ENTRIES else value.reshape(-1)[:: size // MAX_ENTRIES])
 
 
 def hidden_state(task: nn.Module) -> Iterator[tuple[str, str]]:

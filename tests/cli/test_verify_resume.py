@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import forge
 from forge.checkpoint import Checkpoints
 from forge.cli import main, verify_resume
-from forge.testing.trace import compare, read_trace
+from forge.testing.trace import TraceDifference, compare, read_trace
 from tests.conftest import Run
 
 TASK = """
@@ -35,6 +36,12 @@ class Counts(forge.TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Drifts(Counts):
+    def training_step(self, batch):
+        x, y = batch
+        self.count += 1
+        return F.cross_entropy(self.net(x), y)
 
 class Sound(Counts):
     def training_step(self, batch):
@@ -95,7 +102,7 @@ def test_without_a_seed_of_its_own_two_lives_begin_alike(file: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("no_kill")
-@pytest.mark.parametrize(("task", "part"), [("Sound", None), ("Counts", "hidden")])
+@pytest.mark.parametrize(("task", "part"), [("Sound", None), ("Counts", "hidden"), ("Drifts", "hidden")])
 def test_a_second_life_goes_on_from_the_newest_checkpoint(
     file: Path, tmp_path: Path, task: str, part: str | None
 ) -> None:
@@ -127,11 +134,20 @@ def test_an_attribute_that_no_checkpoint_holds_is_named(run_forge: Run, file: Pa
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "Uninterrupted run: 8 updates ..."
-    assert [line.partition(":")[0] for line in lines[1:3]] == [f"The killed run, life {i} of 2" for i in (1, 2)]
+    assert [line.partition(":")[0] for line in lines[1:3]] == [f"Killed run, attempt {i} of 2" for i in (1, 2)]
     assert lines[3].startswith("Not the same. First difference at update ")
-    assert lines[3].endswith("no part of the task's state (count).")
+    assert lines[3].endswith("in an attribute outside the task's state (count).")
     assert "register_buffer" in lines[4]
     assert {path.name for path in (file.parent / "kept").iterdir()} == {"straight", "killed"}
+
+
+@pytest.mark.slow
+def test_what_drifts_without_showing_is_not_the_same(run_forge: Run, file: Path) -> None:
+    done = run_forge("verify-resume", f"{file}:Drifts", "--updates", "8", "--kills", "1", "--seed", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Bit for bit" not in done.stdout
+    assert "Not the same: what no checkpoint holds has drifted. First difference at update " in done.stdout
+    assert "in an attribute outside the task's state (count). It has not shown in the batches" in done.stdout
 
 
 @pytest.mark.slow
@@ -141,12 +157,30 @@ def test_a_task_that_keeps_its_promise_is_told_so(run_forge: Run, file: Path) ->
     assert "Bit for bit the same: 6 updates. Killed after update " in done.stdout
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_kill_comes_after_a_checkpoint(seed: int) -> None:
+    kills = verify_resume.choose_kills(random.Random(seed), 1 + seed % 3, 60, 8)
+    assert 17 <= kills[-1] < 60
+    assert kills == sorted(set(kills))
+    assert verify_resume.choose_kills(random.Random(seed), 3, 2, 1) == [1]
+
+
+def test_what_has_not_shown_yet_reads_well() -> None:
+    drift = TraceDifference(4, "hidden", "n", shown=False)
+    assert verify_resume.unequal_text(drift, 30) == (
+        "Not the same: what no checkpoint holds has drifted. First difference at update 4, in an attribute outside the "
+        "task's state (n). It has not shown in the batches, losses, random numbers, optimizer state or weights of "
+        "these 30 updates yet."
+    )
+    assert verify_resume.unequal_text(TraceDifference(4, "batch", "x"), 30).startswith("Not the same. First difference")
+
+
 def test_what_was_found_equal_reads_well() -> None:
     made = [*range(1, 14), *range(13, 29), *range(25, 31)]
     assert verify_resume.equal_text(30, [13, 28], made) == (
         "Bit for bit the same: 30 updates. Killed after update 13 and 28, the run took 3 attempts and 35 updates. "
-        "Each had the same batch, loss, random numbers, optimizer state and weights as in the uninterrupted run. "
-        "Repeated after a kill: 13, 25 to 28."
+        "Each had the same batch, loss, random numbers, optimizer state and weights as in the uninterrupted run, and "
+        "the same generators, attributes and globals of the task and its dataset. Repeated after a kill: 13, 25 to 28."
     )
     assert verify_resume.equal_text(4, [2], [1, 2, 3, 4]).endswith("None had to be repeated.")
 

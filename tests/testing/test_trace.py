@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from forge.testing import TinyTask, fit_tiny
+from forge.data import Loader
+from forge.testing import TinyTask, fit_tiny, tiny_batches
 from forge.testing.trace import Line, Recorder, compare, digest, hidden_state, read_trace
 
 
@@ -58,8 +60,16 @@ def test_a_hidden_attribute_that_differs_too_is_the_cause() -> None:
     assert "an attribute outside the task's state (count)" in str(difference)
 
 
-def test_a_hidden_attribute_that_differs_alone_does_no_harm() -> None:
-    assert compare(STRAIGHT, [line(2, hidden={"count": "0"})]) is None
+def test_a_hidden_attribute_that_differs_alone_has_not_shown_yet() -> None:
+    difference = compare(STRAIGHT, [line(1), line(2, hidden={"count": "0"}), line(3)])
+    assert difference is not None
+    assert (difference.update, difference.part, difference.detail, difference.shown) == (2, "hidden", "count", False)
+
+
+def test_what_shows_later_comes_before_what_drifted_alone() -> None:
+    difference = compare(STRAIGHT, [line(2, hidden={"count": "0"}), line(3, weights={"w": "b"})])
+    assert difference is not None
+    assert (difference.update, difference.part, difference.shown) == (3, "weights", True)
 
 
 def test_another_batch_is_not_blamed_on_an_attribute() -> None:
@@ -178,6 +188,72 @@ def test_hidden_state_is_what_a_checkpoint_does_not_hold() -> None:
     now = dict(hidden_state(task))
     assert {name for name in now if now[name] != before[name]} == changed.keys()
     assert not {name for name in now if name.startswith("net.") and name.endswith("weight")}
+
+
+COUNTER, LOG, RNG = 0, [1], random.Random(1)
+"""Globals of the module of `Knows`."""
+
+
+class Annealing:
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+class Knows(TinyTask):
+    """A task with state in every place that a trace looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count, self.annealing, self.rng = 0, Annealing(), np.random.default_rng(1)
+        self.changes = lambda: None
+
+    def training_step(self, batch: Any) -> Any:
+        self.changes()
+        return super().training_step(batch)
+
+
+def count_globally() -> None:
+    global COUNTER
+    COUNTER += 1
+
+
+class Stateful(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(6), 1
+
+
+CHANGES: dict[str, Any] = {
+    "_count": lambda task, data: setattr(task, "_count", task._count + 1),
+    "annealing.rate": lambda task, data: setattr(task.annealing, "rate", task.annealing.rate / 2),
+    "rng": lambda task, data: task.rng.random(),
+    f"global {__name__}['COUNTER']": lambda task, data: count_globally(),
+    f"global {__name__}['LOG'][0]": lambda task, data: LOG.__setitem__(0, LOG[0] + 1),
+    f" (global {__name__}.RNG)": lambda task, data: RNG.random(),
+    "train dataset.reads": lambda task, data: setattr(data, "reads", data.reads + 1),
+}
+
+
+@pytest.mark.parametrize("place", CHANGES)
+def test_a_trace_sees_what_drifts_and_names_its_place(tmp_path: Path, place: str) -> None:
+    for name in "ab":
+        task, data = Knows(), Stateful()
+        if name == "b":
+            task.changes = lambda task=task, data=data: CHANGES[place](task, data)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "COUNTER", 0)
+            patch.setattr(sys.modules[__name__], "LOG", [1])
+            RNG.seed(1)
+            fit_tiny([Recorder(tmp_path / name)], task=task, train=Loader(data, 4), val=tiny_batches())
+    difference = compare(*(read_trace(tmp_path / name) for name in "ab"))
+    assert difference is not None
+    assert (difference.update, difference.shown) == (1, False)
+    assert difference.detail.endswith(place)
 
 
 def test_two_equal_runs_leave_equal_traces_and_another_seed_leaves_another(tmp_path: Path) -> None:

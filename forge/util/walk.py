@@ -1,0 +1,131 @@
+"""Walk the values inside objects of a user's: attributes, items, closures; each object once, within bounds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MAX_DEPTH = 12
+MAX_VALUES = 20_000
+MAX_ITEMS = 1_000
+"""Items of one container that are looked at."""
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+
+_MODULE_NAMES = frozenset(vars(nn.Module())) | {"trainer", "init_args", "_compiled_call_impl"}
+_LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, ModuleType, *GENERATORS)
+_CLOSED = (
+    *("torch.", "numpy", "logging", "threading", "_thread", "_io", "io", "multiprocessing", "concurrent", "asyncio"),
+    *("socket", "weakref", "inspect", "typing", "pathlib", "datetime", "time", "torchmetrics", "matplotlib", "wandb"),
+    *("forge.contract", "forge.engine", "forge.metrics", "forge.optim", "forge.testing", "forge_plugins", "pluggy"),
+)
+"""Packages whose objects are not looked into: machinery, or state that is saved otherwise."""
+_OPEN = ("torch.utils.data",)
+
+
+def walk(
+    roots: Mapping[str, Any], enter: Callable[[str, Any], bool] = lambda path, value: True
+) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of the roots and of everything inside them, in a fixed order, each object once.
+
+    A root is looked into whatever its class, any other value only if `enter` agrees. Nothing is called and no property
+    is read.
+    """
+    seen: set[int] = set()
+    kinds: set[type] = set()
+    waiting = deque((name, value, 0) for name, value in roots.items())
+    given = 0
+    while waiting and given < MAX_VALUES:
+        path, value, depth = waiting.popleft()
+        is_leaf = value is None or isinstance(value, _LEAVES)
+        if not is_leaf or isinstance(value, GENERATORS):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        given += 1
+        yield path, value
+        if not is_leaf and depth < MAX_DEPTH and (depth == 0 or (not _is_closed(value) and enter(path, value))):
+            waiting.extend((path + name, child, depth + 1) for name, child in _inside(value))
+            waiting.extend((path + name, child, depth + 1) for name, child in _in_classes(type(value), kinds))
+
+
+def _is_closed(value: Any) -> bool:
+    if isinstance(value, (nn.Module, FunctionType, MethodType, functools.partial)):
+        return type(value).__module__.startswith("torchmetrics")
+    name = type(value).__module__ + "."
+    return name.startswith(_CLOSED) and not name.startswith(_OPEN)
+
+
+def is_librarys(value: Any) -> bool:
+    """Whether the class of a value belongs to an installed package."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (end of the path, value) of the values directly inside one."""
+    if isinstance(value, Mapping):
+        for key, item in itertools.islice(list(value.items()), MAX_ITEMS):
+            yield f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", item
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{i}]", item) for i, item in enumerate(itertools.islice(value, MAX_ITEMS)))
+    elif isinstance(value, functools.partial):
+        yield from (("", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, FunctionType):
+        yield from _in_function(value)
+    else:
+        yield from _in_object(value)
+
+
+def _in_function(value: FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    yield from ((f".{name}", item) for name, item in vars(value).items())
+    yield from ((".(default)", item) for item in value.__defaults__ or ())
+
+
+def _in_object(value: Any) -> Iterator[tuple[str, Any]]:
+    is_module = isinstance(value, nn.Module)
+    for name, item in list(getattr(value, "__dict__", {}).items()):
+        if not is_module or name not in _MODULE_NAMES:
+            yield f".{name}", item
+    if is_module:
+        yield from ((f".{name}", module) for name, module in value._modules.items() if module is not None)
+        yield from ((f".{name}", buffer) for name, buffer in value._buffers.items() if buffer is not None)
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            yield f".{name}", getattr(value, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name for base in kind.__mro__ for name, item in vars(base).items() if type(item) is MemberDescriptorType
+    )
+
+
+def _in_classes(kind: type, seen: set[type]) -> Iterator[tuple[str, Any]]:
+    """Yield the generators on a class, as MONAI's transforms share one, and among the globals of its module."""
+    for base in kind.__mro__:
+        if base in seen or f"{base.__module__}.".startswith(("builtins", *_CLOSED)):
+            continue
+        seen.add(base)
+        yield from ((f".{name}", item) for name, item in vars(base).items() if isinstance(item, GENERATORS))
+        for name, item in list(vars(sys.modules.get(base.__module__, object)).items()):
+            if isinstance(item, GENERATORS):
+                yield f" (global {base.__module__}.{name})", item
