@@ -14,8 +14,11 @@ def data_roots(loader: Any, stage: str = "train", copied: bool = False) -> dict[
     inner = loader
     while _is_ours(inner) and hasattr(inner, "loader"):
         inner = inner.loader
+    if _is_ours(inner) and not isinstance(inner, DataLoader):  # its own position is saved
+        given = {} if hasattr(inner, "batches") else vars(inner)
+        return {f"{stage} loader.{name}": value for name, value in given.items() if not name.startswith("_")}
     if not isinstance(inner, DataLoader):
-        return {} if _is_ours(inner) and hasattr(inner, "batches") else {f"{stage} loader": inner}
+        return {f"{stage} loader": inner}
     source = inner.dataset
     made_by: Any = (source.dataset, source.collate) if _is_seeded(source) else (source, inner.collate_fn)  # pyright: ignore[reportAttributeAccessIssue]
     return (

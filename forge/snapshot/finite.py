@@ -73,7 +73,7 @@ def _bad_weights(task: nn.Module, model: Mapping[str, Any], plugin_states: Mappi
 def _bad_optimizer_state(trainer: Run) -> Iterator[str]:
     names = {id(parameter): name for name, parameter in trainer.task.named_parameters()}
     for optimizer in trainer.optimizers.values():
-        for parameter, state in optimizer.state.items():
+        for parameter, state in getattr(optimizer, "state", {}).items():
             if id(parameter) in names and isinstance(state, Mapping):
                 own = {key: value for key, value in _tensors(state).items() if value.shape == parameter.shape}
                 for key in not_finite(own.items()):

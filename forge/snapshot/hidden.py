@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ TASK_CURE = (
     "set_extra_state"
 )
 SCHEDULE_CURE = "Compute the rate from the step that the function is given"
+EPOCH = re.compile(r"(loader|sampler)\._?(epoch|start)$")
+"""Attributes that `set_epoch` and `seek` of a loader or sampler set, also on resume."""
 DATA_CURE = "A cache of values that stay the same does no harm; compute anything else from the index"
 
 
@@ -160,7 +163,7 @@ def fingerprint_hidden(trainer: Run) -> dict[str, str]:
     """Return a digest of every plain value, by path, that a resumed run would not have."""
     left_out = tuple(saved_attributes(trainer.task))
     found = fingerprints(value_roots(trainer), saved_tensors(trainer.task), _tensor_digest, _array_digest)
-    return {path: value for path, value in found if not path.startswith(left_out)}
+    return {path: value for path, value in found if not path.startswith(left_out) and not EPOCH.search(path)}
 
 
 def value_roots(trainer: Run, copied: bool = False) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def test_the_validation_that_fails_is_logged_and_not_saved(tmp_path: Path) -> No
 
 def test_a_resumed_run_keeps_its_floor(tmp_path: Path) -> None:
     make: Any = lambda: [EarlyStop(monitor="val/score", mode="max", floor=0.8, patience=9), "checkpoint"]  # noqa: E731
-    fit(make(), task=Scripted([0.9], "score"), run_dir=tmp_path, max_epochs=1)
+    fit(make(), task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path, max_epochs=1)
     with pytest.raises(NegativeVerdict, match="at update 4"):
         fit(make(), task=Scripted([0.9, 0.1], "score"), run_dir=tmp_path, resume="auto")
 
