@@ -125,9 +125,8 @@ def test_no_checkpoint_holds_what_a_bad_update_left(order: int, tmp_path: Path) 
 
 
 class Half(Classifier):
-    """float16 weights under Adam, whose eps is zero there: a gradient of zero gives 0 / 0."""
-
-    fused = True
+    """float16 weights under Adam, whose eps is zero there: a gradient of zero gives 0 / 0. (The fused one computes in
+    float32.)"""
 
     def training_step(self, batch: Any) -> Any:
         x, y = batch
@@ -135,14 +134,12 @@ class Half(Classifier):
 
     def configure_optimizers(self) -> Any:
         self.half()
-        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=self.fused)
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=False)
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("stack", [[], [Checkpoint]])
-def test_weights_that_adam_breaks_are_caught_and_not_saved(fused: bool, stack: list[Any], tmp_path: Path) -> None:
+def test_weights_that_adam_breaks_are_caught_and_not_saved(stack: list[Any], tmp_path: Path) -> None:
     task = made(Half)
-    task.fused = fused
     with torch.no_grad():
         task.net[0].bias.fill_(-100)  # no unit is active: their gradients are zero
     with pytest.raises(NonFiniteError, match=r"After update 0: .*not finite.*float16"):
