@@ -38,7 +38,8 @@ class OptimizerEntry:
     rehearsals: int = 0
 
     def __post_init__(self) -> None:
-        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
+        step = getattr(type(self.optimizer), "step", self.optimizer.step)  # a wrapper may delegate by __getattr__
+        closure = inspect.signature(step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.has_modes = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
         if self.has_modes:
@@ -200,7 +201,7 @@ def _set_mode(entries: Iterable[OptimizerEntry], mode: str) -> None:
 
 def drop_gradients(optimizer: Optimizer) -> None:
     """Call `optimizer.zero_grad(set_to_none=True)` without the profiler range, which costs 30 µs."""
-    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+    if getattr(type(optimizer), "zero_grad", None) is not Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
     for group in optimizer.param_groups:

@@ -154,7 +154,7 @@ def _load(optimizer: Optimizer, wanted: Any) -> None:
 def is_standard(optimizer: Any) -> bool:
     """Whether an optimizer saves and restores itself by torch's own methods."""
     kind = type(optimizer)
-    return all(getattr(kind, name) is getattr(Optimizer, name) for name in ("state_dict", "load_state_dict"))
+    return all(getattr(kind, name, None) is getattr(Optimizer, name) for name in ("state_dict", "load_state_dict"))
 
 
 def unused_copy(optimizer: Any) -> Any:

@@ -73,11 +73,23 @@ def _bad_weights(task: nn.Module, model: Mapping[str, Any], plugin_states: Mappi
 def _bad_optimizer_state(trainer: Run) -> Iterator[str]:
     names = {id(parameter): name for name, parameter in trainer.task.named_parameters()}
     for optimizer in trainer.optimizers.values():
-        for parameter, state in getattr(optimizer, "state", {}).items():
+        for parameter, state in _states(optimizer):
             if id(parameter) in names and isinstance(state, Mapping):
                 own = {key: value for key, value in _tensors(state).items() if value.shape == parameter.shape}
                 for key in not_finite(own.items()):
                     yield f"the optimizer's {key} of {names[id(parameter)]}"
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the states by parameter: an optimizer's own, and those of the optimizers that it wraps."""
+    waiting, seen = [optimizer], set()
+    while waiting:
+        found = waiting.pop()
+        if id(found) not in seen and hasattr(found, "param_groups"):
+            seen.add(id(found))
+            own = getattr(found, "state", None)
+            yield from own.items() if isinstance(own, Mapping) else ()
+            waiting.extend(getattr(found, "__dict__", {}).values())
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

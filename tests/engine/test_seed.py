@@ -126,7 +126,7 @@ def test_a_trainer_without_a_seed_touches_no_generator() -> None:
     assert before == after
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/start.md", marks=pytest.mark.slow)])
 def test_the_code_of_a_page_gives_the_same_bits_twice(
     page: str, fresh: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +265,7 @@ def _seed_everything() -> Plain:
         _constant,
         _lazy,
         _made_of_numbers,
-        _seed_everything,
+        pytest.param(_seed_everything, marks=pytest.mark.slow),
     ],
 )
 def test_no_warning_where_nothing_was_drawn_without_a_seed(make: Callable[[], Plain], fresh: Any) -> None:

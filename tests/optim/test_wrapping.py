@@ -186,9 +186,15 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", WRAPPED)
+COMBINED = {"two groups", "wrapped twice", "strides inside"}
+"""Kinds whose parts are each tried alone."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in COMBINED else kind for kind in WRAPPED]
+)
 def test_wrapping_optimizers_resume_exactly(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    ends_the_same(tmp_path, lambda: Built(WRAPPED[kind]))
+    ends_the_same(tmp_path, lambda: Built(WRAPPED[kind]), max_updates=6, max_epochs=None)
     assert "continues with" not in caplog.text  # counters in the groups are no options of the code's
 
 
@@ -292,8 +298,8 @@ def test_evaluation_export_and_checkpoint_are_averaged(tmp_path: Path) -> None:
 
 def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
     often, never = Built(Free), Built(Free)
-    live(tmp_path / "often", [Checkpoint(every="1 update")], task=often, validate_every="1 update")
-    live(tmp_path / "never", [Checkpoint(every="1 epoch")], task=never, validate_every=None)
+    live(tmp_path / "often", [Checkpoint(every="1 update")], task=often, validate_every="1 update", max_epochs=2)
+    live(tmp_path / "never", [Checkpoint(every="1 epoch")], task=never, validate_every=None, max_epochs=2)
     assert torch.equal(first_weight(often), first_weight(never))
 
 
@@ -344,7 +350,7 @@ def test_a_numbered_schedule_resumes_exactly(tmp_path: Path, in_epochs: bool) ->
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         return optimizer, Numbered(optimizer, in_epochs)
 
-    ends_the_same(tmp_path, lambda: Built(make), cut=7)
+    ends_the_same(tmp_path, lambda: Built(make), cut=7, max_epochs=2)
 
 
 def test_a_schedule_may_drive_the_wrapped_optimizer() -> None:

@@ -172,7 +172,7 @@ def test_asking_for_the_status_never_refuses_a_run(tmp_path: Path, monkeypatch: 
         finally:
             os._exit(0)
     try:
-        for _ in range(300):
+        for _ in range(150):
             held = RunLock(tmp_path)
             held.acquire()
             lock._close_in_child()  # as a kill would: the name of its process stays in the file

@@ -124,6 +124,27 @@ def test_what_an_optimizer_breaks_is_not_saved(where: str, value: float, guard: 
     assert_good(tmp_path)
 
 
+class Wrapper:
+    """No torch Optimizer: hands everything to the one inside, as wrapping optimizers of other packages do."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"param_groups", "step", "zero_grad", "state_dict", "load_state_dict"}:
+            return getattr(self.inner, name)
+        raise AttributeError(name)
+
+
+def test_the_state_of_a_wrapped_optimizer_is_looked_at(tmp_path: Path) -> None:
+    class Wrapped(Task):
+        def configure_optimizers(self) -> Any:
+            return Wrapper(super().configure_optimizers())
+
+    with pytest.raises(NonFiniteError, match=r"the optimizer's momentum_buffer of table\.weight"):
+        fit(Wrapped(where="momentum"), tmp_path, saving())
+
+
 def test_the_error_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"After update 3: table\.weight is not finite.*update-00000002"):
         fit(Task(), tmp_path, saving())

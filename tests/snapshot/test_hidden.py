@@ -103,12 +103,23 @@ SOURCES: dict[str, Callable[[], Callable[[], float]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+class Sum:
+    """Draws from every source, so that one that begins anew changes the weights."""
+
+    def __init__(self) -> None:
+        self.sources = {kind: make() for kind, make in SOURCES.items()}
+
+    def __call__(self) -> float:
+        return sum(draw() for draw in self.sources.values())
+
+
+@pytest.mark.parametrize("kind", ["all at once", *[pytest.param(kind, marks=pytest.mark.slow) for kind in SOURCES]])
 def test_generators_of_the_task_go_on(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make = SOURCES.get(kind, Sum)
     saver = [Checkpoint(every="3 updates")]
-    straight, _ = live(tmp_path / "straight", saver, task=Drawing(SOURCES[kind]()))
-    die(tmp_path / "cut", saver, 7, task=Drawing(SOURCES[kind]()))
-    resumed, _ = live(tmp_path / "cut", saver, task=Drawing(SOURCES[kind]()))
+    straight, _ = live(tmp_path / "straight", saver, task=Drawing(make()), max_epochs=2)
+    die(tmp_path / "cut", saver, 7, task=Drawing(make()), max_epochs=2)
+    resumed, _ = live(tmp_path / "cut", saver, task=Drawing(make()), max_epochs=2)
     assert_same_weights(resumed, straight)
     assert "changes during training" not in caplog.text
 
@@ -168,9 +179,9 @@ LOADERS: dict[str, Callable[[Any, int], Any]] = {
 
 def resumes(folder: Path, loader: Callable[[], Any], cut: int = 8) -> None:
     saver = [Checkpoint(every="3 updates")]
-    straight, _ = live(folder / "straight", saver, train=loader())
-    die(folder / "cut", saver, cut, train=loader())
-    resumed, _ = live(folder / "cut", saver, train=loader())
+    straight, _ = live(folder / "straight", saver, train=loader(), max_epochs=2)
+    die(folder / "cut", saver, cut, train=loader(), max_epochs=2)
+    resumed, _ = live(folder / "cut", saver, train=loader(), max_epochs=2)
     assert_same_weights(resumed, straight)
 
 
@@ -272,9 +283,10 @@ def test_transforms_of_packages_go_on(
 def test_a_generator_that_is_only_saved_or_only_here_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = [Checkpoint(every="1 update")]
     die(tmp_path, saver, 3, task=Drawing(SOURCES["torch"]()))
-    live(tmp_path, saver, task=Drawing(lambda: 0.0), max_updates=4, max_epochs=None, allow_inexact=True)
+    other: dict[str, Any] = {"max_epochs": None, "allow_inexact": True}
+    live(tmp_path, saver, task=Drawing(lambda: 0.0), max_updates=4, **other)
     assert "The checkpoint has the state of task.draw.generator, which this run does not have" in caplog.text
-    live(tmp_path, saver, task=Drawing(SOURCES["slots"]()), max_updates=5, max_epochs=None, allow_inexact=True)
+    live(tmp_path, saver, task=Drawing(SOURCES["slots"]()), max_updates=5, **other)
     assert "The checkpoint has no state of task.draw.generator: it begins anew" in caplog.text
 
 
@@ -391,7 +403,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("name", ["n", "history", "table", "array", "plain", "_private", "counter", "cache"])
 def test_what_changes_on_the_task_is_named_once(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(name), max_epochs=2)
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(name), max_epochs=1)
     path = "task.counter.seen" if name == "counter" else f"task.{name}"
     assert warned(caplog) == [
         f"{path} changes during training and is in no checkpoint: a resumed run begins with its first value. If the "
@@ -404,7 +416,7 @@ def test_what_changes_on_the_task_is_named_once(tmp_path: Path, name: str, caplo
 def test_what_stays_the_same_is_not_named(
     tmp_path: Path, changing: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(*changing), max_epochs=2)
+    live(tmp_path, [Checkpoint(every="2 updates")], task=Keeps(*changing), max_epochs=1)
     assert warned(caplog) == []
 
 
