@@ -47,8 +47,9 @@ docs: $(INSTALLED_DOCS)  ## build the site into site/, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The pages are in site/: open site/index.html"
 
-faults: $(INSTALLED_DEV)  ## kill N runs (1000) anywhere, damage N checkpoints; every one must end in the same bits
-	@$(BIN)/python -m benchmarks.faults --runs $(N) --signals $$(( ($(N) + 4) / 5 )) --damages $(N)
+faults: $(INSTALLED_DEV)  ## kill N runs (1000), damage N checkpoints, fail calls, replay crashes; all must end in the same bits
+	@$(BIN)/python -m benchmarks.faults --runs $(N) --signals $$(( ($(N) + 4) / 5 )) --damages $(N) \
+		--logs $$(( ($(N) + 4) / 5 )) --io $$(( ($(N) + 1) / 2 )) --crashes $$(( ($(N) + 1) / 2 ))
 
 check: $(INSTALLED_DEV)  ## look for mistakes without running anything: ruff and pyright
 	@$(BIN)/ruff check

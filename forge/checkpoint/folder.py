@@ -52,7 +52,7 @@ class Checkpoints:
         return None
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint of this folder; a kill meanwhile leaves no torn directory under its name."""
+        """Remove a checkpoint of this folder; a kill or a crash meanwhile leaves no torn directory under its name."""
         path = Path(path)
         if not NAME.fullmatch(path.name) or path.parent.absolute() != self.folder.absolute():
             raise CheckpointError(f"{path} is not a checkpoint in {self.folder}; only those are removed.")
@@ -60,6 +60,7 @@ class Checkpoints:
             try:
                 with suppress(FileNotFoundError):
                     os.rename(path, doomed)
+                    sync_directory(self.folder)  # else a crash could keep the old name and lose files
                 temp_names.remove(doomed)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint {path} could not be removed: {error}.") from error
@@ -69,13 +70,25 @@ class Checkpoints:
         if not self.folder.is_dir():
             return
         # first the replaced ones: their successors may still have a temporary name
-        for found in sorted(temp_names.abandoned(self.folder), key=lambda found: found.kind != "old"):
+        abandoned = sorted(temp_names.abandoned(self.folder), key=lambda found: found.kind != "old")
+        if abandoned and not self._flushed():  # a dead process may not have flushed the names it gave
+            return
+        for found in abandoned:
             try:
                 if found.kind == "old":
                     self._finish_replacement(found)
                 temp_names.remove(found.path)
             except OSError as error:
                 logger.warning("%s was left by a dead process and could not be removed: %s", found.path, error)
+
+    def _flushed(self) -> bool:
+        """Flush the names in the folder; log an error."""
+        try:
+            sync_directory(self.folder)
+        except OSError as error:
+            logger.warning("What dead processes left stays, as %s cannot be flushed: %s", self.folder, error)
+            return False
+        return True
 
     def point(self, name: str, path: Path) -> None:
         """Point the link `name` (latest, best, …) to a checkpoint; skipped if the file system has no links."""

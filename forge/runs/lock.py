@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -77,11 +78,18 @@ class RunLock:
                     f"{self.run_dir} is in use by {holder or 'another process'}. {_ADVICE}"
                 ) from error
             return _warn(f"{self.run_dir} is on a file system without locks ({error.strerror})")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._write_holder(descriptor)
         self._descriptor, self._pid = descriptor, os.getpid()
         _held[self._key] = descriptor
         return None
+
+    def _write_holder(self, descriptor: int) -> None:
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"{self.run_dir / NAME} cannot be written: {error.strerror}.") from error
 
     def _open(self) -> int:
         try:
@@ -101,7 +109,8 @@ class RunLock:
             return
         descriptor, self._descriptor = self._descriptor, None
         _held.pop(self._key, None)
-        os.ftruncate(descriptor, 0)
+        with suppress(OSError):  # the name of a former holder harms nothing; an error here would hide the run's end
+            os.ftruncate(descriptor, 0)
         os.close(descriptor)
 
     def __enter__(self) -> RunLock:

@@ -18,15 +18,18 @@ from forge.errors import ForgeError
 def atomic_write(file: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `file` at the end; after an error `file` is unchanged.
 
-    A reader sees the old file or the new one. A link named `file` is replaced, not followed.
+    A reader sees the old file or the new one. A link named `file` is replaced, not followed. An error of the file
+    system names a file: of its own a failed write names none.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")  # a name that no link can wait at
     try:
         yield temporary
         os.replace(temporary, file)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            error.filename = str(file)
         raise
 
 
@@ -90,6 +93,7 @@ def sync_directory(folder: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not, sync
+            error.filename = str(folder)
             raise
     finally:
         os.close(descriptor)

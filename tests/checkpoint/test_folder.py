@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -102,6 +103,44 @@ def test_a_removed_checkpoint_is_gone_and_the_others_stay(checkpoints: Checkpoin
     checkpoints.remove(checkpoints.path(2))
     checkpoints.remove(checkpoints.path(2))
     assert [StoredCheckpoint(path).update for path in checkpoints.all()] == [1, 10]
+
+
+def calls_made(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """The names of these functions of `os`, in the order in which they are called from now on."""
+    made: list[str] = []
+    for name in names:
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, _name=name, _real=real, **kw: (made.append(_name), _real(*args, **kw))[1]
+        )
+    return made
+
+
+def test_a_new_name_is_flushed_before_files_are_removed(
+    checkpoints: Checkpoints, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = calls_made(monkeypatch, "rename", "fsync", "unlink")
+    checkpoints.remove(checkpoints.path(2))
+    assert made == ["rename", "fsync", *["unlink"] * 4]
+    checkpoints.path(10).rename(checkpoints.folder / f".update-00000010.tmp-{dead_pid}-{'a' * 12}")
+    made.clear()
+    checkpoints.sweep()
+    assert made == ["fsync", *["unlink"] * 4]
+
+
+def test_a_sweep_of_a_folder_that_cannot_be_flushed_waits(
+    checkpoints: Checkpoints, dead_pid: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = checkpoints.folder / f".update-00000003.tmp-{dead_pid}-{'a' * 12}"
+    left.mkdir()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    checkpoints.sweep()
+    assert left.exists()
+    assert f"Input/output error: '{checkpoints.folder}'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["..", "../run", "best", "../other/update-00000001", "."])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -119,6 +120,26 @@ def test_releasing_twice_or_without_a_lock_does_nothing(tmp_path: Path) -> None:
 def test_the_lock_is_let_go_when_its_block_fails(tmp_path: Path) -> None:
     with pytest.raises(KeyError), RunLock(tmp_path):
         raise KeyError
+    assert can_acquire(tmp_path)
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_disk_error_at_the_release_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, RunLock(tmp_path):
+        patch.setattr(os, "ftruncate", fails)
+    assert can_acquire(tmp_path)
+    assert lock.is_held(tmp_path) is False
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+def test_a_lock_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        with pytest.raises(CheckpointError, match=r"\.lock cannot be written: Input/output error"):
+            RunLock(tmp_path).acquire()
     assert can_acquire(tmp_path)
 
 

@@ -33,6 +33,11 @@ def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path: Path) -> None:
     assert (file.read_text(), names(tmp_path)) == ("new", ["file"])
 
 
+def test_an_error_of_the_disk_names_a_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*file'"), atomic_write(tmp_path / "file"):
+        raise OSError(28, "No space left on device")
+
+
 def metrics_lines(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"update": 1}\n{"update": 2}\n')
     drop_after(folder / "metrics.jsonl", 1)
