@@ -173,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(row))
     else:
         print(f"\n{machine.sentence()}")
-        print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+        for row in rows[:1]:
+            print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
         for row in rows:
             print("| " + " | ".join(str(value) for value in row.values()) + " |")
     bad = [outcome.case for outcome in outcomes if outcome.wrong]

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ import pytest
 from benchmarks.fault_kinds.crash_states import CRASHES, flushed_checkpoints, rebuild
 from benchmarks.fault_kinds.preload import KINDS, compiled
 from benchmarks.fault_kinds.replay import read_log
+from benchmarks.fault_kinds.victim import HANG, exit_code
 from tests.conftest import REPO
 from tests.support import forked
 
@@ -138,6 +140,15 @@ for number in range(4):
     failed = str(errno.EIO)
     assert done.stdout.split() == ["done", failed, *([failed, failed] if for_good else ["done", "done"])], done.stderr
     assert len(report.read_text().splitlines()) == (3 if for_good else 1)
+
+
+def test_an_attempt_that_does_not_end_is_a_hang() -> None:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    assert exit_code(child, time.monotonic() + 0.1) == HANG
 
 
 def crashes(folder: Path, run_with: Any, flush: bool) -> dict[str, set[tuple[bytes, ...]]]:
