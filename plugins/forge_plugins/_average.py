@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.checkpoint.weights import noted_as_average
-from forge.errors import ForgeError, TaskError
+from forge.errors import ForgeError, StackError, TaskError
 from forge_plugins._run_lengths import check_length, updates_of
 from forge_plugins._sharded import is_distributed, local, whole
 
@@ -203,6 +203,11 @@ class Averaging(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb == "fit":  # other verbs keep the last fit's average for apply_to
+            if any(entry.has_modes for entry in trainer.optimizers.entries.values()):
+                raise StackError(
+                    f"{self.name} averages the weights of training, but a schedule-free optimizer (with train() and eval())"
+                    f" evaluates an average of its own. Remove {self.name}, or use another optimizer."
+                )
             self._average = Average(trainer.task, self.averages_buffers())
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
             self._announced = False

@@ -594,3 +594,18 @@ def test_a_start_that_this_run_cannot_tell_is_refused(kind: Kind, start: Any, me
 )
 def test_they_keep_the_contract(make: Callable[[], Any]) -> None:
     check_plugin(make)
+
+
+@pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: SWA(1)], ids=["ema", "swa"])
+def test_a_schedule_free_optimizer_is_refused(make: Callable[[], forge.Plugin]) -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    class Free(TinyTask):
+        def configure_optimizers(self) -> Any:
+            return ScheduleFree(self.parameters(), lr=0.1)
+
+    with pytest.raises(StackError, match=r"a schedule-free optimizer .* evaluates an average of its own"):
+        fit_tiny([make()], task=Free())
