@@ -205,8 +205,8 @@ class Averaging(forge.Plugin):
         if trainer.verb == "fit":  # other verbs keep the last fit's average for apply_to
             if any(entry.has_modes for entry in trainer.optimizers.entries.values()):
                 raise StackError(
-                    f"{self.name} averages the weights of training, but a schedule-free optimizer (with train() and eval())"
-                    f" evaluates an average of its own. Remove {self.name}, or use another optimizer."
+                    f"{self.name} averages the weights of training, but a schedule-free optimizer (with train() and "
+                    f"eval()) evaluates an average of its own. Remove {self.name}, or use another optimizer."
                 )
             self._average = Average(trainer.task, self.averages_buffers())
             self._start = updates_of(self.config.start, trainer, f"{self.name}.start")
