@@ -54,7 +54,7 @@ from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, Clip, Guard, 
 SAMPLES = 100
 WARM_UP = 0.1
 SHOWN = (0.1, 0.5, 1.0)
-LIMITS = {"megabytes": 4.0, "descriptors": 0.5, "threads": 0.5, "objects": 100.0, "tensors": 0.5}
+LIMITS = {"megabytes": 2.0, "descriptors": 0.5, "threads": 0.5, "objects": 100.0, "tensors": 0.5}
 """Largest growth that counts as flat: what an allocator and interpreter move by themselves, and nothing else."""
 
 Plant = Callable[[], None]

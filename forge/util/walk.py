@@ -97,6 +97,10 @@ def _in_function(value: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     yield from ((f".{name}", item) for name, item in vars(value).items())
     yield from ((".(default)", item) for item in value.__defaults__ or ())
+    yield from ((f".{name}", item) for name, item in (value.__kwdefaults__ or {}).items())
+    for name in value.__code__.co_names:
+        if isinstance(item := value.__globals__.get(name), GENERATORS):
+            yield f" (global {value.__module__}.{name})", item
 
 
 def _in_object(value: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,20 @@ class Uses:
         return MODULE_RNG.random()
 
 
+def of_another_module() -> Callable[[], float]:
+    """A plain function of a module that defines no class of the run, with a generator among its globals."""
+    module = ModuleType("their_transforms")
+    exec("import random\nRNG = random.Random(4)\ndef draw():\n    return RNG.random()", vars(module))
+    return module.draw
+
+
+def of_keyword() -> Callable[[], float]:
+    def draw(*, generator: random.Random = random.Random(5)) -> float:  # noqa: B008
+        return generator.random()
+
+    return draw
+
+
 def of_class() -> Callable[[], float]:
     ClassSource.R.seed(2)
     return ClassSource()
@@ -100,6 +115,8 @@ SOURCES: dict[str, Callable[[], Callable[[], float]]] = {
     "closure": in_closure,
     "class": of_class,
     "global": of_module,
+    "global of another": of_another_module,
+    "keyword": of_keyword,
 }
 
 
