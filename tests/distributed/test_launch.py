@@ -43,7 +43,8 @@ class Small(TinyTask):
         if HOW == "stubborn":
             signal.signal(signal.SIGCONT, lambda number, frame: os.kill(os.getpid(), signal.SIGSTOP))
         if HOW in ("forever", "stubborn"):
-            Path(f"alive-{RANK}").write_text(str(os.getpid()))
+            Path(f"new-{RANK}").write_text(str(os.getpid()))
+            os.replace(f"new-{RANK}", f"alive-{RANK}")
         return super().training_step(batch)
 
 def data():
