@@ -71,7 +71,8 @@ def restore_generators(trainer: Run, saved: Mapping[str, Any]) -> None:
             _listed(lost),
         )
     if new:
-        logger.warning("The checkpoint has no state of %s: it begins anew, so the run may differ.", _listed(new))
+        text = "The checkpoint has no state of %s: it starts from its first state, so the run may differ."
+        logger.warning(text, _listed(new))
 
 
 def _roots(trainer: Run) -> dict[str, Any]:

@@ -304,7 +304,7 @@ def test_a_generator_that_is_only_saved_or_only_here_is_named(tmp_path: Path, ca
     live(tmp_path, saver, task=Drawing(lambda: 0.0), max_updates=4, **other)
     assert "The checkpoint has the state of task.draw.generator, which this run does not have" in caplog.text
     live(tmp_path, saver, task=Drawing(SOURCES["slots"]()), max_updates=5, **other)
-    assert "The checkpoint has no state of task.draw.generator: it begins anew" in caplog.text
+    assert "The checkpoint has no state of task.draw.generator: it starts from its first state" in caplog.text
 
 
 def test_the_position_of_a_loader_is_no_hidden_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

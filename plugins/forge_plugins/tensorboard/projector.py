@@ -71,7 +71,7 @@ def _list(folder: Path, home: Path, name: str, size: tuple[int, int] | None) -> 
         try:
             text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), config)
         except (text_format.ParseError, UnicodeDecodeError) as error:
-            logger.warning("tensorboard: %s is damaged and is written anew: %s.", folder / CONFIG, error)
+            logger.warning("tensorboard: %s is damaged and is written again: %s.", folder / CONFIG, error)
             os.replace(folder / CONFIG, folder / f"{CONFIG}.damaged")
             config.Clear()
     others = [entry for entry in config.embeddings if entry.tensor_name != name]
