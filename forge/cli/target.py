@@ -156,8 +156,8 @@ _imported: dict[Path, ModuleType] = {}
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):
-    """Compile the file from its source: Python trusts bytecode by size and whole seconds, so a file that is edited twice
-    within a second would run its old code."""
+    """Compile the file from its source: Python trusts bytecode by size and whole seconds, so a file that is edited
+    twice within a second would run its old code."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
