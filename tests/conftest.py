@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -107,10 +108,18 @@ def known_numbers(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(scope="session")
+def new_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of folders that are not there; pytest's own `mktemp` looks through all earlier ones for the next number."""
+    root = tmp_path_factory.mktemp("cwd")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(new_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every test stands in an empty folder of its own, so that no run is written into the checkout."""
-    folder = tmp_path_factory.mktemp("cwd")
+    folder = next(new_folders)
+    folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
 

@@ -20,6 +20,7 @@ def call(*words: str) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
     return done.returncode, {(row["part"], row["quantity"]): row for row in rows}
 
 
+@pytest.mark.slow
 def test_descriptors_threads_and_tensors_stay_the_same() -> None:
     _, rows = call("--updates", "200", "--validations", "10", "--fits", "22")
     for part in ("run", "fits"):

@@ -98,6 +98,7 @@ def test_a_submodule_is_one_module_with_its_own_spec(name: str) -> None:
     assert real.__name__ == real.__spec__.name == f"forge_kernels.{name}"  # pyright: ignore[reportOptionalMemberAccess]
 
 
+@pytest.mark.slow
 def test_any_import_may_come_first(run_python: Run) -> None:
     done = run_python("-c", FIRST.format(statements=FIRST_IMPORTS))
     assert done.returncode == 0, done.stderr

@@ -506,6 +506,7 @@ def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
     assert_same_weights(watched, alone)
 
 
+@pytest.mark.slow
 def test_a_function_that_the_task_compiles_by_itself_stays_compiled() -> None:
     calls: list[bool] = []
 
@@ -523,6 +524,7 @@ def test_a_function_that_the_task_compiles_by_itself_stays_compiled() -> None:
     assert len(calls) <= 1  # the copy without numbers, which is no part of the run
 
 
+@pytest.mark.slow
 def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -21,6 +21,7 @@ import logging
 import os
 import pickle
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -61,10 +62,14 @@ LOAD = "import pickle, sys; sys.path[:] = {path!r}; sys.exit(pickle.loads({work!
 
 _server: socket.socket | None = None
 _server_pid = 0
+_asking = threading.Lock()
 
 
 class Popen(subprocess.Popen):
     """A process with its own folder, environment, streams and signals, that did not have to import anything."""
+
+    _ended: int | None = None
+    """A descriptor that can be read once the process has ended, where it is the server's child."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *others: Any) -> None:
         words = [os.fspath(word) for word in args]
@@ -76,9 +81,28 @@ class Popen(subprocess.Popen):
         read, _, _, write, _, complain = pipes
         streams = [given if given != -1 else number for number, given in enumerate((read, write, complain))]
         request = (cwd or os.getcwd(), dict(os.environ if env is None else env), new_session, script)
-        self.pid = _fork(streams, request) if _server is None else _ask(_server, streams, request)
+        if _server is None:
+            self.pid = _fork(streams, request)
+        else:
+            self.pid = _ask("fork", streams, request)
+            self._ended = os.pidfd_open(self.pid)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _internal_poll(self, _deadstate: Any = None, **kwargs: Any) -> int | None:
+        return super()._internal_poll(_deadstate, lambda _, flags: self._try_wait(flags))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """As waitpid, for a child of the server too."""
+        if self._ended is None:
+            return super()._try_wait(wait_flags)  # pyright: ignore[reportAttributeAccessIssue]
+        end = select.poll()
+        end.register(self._ended, select.POLLIN)
+        if not end.poll(0 if wait_flags == os.WNOHANG else None):
+            return 0, 0
+        os.close(self._ended)
+        self._ended = None
+        return self.pid, _ask("wait", [], self.pid)
 
 
 def run(args: Sequence[Any], *, timeout: float, **options: Any) -> Completed:
@@ -129,7 +153,7 @@ def prepare() -> None:
             os._exit(0)
     theirs.close()
     _server = ours
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)  # what it forks becomes a child of this process
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)  # what outlives its parent becomes a child of this process
 
 
 def release() -> None:
@@ -142,29 +166,28 @@ def release() -> None:
         os.waitpid(_server_pid, 0)
 
 
-def _ask(server: socket.socket, streams: list[int], request: Any) -> int:
-    message = pickle.dumps(request)
-    socket.send_fds(server, [len(message).to_bytes(8, "little")], streams)
-    server.sendall(message)
-    return int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little")
+def _ask(kind: str, streams: list[int], request: Any) -> int:
+    message = pickle.dumps((kind, request))
+    assert _server is not None
+    with _asking:
+        socket.send_fds(_server, [len(message).to_bytes(8, "little")], streams)
+        _server.sendall(message)
+        return int.from_bytes(_server.recv(8, socket.MSG_WAITALL), "little")
 
 
 def _serve(client: socket.socket) -> None:
-    """Fork twice for every request: the process in between ends, and leaves its child to the one who asked."""
     while True:
         head, streams, _, _ = socket.recv_fds(client, 8, 3)
         if not head:
             return
-        request = pickle.loads(client.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
-        warm_up()
-        read, write = os.pipe()
-        between = os.fork()
-        if between == 0:
-            os.write(write, _fork(streams, request).to_bytes(8, "little"))
-            os._exit(0)
-        os.waitpid(between, 0)
-        client.sendall(os.read(read, 8))
-        for number in (read, write, *streams):
+        kind, request = pickle.loads(client.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+        if kind == "wait":
+            answer = os.waitpid(request, 0)[1]
+        else:
+            warm_up()
+            answer = _fork(streams, request)
+        client.sendall(answer.to_bytes(8, "little"))
+        for number in streams:
             os.close(number)
 
 
@@ -219,6 +242,7 @@ def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> No
     global _server
     _server = None
     gc.freeze()
+    torch.set_num_threads(torch.get_num_threads())  # makes a new pool; two threads that find the old one race for it
     atexit._clear()
     if new_session:
         os.setsid()

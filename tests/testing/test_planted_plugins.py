@@ -433,7 +433,24 @@ PLANTED: dict[type[forge.Plugin], list[str]] = {
 """Each mistake with words that its message must have: who, where, what, and the way out."""
 
 
-@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
+VARIANTS = {
+    DependsOnOrderAtTheEnd,
+    FailsByOrder,
+    FailsInTheEnd,
+    Replaces,
+    SyncsByMask,
+    SyncsByList,
+    DrawsFromTorch,
+    LeavesAPartInEvalMode,
+    WritesWhereItStands,
+    WritesBesideTheRun,
+}
+"""Mistakes that are found by the same probe as another of the list."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, id=kind.__name__, marks=[pytest.mark.slow] * (kind in VARIANTS)) for kind in PLANTED]
+)
 def test_a_planted_mistake_is_found_and_named(kind: type[forge.Plugin]) -> None:
     with pytest.raises(AssertionError) as found:
         check_plugin(kind, leave_out=[*PLAINEST, "cost"])
