@@ -104,6 +104,8 @@ class Agent(LocalElasticAgent):
 
     received: signal.Signals | None = None
     _received_at = 0.0
+    _continued: set[int]
+    """Workers that were stopped, and continued so that they can end."""
 
     @property
     def spec(self) -> WorkerSpec:
@@ -133,22 +135,29 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 # a second signal kills: a worker that waits for another rank handles nothing less
                 os.kill(pid, signal.SIGKILL if again else number)
-        self._wake_stopped(signal.SIGCONT, "is stopped, and is continued so that it can end")
+        self._continued = set()
+        self._wake_stopped()
 
-    def _wake_stopped(self, number: signal.Signals, said: str) -> None:
-        """Send a signal to every worker that SIGSTOP or a debugger has stopped: no other signal reaches it."""
+    def _wake_stopped(self) -> None:
+        """Continue each worker that SIGSTOP or a debugger has stopped, since no other signal reaches it; kill it if it
+        is stopped when its time is over."""
+        assert self.received is not None
         pids = self._pcontext.pids() if self._pcontext is not None else {}
+        is_late = time.monotonic() - self._received_at > STOPPED_LIMIT
         for local, pid in pids.items():
-            if is_stopped(pid):
-                rank = self._worker_group.workers[local].global_rank
-                write(f"rank {rank} (process {pid}) {said}.")
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            if not is_stopped(pid) or (pid in self._continued and not is_late):
+                continue
+            self._continued.add(pid)
+            said = "is stopped, and is continued so that it can end"
+            if is_late:
+                said = f"is still stopped {STOPPED_LIMIT:g} s after {self.received.name}, and is killed"
+            write(f"rank {self._worker_group.workers[local].global_rank} (process {pid}) {said}.")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if is_late else signal.SIGCONT)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.received is not None and time.monotonic() - self._received_at > STOPPED_LIMIT:
-            limit = f"{STOPPED_LIMIT:g} s after {self.received.name}"
-            self._wake_stopped(signal.SIGKILL, f"is still stopped {limit}, and is killed")
+        if self.received is not None:
+            self._wake_stopped()  # again: a process with many threads is seen as stopped some time after SIGSTOP
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue, reportAssignmentType]
         failed = result.state is WorkerState.FAILED
         if failed and (self.received is not None or any(f.exitcode == MISTAKE for f in result.failures.values())):

@@ -163,7 +163,7 @@ def test_an_error_of_one_rank_is_printed_once_and_first_and_ends_the_other(start
     assert "rank 0:" not in before
     assert "Error" not in before
     assert after.count("Traceback") == after.count("\nValueError: bad luck") == 1
-    assert after.endswith(f"\nrank 0: ended, because rank 1 on {HOST} failed first: ValueError: bad luck\n")
+    assert after.endswith(f"\nrank 0: ended, because rank 1 on {HOST} failed first: ValueError: bad luck\n"), after
 
 
 def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
