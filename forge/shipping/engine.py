@@ -1,0 +1,69 @@
+"""Engine: something that computes a model's outputs, whatever format the model has. Servers, benchmarks and the
+verification of exports know no more of a model than this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from forge.errors import ForgeError
+
+
+class ExportError(ForgeError):
+    """An export, or a model that was exported, that cannot be made, verified or used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output tensor of a model."""
+
+    name: str
+    dtype: str
+    'As torch names it, without "torch.": "float32".'
+    shape: tuple[int | str, ...]
+    'Sizes; a dynamic axis has a name, as in ("batch", 1, 28, 28).'
+    seen: Mapping[str, tuple[int, int]] | None = None
+    "The least and the largest size that the data had, by dynamic axis."
+
+
+class Engine(Protocol):
+    """A model that is ready to run. Not safe to call from several threads at once."""
+
+    inputs: Sequence[Port]
+    outputs: Sequence[Port]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the outputs by name. Inputs are on the CPU or on the engine's device; outputs are on the CPU."""
+        ...
+
+
+def check_inputs(given: Mapping[str, Tensor], ports: Sequence[Port]) -> int | None:
+    """Refuse tensors of other names, dtypes or shapes than a model takes; return the size of the axis "batch"."""
+    expected = {port.name for port in ports}
+    if given.keys() != expected:
+        raise ExportError(
+            f"The model takes {', '.join(sorted(expected))}; it got {', '.join(sorted(given)) or 'nothing'}."
+        )
+    sizes: dict[str, int] = {}
+    for port in ports:
+        tensor = given[port.name]
+        if str(tensor.dtype) != f"torch.{port.dtype}":
+            raise ExportError(f"{port.name} must be {port.dtype}; it is {str(tensor.dtype).removeprefix('torch.')}.")
+        if tensor.dim() != len(port.shape):
+            raise ExportError(
+                f"{port.name} must have the shape {shape_text(port.shape)}; it has {shape_text(tensor.shape)}."
+            )
+        for size, wanted in zip(tensor.shape, port.shape, strict=True):
+            if size != (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted):
+                raise ExportError(
+                    f"{port.name} must have the shape {shape_text(port.shape)}; it has {shape_text(tensor.shape)}."
+                )
+    return sizes.get("batch")
+
+
+def shape_text(shape: Sequence[Any]) -> str:
+    """Write a shape as people read it: batch × 1 × 28 × 28."""
+    return " × ".join(map(str, shape)) or "a single number"
