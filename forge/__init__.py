@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
     from forge.rng import seed
+    from forge.shipping.export import export
+    from forge.shipping.source import load
     from forge_lightning import LightningAdapter
 
 
@@ -67,7 +69,9 @@ _HOME = {
     "TaskModule": "forge.contract.task",
     "Text": "forge.metrics.media",
     "Trainer": "forge.engine.trainer",
+    "export": "forge.shipping.export",
     "hookimpl": "forge.contract.hooks",
+    "load": "forge.shipping.source",
     "load_recipe": "forge.config",
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
@@ -97,7 +101,9 @@ __all__ = [
     "Text",
     "Trainer",
     "data",
+    "export",
     "hookimpl",
+    "load",
     "load_recipe",
     "load_weights",
     "on",

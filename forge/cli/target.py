@@ -74,7 +74,7 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
     if args.data:
         if not _is_python(args.data):
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
-        data = _function(args.data)
+        data = function(args.data)
     recipe = load_recipe(name, args.overrides, add, remove, stack=stack, task=task, data=data)
     if to_train and task is not None and not {"max_epochs", "max_updates"} & recipe.trainer.keys():
         overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
@@ -142,7 +142,8 @@ def task_class(target: str) -> tuple[type[TaskModule], ModuleType]:
     raise ForgeError(f"{target}: {name} is no subclass of forge.TaskModule.{did_you_mean(name, own)}")
 
 
-def _function(target: str) -> Callable[..., Any]:
+def function(target: str) -> Callable[..., Any]:
+    """Return the function of FILE.py:function; `data` if the file alone is given."""
     module, name = _import(target)
     name = name or "data"
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

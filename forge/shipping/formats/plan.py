@@ -1,0 +1,155 @@
+"""Plan: what every format needs to write a model. Trace it with torch.export."""
+
+from __future__ import annotations
+
+import copy
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+
+from forge.shipping.engine import ExportError
+from forge.util.frames import is_library
+
+LARGEST = 2**31
+"""Sizes that torch takes as "no limit"."""
+
+
+@dataclass
+class Plan:
+    """A model, example inputs, and the names of inputs, outputs and dynamic axes."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+    axes: dict[str, dict[int, str]]
+    output_names: Sequence[str]
+    title: str = "model"
+    limits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    "The sizes that a dynamic axis may have, as torch.export found them."
+
+    @property
+    def examples(self) -> tuple[Tensor, ...]:
+        return tuple(self.inputs.values())
+
+    def dims(self) -> tuple[dict[int, Any] | None, ...]:
+        """Return torch's names of the dynamic axes, input by input."""
+        named = {symbol: Dim(symbol, min=1) for found in self.axes.values() for symbol in found.values()}
+        return tuple(
+            {axis: named[symbol] for axis, symbol in self.axes.get(name, {}).items()} or None for name in self.inputs
+        )
+
+    def shapes(self) -> dict[str, Any] | None:
+        """Return the `dynamic_shapes` of a module that takes `*inputs`."""
+        return {"inputs": self.dims()} if self.axes else None
+
+
+def traced(plan: Plan, strict: bool = False) -> ExportedProgram:
+    """Trace a model with torch.export. Limits that torch finds are taken; an axis that it fixes is refused."""
+    shapes: Any = plan.shapes()
+    for _ in range(4):
+        try:
+            with torch.no_grad():
+                program = torch.export.export(plan.model, plan.examples, dynamic_shapes=shapes, strict=strict)
+            break
+        except Exception as error:
+            refined = _refined(error, shapes)
+            if refined is None:
+                raise refusal(error, plan) from error
+            _refuse_fixed(plan, refined, error)
+            shapes = refined
+    else:
+        raise ExportError(
+            "torch.export suggests other sizes for the dynamic axes each time: name fewer with --dynamic."
+        )
+    plan.limits = _limits(plan, program)
+    return program
+
+
+def _refined(error: Exception, shapes: Any) -> Any:
+    """Return the shapes that torch suggests, or None if it suggests none."""
+    text = str(error)
+    if shapes is None or "Suggested fixes" not in text:
+        return None
+    try:
+        refined = refine_dynamic_shapes_from_suggested_fixes(text, copy.deepcopy(shapes))
+    except Exception:
+        return None
+    return refined if repr(refined) != repr(shapes) else None
+
+
+def _refuse_fixed(plan: Plan, shapes: Any, error: Exception) -> None:
+    """Refuse if torch fixes an axis that the data vary."""
+    for (name, axes), found in zip(plan.axes.items(), _given(plan, shapes), strict=True):
+        for axis, symbol in axes.items():
+            size = (found or {}).get(axis)
+            if size is None or isinstance(size, int):
+                raise ExportError(
+                    f"torch.export fixes the axis {symbol!r} of {name} at {plan.inputs[name].shape[axis]}, but it "
+                    f"is to be dynamic. {_cure(plan, symbol)}\ntorch says: {_shortened(str(error))}"
+                ) from error
+
+
+def _given(plan: Plan, shapes: Any) -> list[Any]:
+    every = dict(zip(plan.inputs, shapes["inputs"], strict=True))
+    return [every[name] for name in plan.axes]
+
+
+def _cure(plan: Plan, symbol: str) -> str:
+    recurrent = next((type(m).__name__ for m in plan.model.modules() if isinstance(m, nn.RNNBase)), None)
+    cause = f"{recurrent} does that to the length. " if recurrent and symbol != "batch" else ""
+    if symbol == "batch":
+        return f"{cause}Look for a size in your forward that is taken as a number, such as x.view(64, -1)."
+    return f"{cause}Use --to onnx or --to torchscript, which keep it, or pad to one length and give --dynamic batch."
+
+
+def refusal(error: BaseException, plan: Plan) -> ExportError:
+    """Explain why torch could not trace a model: its reason, the user's line and a cure."""
+    text = str(error)
+    cure = "Write it with tensor operations, or use --to torchscript, which records the branch that the example took."
+    if re.search(r"data-dependent|GuardOnDataDependent|unbacked|Could not (guard|extract)", text, re.I):
+        cure = (
+            "forward decides by the values of a tensor. Use torch.cond or torch.where, or --to torchscript, which "
+            "records the branch that the example took."
+        )
+    line = users_line(error)
+    where = f"\n  {line}" if line else ""
+    return ExportError(f"torch.export cannot trace the model: {_shortened(text)}{where}\n{cure}")
+
+
+def users_line(error: BaseException) -> str:
+    """Return the last line of the user's own code in an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_library(frame.filename) and not frame.filename.startswith("<")]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+    named = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error))
+    mine = [(file, line, name) for file, line, name in named if not is_library(file)]
+    return f"{mine[-1][0]}:{mine[-1][1]}: in {mine[-1][2]}" if mine else ""
+
+
+def _shortened(text: str, most: int = 3) -> str:
+    """Return the first lines of torch's message that say something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:most])[:600]
+
+
+def _limits(plan: Plan, program: ExportedProgram) -> dict[str, tuple[int, int]]:
+    """Return the least and largest size of each dynamic axis that the program accepts."""
+    limits: dict[str, tuple[int, int]] = {}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    by_name = {node.name: node for node in placeholders}
+    for name, user in zip(plan.inputs, program.graph_signature.user_inputs, strict=False):
+        value = by_name[user].meta.get("val") if isinstance(user, str) and user in by_name else None
+        for axis, symbol in plan.axes.get(name, {}).items():
+            size = getattr(value, "shape", {})[axis] if value is not None else None
+            expression: Any = size.node.expr if isinstance(size, torch.SymInt) else None
+            found = program.range_constraints.get(expression) if isinstance(size, torch.SymInt) else None
+            if found is not None:
+                limits[symbol] = (int(found.lower), int(found.upper) if found.upper < LARGEST else LARGEST)
+    return limits
