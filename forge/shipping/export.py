@@ -54,7 +54,7 @@ class Prepared:
     device: str
     batches: int | None
 
-    def plan(self, title: str = "model") -> Plan:
+    def plan(self) -> Plan:
         """Return a plan whose example has at least two rows: torch would take a single one as fixed."""
         model = Deployed(self.source.task, self.interface).eval()
         call = max(self.interface.calls, key=lambda each: min(min(sizes, default=2) for sizes in each.sizes))
@@ -63,7 +63,7 @@ class Prepared:
         if any("batch" in symbols.values() for symbols in self.axes.values()) and rows.shape[0] < 2:
             inputs = with_batch(call, self.axes, 2)
         axes = {name: dict(symbols) for name, symbols in self.axes.items()}
-        return Plan(model, dict(inputs), axes, self.interface.output_names, title)
+        return Plan(model, dict(inputs), axes, self.interface.output_names, type(self.source.task).__name__)
 
     def ports(self) -> tuple[list[Port], list[Port]]:
         """Describe inputs and outputs."""
@@ -121,8 +121,8 @@ def export(
     _refuse_existing(file, force)
     if data is None and unverified:
         return _unverified(source, to, format, file, dynamic, device, force)
-    prepared = prepare(source, _loader(source, data), device, dynamic, batches)
-    plan = prepared.plan(file.stem)
+    prepared = prepare(source, loader_of(source, data), device, dynamic, batches)
+    plan = prepared.plan()
     note = ""
     if quantize is not None:
         plan, note = _quantised(plan, quantize, to, prepared)
@@ -158,7 +158,8 @@ def _source(given: Any, task: type[TaskModule] | None, weights: str | None, devi
     return found
 
 
-def _loader(source: Source, data: Any) -> Any:
+def loader_of(source: Source, data: Any) -> Any:
+    """Return the validation loader of the data that are given, else of the run's own."""
     if callable(data) and not hasattr(data, "__iter__"):
         data = data()
     if data is None:
@@ -313,7 +314,7 @@ def _unverified(
 
     interface = from_examples(source.task, device, needed=not getattr(format, "WEIGHTS_ONLY", False))
     prepared = Prepared(source, interface, dynamic_axes(interface.calls, dynamic), None, device, None)
-    plan = prepared.plan(file.stem)
+    plan = prepared.plan()
     with _beside(file) as folder:
         format.write(plan, folder / file.name)
         made = _card(to, prepared, plan, folder, None, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,10 @@ class Remote:
         self.inputs, self.outputs = inputs, outputs
         names = [port.name for port in inputs]
         words = [sys.executable, "-m", "forge.shipping.runner", format, str(file), device, str(torch.get_num_threads())]
-        self._process = subprocess.Popen([*words, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        self._process = subprocess.Popen(
+            [*words, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
+        )
         try:
             self._answer()
         except BaseException:
@@ -63,7 +67,10 @@ class Remote:
             raise ExportError(self._process.stdout.read(length - ERROR).decode(errors="replace"))
         body = self._process.stdout.read(length)
         if self._process.poll() is not None or len(body) < length:
-            raise ExportError(f"The process that ran the export ended with the code {self._process.wait()}.")
+            code = self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip().splitlines()[-3:]
+            raise ExportError("\n".join([f"The process that ran the export ended with the code {code}.", *said]))
         return body
 
     def close(self) -> None:
@@ -74,6 +81,7 @@ class Remote:
                     stream.close()
         self._process.kill()
         self._process.wait()
+        self._said.close()
 
     def __enter__(self) -> Remote:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ TOLERANCE = 1e-4
 
 
 def write(plan: Plan, path: Path) -> None:
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # deprecations inside executorch
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 

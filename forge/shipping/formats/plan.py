@@ -29,7 +29,7 @@ class Plan:
     inputs: dict[str, Tensor]
     axes: dict[str, dict[int, str]]
     output_names: Sequence[str]
-    title: str = "model"
+    name: str = "model"
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     "The sizes that a dynamic axis may have, as torch.export found them."
 
