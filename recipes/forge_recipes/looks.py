@@ -26,15 +26,24 @@ class Looks:
         self._counts: Tensor | None = None
         self._first: tuple[Tensor, ...] = ()
         self._worst: tuple[Tensor, ...] = ()
+        self._begun = False
+
+    @torch.compiler.disable()
+    def begins(self) -> bool:
+        """Return whether this is an evaluation's first batch, whose hidden layer is shown; on all ranks alike."""
+        first, self._begun = not self._begun, True
+        return first
 
     @torch.compiler.disable()  # small operations that change this object gain nothing from a graph
-    def add(self, images: Tensor, labels: Tensor, logits: Tensor, hidden: Tensor) -> None:
-        """Add a batch; `hidden` is the input of the last layer. Nothing is read from the device."""
+    def add(self, images: Tensor, labels: Tensor, logits: Tensor, hidden: Tensor | None) -> None:
+        """Add a batch; `hidden` is the input of the last layer for its first images. Nothing is read from the
+        device."""
         classes = len(self.names)
         sure, said = logits.float().softmax(1).max(1)
         if self._counts is None:
             self._counts = labels.new_zeros(classes * classes)
-            self._first = tuple(t[: self.points].clone() for t in (images, labels, said, hidden.flatten(1)))
+            shown = hidden.flatten(1) if hidden is not None else logits
+            self._first = tuple(t[: self.points].clone() for t in (images, labels, said, shown))
         self._counts.index_add_(0, labels * classes + said, torch.ones_like(labels))
         found = (torch.where(said == labels, -1.0, sure), images, labels, said)
         if self._worst:
@@ -44,6 +53,7 @@ class Looks:
 
     def finish(self, env: Env) -> dict[str, Any]:
         """Return pictures and an embedding by name, and reset."""
+        self._begun = False
         classes = len(self.names)
         own = (
             torch.zeros(classes * classes, dtype=torch.long, device=env.device)
