@@ -63,6 +63,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     """The arguments this task was made with."""
     trainer: Run | None = None
     """The Trainer that runs this task, while one does."""
+    __jit_ignored_attributes__ = ("init_args", "trainer")
+    __jit_unused_properties__ = ("is_padding", "borrowed")
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +159,6 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def is_padding(self) -> bool:
         """In an evaluation step: whether this is a padding batch. It belongs to another rank and runs here because all
         ranks must run the same number of batches.
-
         forge does not count it. A task that collects something of every batch skips it:
         `if not self.is_padding: self.seen.append(...)`.
         """
@@ -172,7 +173,6 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Called after the last batch of an evaluation: return more scalars to log, or something to look at
         (`forge.Image`, `forge.Text`, `forge.Histogram`, `forge.Embedding`).
-
         On several ranks it is called on each; what a rank kept is its share. Rank 0's numbers count.
         """
         return {}

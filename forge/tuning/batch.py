@@ -21,8 +21,8 @@ from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.tuning import peak_memory
 from forge.tuning.trial import TuningTrial, run_trial
+from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
 
 WARM_UP = 2

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forge.cli import main, tune
-from forge.tuning import BatchReport, Probe, batch, peak_memory
+from forge.tuning import BatchReport, Probe, batch
+from forge.util import peak_memory
 
 TASK = """
 import torch

@@ -21,11 +21,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 import forge
 from forge.data import Loader, TensorLoader
 from forge.testing import TinyGAN, TinyTask, tiny_batches
-from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range, peak_memory
+from forge.tuning import BatchReport, LRCurve, Probe, batch_range, draw_lr, lr_range
 from forge.tuning import batch as searching
 from forge.tuning.batch import largest_that
 from forge.tuning.lr import has_diverged, longest_fall, rate_text, smooth
 from forge.tuning.plot import HEIGHT, PICK, WIDTH, nice_ticks, shown_range
+from forge.util import peak_memory
 from forge_plugins import Accumulate, Clip
 from tests.support.profiles import few
 
