@@ -20,7 +20,7 @@ import forge
 from benchmarks.shipping_models import SMALL, STRANGERS, made
 from forge.errors import ForgeError
 from forge.shipping.engines import open_engine
-from forge.shipping.verify import Mismatch
+from forge.shipping.verify import ExportMismatch
 
 FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch")
 BATCHES = 4
@@ -34,7 +34,7 @@ def one(name: str, format: str, full: bool) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = forge.export(task, to=format, out=Path(folder), data=data, batches=BATCHES)
-        except Mismatch as error:
+        except ExportMismatch as error:
             return {**row, "result": "mismatch, nothing written", "why": str(error)}
         except ForgeError as error:
             return {**row, "result": "refused", "why": str(error).splitlines()[0]}

@@ -71,7 +71,7 @@ def source_arguments(args: Namespace) -> dict[str, Any]:
 
 def run(args: Namespace) -> int:
     from forge.shipping.export import export
-    from forge.shipping.verify import Mismatch
+    from forge.shipping.verify import ExportMismatch
 
     dynamic = args.dynamic or ["auto"]
     try:
@@ -86,7 +86,7 @@ def run(args: Namespace) -> int:
             unverified=args.unverified,
             **source_arguments(args),
         )
-    except Mismatch as mismatch:
+    except ExportMismatch as mismatch:
         raise NegativeVerdict(f"{mismatch} Nothing was written.") from mismatch
     print_export(made)
     return 0

@@ -33,7 +33,7 @@ Infer = Callable[[Mapping[str, Tensor]], Any]
 
 
 @dataclass
-class Timing:
+class EngineTiming:
     """The latency of one engine at one batch size, in milliseconds."""
 
     engine: str
@@ -52,7 +52,7 @@ class Bench:
 
     device: str
     threads: int
-    timings: list[Timing] = field(default_factory=list)
+    timings: list[EngineTiming] = field(default_factory=list)
     memory: dict[str, int | None] = field(default_factory=dict)
     "Bytes that the process grew by while it loaded and first ran an engine."
     bytes: dict[str, int] = field(default_factory=dict)
@@ -63,11 +63,11 @@ class Bench:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def fastest(self, batch: int) -> Timing:
+    def fastest(self, batch: int) -> EngineTiming:
         """Return the engine with the lowest median latency at a batch size."""
         return min((t for t in self.timings if t.batch == batch), key=lambda t: t.p50)
 
-    def widest(self) -> Timing:
+    def widest(self) -> EngineTiming:
         """Return the engine and the batch size with the highest throughput."""
         return max(self.timings, key=lambda t: t.throughput)
 
@@ -81,7 +81,7 @@ class Bench:
             f"{self._factor(wide)}.",
         ]
 
-    def _factor(self, timing: Timing) -> str:
+    def _factor(self, timing: EngineTiming) -> str:
         eager = next((t for t in self.timings if (t.engine, t.batch) == ("eager", timing.batch)), None)
         return (
             ""
@@ -178,7 +178,7 @@ def _inputs(prepared: Prepared, rows: int, device: str) -> dict[str, Tensor]:
 
 def _timed(
     ready: Mapping[str, Infer], inputs: Mapping[str, Tensor], rows: int, device: str, seconds: float
-) -> list[Timing]:
+) -> list[EngineTiming]:
     """Time all engines in turns, so that what the machine does meanwhile meets all of them."""
     rounds: dict[str, int] = {}
     for name, infer in ready.items():
@@ -203,10 +203,10 @@ def _once(infer: Infer, inputs: Mapping[str, Tensor], device: str) -> float:
     return time.perf_counter() - start
 
 
-def _summary(name: str, rows: int, times: list[float]) -> Timing:
+def _summary(name: str, rows: int, times: list[float]) -> EngineTiming:
     ordered = sorted(times)
     p50, p95, p99 = (1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95, 0.99))
-    return Timing(name, rows, p50, p95, p99, rows / mean(times), len(times))
+    return EngineTiming(name, rows, p50, p95, p99, rows / mean(times), len(times))
 
 
 def _resident() -> int | None:

@@ -227,7 +227,7 @@ def _publish(folder: Path, file: Path, force: bool) -> None:
 
 def _verify(
     to: str, format: Any, written: Path, plan: Plan, prepared: Prepared, quantize: str | None, max_drop: float | None
-) -> verify.Verdict:
+) -> verify.ExportVerdict:
     """Run the file in a fresh process; compare outputs and metrics."""
     model_file = written if not hasattr(format, "model_in") else format.model_in(written)
     runs_as = getattr(format, "RUNS_AS", to)
@@ -281,7 +281,7 @@ def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan
 
 
 def _card(
-    to: str, prepared: Prepared, plan: Plan, folder: Path, verdict: verify.Verdict | None, quantize: str | None
+    to: str, prepared: Prepared, plan: Plan, folder: Path, verdict: verify.ExportVerdict | None, quantize: str | None
 ) -> dict[str, Any]:
     source, (inputs, outputs) = prepared.source, prepared.ports()
     described = describe_task(source.task) if hasattr(source.task, "init_args") else {}

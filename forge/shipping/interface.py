@@ -22,7 +22,7 @@ KEPT = 12
 
 
 @dataclass
-class Call:
+class SeenCall:
     """One call of the method that is exported."""
 
     inputs: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Interface:
     """The method of a task that is exported, and calls of it that were seen."""
 
     method: str
-    calls: list[Call]
+    calls: list[SeenCall]
     rebuild: Callable[[Iterator[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
     metrics: dict[str, float]
     "Of the validation in which the calls were seen."
@@ -110,14 +110,14 @@ def observe(task: TaskModule, loader: Any, device: str, batches: int | None = No
     if not seen.calls or seen.rebuild is None:
         raise ExportError(
             f"Neither validation_step nor predict_step of {type(task).__name__} calls {method}, so its inputs are "
-            f"unknown. Call self(...) in one of them, or define predict_step(self, batch)."
+            f"unknown. SeenCall self(...) in one of them, or define predict_step(self, batch)."
         )
     if not seen.calls[0].outputs:
         raise ExportError(f"{type(task).__name__}.{method} returns no tensor, so there is nothing to export.")
     if preprocess_of(task) is not None and not seen.preprocessed:
         raise ExportError(
             f"{type(task).__name__}.preprocess goes into the export, but the steps do not call it, so what it takes is "
-            "unknown. Call self(self.preprocess(images)) in validation_step, or give the module another name."
+            "unknown. SeenCall self(self.preprocess(images)) in validation_step, or give the module another name."
         )
     return Interface(method, seen.calls, seen.rebuild, metrics, counted, seen.rebuild_output, seen.left_out)
 
@@ -133,7 +133,7 @@ def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interfa
                 f"Without data, an export needs example inputs: set {type(task).__name__}.example_inputs to a tuple of "
                 "tensors, as in (torch.zeros(2, 1, 28, 28),)."
             )
-        return Interface(method, [Call({}, {})], lambda tensors: ((), {}), {}, 0, next)
+        return Interface(method, [SeenCall({}, {})], lambda tensors: ((), {}), {}, 0, next)
     given = examples if isinstance(examples, tuple) else (examples,)
     args = tuple(each.to(device) if isinstance(each, Tensor) else each for each in given)
     real = getattr(task, method)
@@ -141,7 +141,7 @@ def from_examples(task: TaskModule, device: str, needed: bool = True) -> Interfa
         outputs = real(*args)
     tensors, rebuild, _ = take_call_apart(real, args, {})
     found, left_out = outputs_of(outputs)
-    return Interface(method, [Call(tensors, found)], rebuild, {}, 0, take_apart(outputs, "output")[1], left_out)
+    return Interface(method, [SeenCall(tensors, found)], rebuild, {}, 0, take_apart(outputs, "output")[1], left_out)
 
 
 def validate(task: TaskModule, loader: Any, device: str, batches: int | None = None) -> dict[str, float]:
@@ -179,7 +179,7 @@ class _Seen:
 
     def __init__(self, task: TaskModule, method: str):
         self.task, self.method = task, method
-        self.calls: list[Call] = []
+        self.calls: list[SeenCall] = []
         self.counted = 0
         self.rebuild: Any = None
         self.rebuild_output: Any = None
@@ -218,7 +218,7 @@ class _Seen:
         tensors, rebuild, form = take_call_apart(real, args, kwargs)
         self._form = form if self._form is None else self._form
         found, left_out = outputs_of(outputs)
-        call = Call(_copied(tensors), _copied(found))
+        call = SeenCall(_copied(tensors), _copied(found))
         if form != self._form or (self.calls and call.outputs.keys() != self.calls[0].outputs.keys()):
             return  # called in another way, which is another model
         if self.rebuild is None:
@@ -301,7 +301,7 @@ def ports_of(tensors: Iterable[Mapping[str, Tensor]], axes: Mapping[str, Mapping
     return ports
 
 
-def dynamic_axes(calls: Sequence[Call], dynamic: str | Sequence[str] = "auto") -> dict[str, dict[int, str]]:
+def dynamic_axes(calls: Sequence[SeenCall], dynamic: str | Sequence[str] = "auto") -> dict[str, dict[int, str]]:
     """Return the names of dynamic axes by input: the batch, and with "auto" each axis whose size the data vary.
 
     `dynamic` is "auto", "batch", "none", or a list of INPUT:AXIS in addition to the batch.
@@ -346,11 +346,11 @@ def _asked(dynamic: str | Sequence[str], inputs: Mapping[str, Tensor]) -> set[tu
     return found
 
 
-def _sizes(calls: Sequence[Call], name: str, axis: int) -> list[int]:
+def _sizes(calls: Sequence[SeenCall], name: str, axis: int) -> list[int]:
     return [call.inputs[name].shape[axis] for call in calls]
 
 
-def with_batch(call: Call, axes: Mapping[str, Mapping[int, str]], rows: int) -> dict[str, Tensor]:
+def with_batch(call: SeenCall, axes: Mapping[str, Mapping[int, str]], rows: int) -> dict[str, Tensor]:
     """Return a call's inputs cut or repeated to a number of rows."""
     changed: dict[str, Tensor] = {}
     for name, tensor in call.inputs.items():

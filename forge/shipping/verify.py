@@ -24,7 +24,7 @@ METRIC = 1e-3
 """By how much a metric of an export that is not quantised may differ, relative to the larger."""
 
 
-class Mismatch(ExportError):
+class ExportMismatch(ExportError):
     """An export whose outputs or metric are not those of the trained task."""
 
 
@@ -42,7 +42,7 @@ class OutputDifference:
 
 
 @dataclass
-class Verdict:
+class ExportVerdict:
     """What a verification found."""
 
     batches: int = 0
@@ -66,12 +66,12 @@ def compare_outputs(
     device: str,
     limits: Mapping[str, tuple[int, int]],
     recorded: bool = True,
-) -> Verdict:
+) -> ExportVerdict:
     """Compare an export with `model` on the batches that the validation had and on batches of other sizes.
 
     Where `recorded`, the outputs for the former are those that the validation itself saw.
     """
-    verdict = Verdict()
+    verdict = ExportVerdict()
     differences: dict[str, OutputDifference] = {}
     for inputs, outputs in _cases(interface, axes, limits):
         expected = (
@@ -117,17 +117,17 @@ def _compare(
     for name, wanted in expected.items():
         got, wanted = found[name].detach().cpu(), wanted.detach().cpu()
         if got.shape != wanted.shape:
-            raise Mismatch(
+            raise ExportMismatch(
                 f"The output {name!r} of the export has the shape {shape_text(got.shape)}; the task's has "
                 f"{shape_text(wanted.shape)}."
             )
         if got.dtype != wanted.dtype:
-            raise Mismatch(f"The output {name!r} of the export is {got.dtype}; the task's is {wanted.dtype}.")
+            raise ExportMismatch(f"The output {name!r} of the export is {got.dtype}; the task's is {wanted.dtype}.")
         seen = differences.setdefault(name, OutputDifference(name, str(wanted.dtype).removeprefix("torch.")))
         seen.tolerance = max(tolerance, HALF) if wanted.dtype in (torch.bfloat16, torch.float16) else tolerance
         _widen(seen, wanted, got)
         if not seen.relative <= seen.tolerance:
-            raise Mismatch(
+            raise ExportMismatch(
                 f"The output {name!r} of the export differs from the task's: by {seen.largest:.3g} at most, "
                 f"{seen.relative:.3g} relative to its largest entry; {seen.tolerance:g} is allowed."
             )
@@ -154,7 +154,7 @@ def _widen(seen: OutputDifference, wanted: Tensor, got: Tensor) -> None:
 
 
 def compare_metrics(
-    verdict: Verdict,
+    verdict: ExportVerdict,
     task: TaskModule,
     interface: Interface,
     engine: Engine,
@@ -173,18 +173,18 @@ def compare_metrics(
     with computed_by(task, interface, engine) as counted:
         verdict.metrics_after = validate(task, loader, device, batches)
     if not counted[0]:
-        raise Mismatch("The validation of the export never called it.")
+        raise ExportMismatch("The validation of the export never called it.")
 
 
-def refuse_other_metrics(verdict: Verdict) -> None:
+def refuse_other_metrics(verdict: ExportVerdict) -> None:
     """Refuse an export whose metrics are not the task's; one that is not quantised has the same up to rounding."""
     for name, before in verdict.metrics_before.items():
         after = verdict.metrics_after.get(name)
         if after is not None and not math.isclose(before, after, rel_tol=METRIC, abs_tol=METRIC * 1e-2):
-            raise Mismatch(f"{name} is {before:.6g} with the trained task and {after:.6g} with the export.")
+            raise ExportMismatch(f"{name} is {before:.6g} with the trained task and {after:.6g} with the export.")
 
 
-def refuse_drop(verdict: Verdict, most: float) -> None:
+def refuse_drop(verdict: ExportVerdict, most: float) -> None:
     """Refuse an export that loses more than `most` of a metric whose better direction is known."""
     judged = {name: mode for name in verdict.metrics_after if (mode := mode_of(name)) is not None}
     if not judged:
@@ -196,7 +196,7 @@ def refuse_drop(verdict: Verdict, most: float) -> None:
         before, after = verdict.metrics_before[name], verdict.metrics_after[name]
         drop = before - after if mode == "max" else after - before
         if not drop <= most:
-            raise Mismatch(
+            raise ExportMismatch(
                 f"{name} goes from {before:.6g} to {after:.6g}: a loss of {drop:.3g}, and --max-drop is {most:g}."
             )
 
@@ -212,7 +212,7 @@ def with_weights(task: TaskModule, tensors: Mapping[str, Tensor]) -> TaskModule:
     kept = {task.state_dict()[name].data_ptr() for name in tied}
     lost = [n for n in missing if not n.endswith("_extra_state") and task.state_dict()[n].data_ptr() not in kept]
     if lost or unexpected:
-        raise Mismatch(
+        raise ExportMismatch(
             f"The file lacks {', '.join(lost) or 'nothing'} and has {', '.join(unexpected) or 'nothing'} besides."
         )
     return fresh.eval()
