@@ -50,7 +50,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def run(args: Namespace) -> int:
     import torch
 
-    from forge.shipping.bench import DEFAULT, Bench, bench
+    from forge.shipping.bench import DEFAULT, BenchResult, bench
     from forge.shipping.export import loader_of
     from forge.shipping.source import find
 
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
     given = source_arguments(args)
     source = find(args.run, given["task"], given["weights"])
     source.task.to(args.device)
-    result: Bench = bench(
+    result: BenchResult = bench(
         source,
         loader_of(source, given["data"]),
         engines=args.engines or DEFAULT,

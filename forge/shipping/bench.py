@@ -47,7 +47,7 @@ class EngineTiming:
 
 
 @dataclass
-class Bench:
+class BenchResult:
     """The timings of all engines, and what did not run."""
 
     device: str
@@ -104,7 +104,7 @@ def bench(
     batches: Sequence[int] = (1, 8, 32),
     device: str = "cpu",
     seconds: float = 1.0,
-) -> Bench:
+) -> BenchResult:
     """Time engines on a task's own validation data.
 
     An engine is "eager", "compile", or a format of `forge export`, alone or quantised as in "onnx:int8-static". Each
@@ -112,7 +112,7 @@ def bench(
     """
     _check(engines, batches)
     prepared = prepare(source, loader, device, batches=4)
-    result = Bench(device, torch.get_num_threads())
+    result = BenchResult(device, torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         ready: dict[str, Infer] = {}
         largest = _inputs(prepared, max(batches), device)
@@ -147,7 +147,7 @@ def _check(engines: Sequence[str], batches: Sequence[int]) -> None:
         raise ExportError("--batch takes sizes of at least 1, as in 1,8,32.")
 
 
-def _engine(name: str, prepared: Prepared, folder: Path, result: Bench) -> Infer:
+def _engine(name: str, prepared: Prepared, folder: Path, result: BenchResult) -> Infer:
     module = Deployed(prepared.source.task, prepared.interface).eval()
     if name == "eager":
         return _called(module, prepared)

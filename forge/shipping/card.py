@@ -43,7 +43,8 @@ def hashed(file: Path) -> dict[str, Any]:
 
 
 def port_as_dict(port: Port) -> dict[str, Any]:
-    return {**asdict(port), "shape": list(port.shape)}
+    seen = {axis: list(sizes) for axis, sizes in (port.seen or {}).items()}
+    return {**asdict(port), "shape": list(port.shape), "seen": seen}
 
 
 def write(card: Mapping[str, Any], folder: Path) -> None:

@@ -57,11 +57,13 @@ class Prepared:
     def plan(self) -> Plan:
         """Return a plan whose example has at least two rows: torch would take a single one as fixed."""
         model = Deployed(self.source.task, self.interface).eval()
-        call = max(self.interface.calls, key=lambda each: min(min(sizes, default=2) for sizes in each.sizes))
-        rows = next(iter(call.inputs.values()))
+        call = max(
+            self.interface.calls, key=lambda each: min((size for sizes in each.sizes for size in sizes), default=2)
+        )
         inputs = call.inputs
-        if any("batch" in symbols.values() for symbols in self.axes.values()) and rows.shape[0] < 2:
-            inputs = with_batch(call, self.axes, 2)
+        if any("batch" in symbols.values() for symbols in self.axes.values()):
+            rows = next(iter(inputs.values())).shape[0]
+            inputs = with_batch(call, self.axes, 2) if rows < 2 else inputs
         axes = {name: dict(symbols) for name, symbols in self.axes.items()}
         return Plan(model, dict(inputs), axes, self.interface.output_names, type(self.source.task).__name__)
 
@@ -189,7 +191,7 @@ def _place(source: Source, to: str, name: str, out: str | Path | None, quantize:
     suffix = "".join(Path(name).suffixes)
     if path.is_dir() or not path.suffix:
         return path / name
-    if to != "triton-repository" and not path.name.endswith(Path(suffix).suffix):
+    if to != "triton-repository" and not path.name.endswith(Path(name).suffix):
         raise ExportError(f"{path}: a file of the format {to} ends in {suffix}. Name it {path.with_suffix(suffix)}.")
     return path
 
@@ -273,10 +275,10 @@ class ModuleEngine:
 
 
 def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan, str]:
-    from forge.shipping import quantize
-
     if getattr(module_of(to), "WEIGHTS_ONLY", False):
         raise ExportError(f"--quantize needs a format with a program, such as pt2 or onnx; {to} holds weights alone.")
+    from forge.shipping import quantize
+
     return quantize.quantised(plan, kind, to, prepared)
 
 

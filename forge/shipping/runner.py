@@ -1,7 +1,5 @@
 """A process that loads one exported file and computes outputs for another process, over a pipe.
 
-    python -m forge.shipping.runner FORMAT FILE DEVICE THREADS NAME...
-
 Frames are a length in 8 bytes and a safetensors file. A first frame of length 0 says that the file was loaded; the
 marker 2**63 stands before an error's text. Nothing of the trained task is imported here.
 """
@@ -25,6 +23,7 @@ from forge.shipping.engine import ExportError, Port
 from forge.shipping.formats import module_of
 
 ERROR = 2**63
+PROGRAM = "import sys; from forge.shipping.runner import main; main(sys.argv[1:])"
 
 
 class Remote:
@@ -33,10 +32,14 @@ class Remote:
     def __init__(self, format: str, file: Path, inputs: Sequence[Port], outputs: Sequence[Port], device: str = "cpu"):
         self.inputs, self.outputs = inputs, outputs
         names = [port.name for port in inputs]
-        words = [sys.executable, "-m", "forge.shipping.runner", format, str(file), device, str(torch.get_num_threads())]
+        words = [sys.executable, "-c", PROGRAM, format, str(file), device, str(torch.get_num_threads())]
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [*words, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said
+            [*words, *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
         try:
             self._answer()
@@ -99,6 +102,7 @@ def _send(stream: IO[bytes], body: bytes) -> None:
 
 
 def main(words: Sequence[str]) -> None:
+    """Serve the file of `FORMAT FILE DEVICE THREADS NAME...`."""
     format, file, device, threads, *names = words
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print goes to stderr
@@ -119,7 +123,3 @@ def main(words: Sequence[str]) -> None:
         text = f"{type(error).__name__}: {error}".encode()
         out.write((ERROR + len(text)).to_bytes(8, "little") + text)
         out.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

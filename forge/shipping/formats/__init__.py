@@ -26,7 +26,7 @@ def module_of(format: str) -> Any:
     if format not in FORMATS:
         raise ExportError(f"There is no format {format!r}.{did_you_mean(format, FORMATS)}")
     module = import_module(f"forge.shipping.formats.{format.replace('-', '_')}")
-    require(module.PACKAGES, f"The format {format}")
+    require(module.PACKAGES, f"The format {format}", getattr(module, "EXTRA", "export"))
     return module
 
 

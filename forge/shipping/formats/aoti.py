@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.shipping.engine import ExportError
-from forge.shipping.formats.plan import Plan, traced
+from forge.shipping.formats.plan import Plan, quiet, traced
 
 PACKAGES = ("torch",)
 FILE = "model.aoti.pt2"
@@ -23,7 +21,7 @@ def write(plan: Plan, path: Path) -> None:
 
     program = traced(plan)
     try:
-        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+        with torch.no_grad(), quiet():
             aoti_compile_and_package(program, package_path=str(path))
     except Exception as error:
         if "Compiler" in type(error).__name__ or "compiler" in str(error)[:200]:

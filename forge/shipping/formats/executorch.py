@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,23 @@ import torch
 from torch import Tensor
 
 from forge.shipping.engine import ExportError
-from forge.shipping.formats.plan import Plan, traced
+from forge.shipping.formats.plan import Plan, quiet, traced
 
 PACKAGES = ("executorch",)
+EXTRA = "executorch"
 FILE = "model.pte"
 TOLERANCE = 1e-4
 
 
 def write(plan: Plan, path: Path) -> None:
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # deprecations inside executorch
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
     program = traced(plan)
     try:
-        lowered: Any = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-        path.write_bytes(lowered.to_executorch().buffer)
+        with quiet():
+            from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+            from executorch.exir import to_edge_transform_and_lower
+
+            lowered: Any = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+            path.write_bytes(lowered.to_executorch().buffer)
     except Exception as error:
         raise ExportError(f"ExecuTorch cannot lower the model: {str(error).strip()[:600]}") from error
 

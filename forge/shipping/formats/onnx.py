@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.shipping.engine import ExportError
-from forge.shipping.formats.plan import Plan, refusal
+from forge.shipping.formats.plan import Plan, quiet, refusal
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
@@ -21,21 +18,13 @@ TOLERANCE = 1e-4
 
 
 def write(plan: Plan, path: Path) -> None:
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    names = {"input_names": list(plan.inputs), "output_names": list(plan.output_names), "verbose": False}
+    options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": plan.shapes(), "external_data": False}
+    if plan.varies_length:  # dynamo would unroll a recurrent layer at the example's length; ONNX has operators for them
+        options = {"dynamo": False, "dynamic_axes": plan.axes}
     try:
-        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                plan.model,
-                plan.examples,
-                str(path),
-                dynamo=True,
-                dynamic_shapes=plan.shapes(),
-                input_names=list(plan.inputs),
-                output_names=list(plan.output_names),
-                external_data=False,
-                verbose=False,
-            )
+        with torch.no_grad(), quiet():
+            torch.onnx.export(plan.model, plan.examples, str(path), **names, **options)
     except Exception as error:
         raise _explained(error, plan) from error
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import re
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +19,26 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from forge.shipping.engine import ExportError
+from forge.shipping.recurrent import has_recurrence, looped
 from forge.util.frames import is_library
 
+FIXED = r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)"
+"""How torch says that it fixes an axis."""
 LARGEST = 2**31
 """Sizes that torch takes as "no limit"."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what torch logs and warns of while it traces, and fails to, from the user; errors carry the reason."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @dataclass
@@ -37,6 +57,12 @@ class Plan:
     def examples(self) -> tuple[Tensor, ...]:
         return tuple(self.inputs.values())
 
+    @property
+    def varies_length(self) -> bool:
+        """Whether a recurrent model is to run at any length."""
+        varied = any(symbol != "batch" for symbols in self.axes.values() for symbol in symbols.values())
+        return varied and has_recurrence(self.model)
+
     def dims(self) -> tuple[dict[int, Any] | None, ...]:
         """Return torch's names of the dynamic axes, input by input."""
         named = {symbol: Dim(symbol, min=1) for found in self.axes.values() for symbol in found.values()}
@@ -54,14 +80,14 @@ def traced(plan: Plan, strict: bool = False) -> ExportedProgram:
     shapes: Any = plan.shapes()
     for _ in range(4):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), quiet(), looped(plan.model) if plan.varies_length else nullcontext():
                 program = torch.export.export(plan.model, plan.examples, dynamic_shapes=shapes, strict=strict)
             break
         except Exception as error:
+            _refuse_fixed(plan, error)
             refined = _refined(error, shapes)
             if refined is None:
                 raise refusal(error, plan) from error
-            _refuse_fixed(plan, refined, error)
             shapes = refined
     else:
         raise ExportError(
@@ -83,29 +109,17 @@ def _refined(error: Exception, shapes: Any) -> Any:
     return refined if repr(refined) != repr(shapes) else None
 
 
-def _refuse_fixed(plan: Plan, shapes: Any, error: Exception) -> None:
-    """Refuse if torch fixes an axis that the data vary."""
-    for (name, axes), found in zip(plan.axes.items(), _given(plan, shapes), strict=True):
-        for axis, symbol in axes.items():
-            size = (found or {}).get(axis)
-            if size is None or isinstance(size, int):
-                raise ExportError(
-                    f"torch.export fixes the axis {symbol!r} of {name} at {plan.inputs[name].shape[axis]}, but it "
-                    f"is to be dynamic. {_cure(plan, symbol)}\ntorch says: {_shortened(str(error))}"
-                ) from error
-
-
-def _given(plan: Plan, shapes: Any) -> list[Any]:
-    every = dict(zip(plan.inputs, shapes["inputs"], strict=True))
-    return [every[name] for name in plan.axes]
+def _refuse_fixed(plan: Plan, error: Exception) -> None:
+    """Refuse if torch fixes an axis that is to be dynamic."""
+    for symbol, size in re.findall(
+        r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)", str(error)
+    ):
+        raise ExportError(f"torch.export fixes the axis {symbol!r} at {size}. {_cure(plan, symbol)}") from error
 
 
 def _cure(plan: Plan, symbol: str) -> str:
-    recurrent = next((type(m).__name__ for m in plan.model.modules() if isinstance(m, nn.RNNBase)), None)
-    cause = f"{recurrent} does that to the length. " if recurrent and symbol != "batch" else ""
-    if symbol == "batch":
-        return f"{cause}Look for a size in your forward that is taken as a number, such as x.view(64, -1)."
-    return f"{cause}Use --to onnx or --to torchscript, which keep it, or pad to one length and give --dynamic batch."
+    line = "Look for a size in your forward that is taken as a number, such as x.view(64, -1)."
+    return line if symbol == "batch" else f"{line} Or pad to one length, and give --dynamic batch."
 
 
 def refusal(error: BaseException, plan: Plan) -> ExportError:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.shipping.engine import ExportError
-from forge.shipping.formats.plan import Plan, users_line
+from forge.shipping.formats.plan import Plan, quiet, users_line
 
 PACKAGES = ("torch",)
 FILE = "model.ts"
@@ -19,8 +19,7 @@ TOLERANCE = 1e-5
 
 def write(plan: Plan, path: Path) -> None:
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), quiet():
             script = torch.jit.trace(plan.model, plan.examples, strict=False, check_trace=False)
             torch.jit.save(script, str(path))
     except Exception as error:

@@ -1,0 +1,356 @@
+"""An export holds what was trained: it is verified in a fresh process, and what is broken is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import forge
+from forge.cli import main
+from forge.errors import ForgeError
+from forge.shipping import card, formats
+from forge.shipping.engine import ExportError
+from forge.shipping.engines import open_engine
+from forge.shipping.formats import aoti, onnx, pt2, torchscript
+from forge.shipping.verify import ExportMismatch
+from forge_plugins import EMA, Checkpoint
+from tests.support.ships import Classifier, batches, trained_run
+
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("aoti", "executorch", "triton-repository")]
+
+
+def exported(task: forge.TaskModule, folder: Path, to: str = "torchscript", **options: Any) -> Any:
+    return forge.export(task, to=to, out=folder, data=batches(), **options)
+
+
+# -- what is proved ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["pt2", "onnx", "torchscript", "safetensors", "pt", *LONG])
+def test_an_export_computes_what_the_task_computes(to: str, tmp_path: Path) -> None:
+    if to in ("onnx", "triton-repository"):
+        pytest.importorskip("onnxruntime")
+    elif to == "executorch":
+        pytest.importorskip("executorch")
+    task = Classifier().train()
+    made = exported(task, tmp_path, to)
+    found = json.loads((tmp_path / card.NAME).read_text())
+    assert found == made.card
+    assert (found["verified"], found["format"], found["method"]) == (True, to, "forward")
+    assert [(port["name"], port["dtype"], port["shape"]) for port in found["inputs"] + found["outputs"]] == [
+        ("images", "float32", ["batch", 4]),
+        ("output", "float32", ["batch", 3]),
+    ]
+    verification = found["verification"]
+    assert verification["sizes"] == [1, 3, 5, 8]
+    assert verification["metrics_after"].keys() == {"val/loss", "val/accuracy"}
+    for name, before in verification["metrics_before"].items():
+        assert verification["metrics_after"][name] == pytest.approx(before, rel=1e-5)
+    for name, noted in found["files"].items():
+        assert card.hashed(tmp_path / name) == noted
+    assert task.training
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({card.NAME, made.path.name})
+
+
+@pytest.mark.parametrize("to", ["pt2", "torchscript", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_file_runs_with_any_number_of_rows(to: str, tmp_path: Path) -> None:
+    task = Classifier().eval()
+    engine = open_engine(exported(task, tmp_path, to).path)
+    for rows in (1, 2, 17):
+        images = torch.randn(rows, 4)
+        assert torch.allclose(engine({"images": images})["output"], task(images), atol=1e-5)
+
+
+def changed_weight(real: Any, plan: Any, path: Path) -> None:
+    weight = plan.model.task.last.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] += 0.05
+    real(plan, path)
+    with torch.no_grad():
+        weight.copy_(before)
+
+
+def swapped_axis(real: Any, plan: Any, path: Path) -> None:
+    class Swapped(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(output.flip(1) for output in self.inner(*inputs))
+
+    whole, plan.model = plan.model, Swapped(plan.model)
+    real(plan, path)
+    plan.model = whole
+
+
+def dropout_left_on(real: Any, plan: Any, path: Path) -> None:
+    plan.model.train()
+    real(plan, path)
+    plan.model.eval()
+
+
+def one_row_baked_in(real: Any, plan: Any, path: Path) -> None:
+    whole = plan.inputs, plan.axes
+    plan.inputs, plan.axes = {name: tensor[:1] for name, tensor in plan.inputs.items()}, {}
+    real(plan, path)
+    plan.inputs, plan.axes = whole
+
+
+BREAKS = [changed_weight, swapped_axis, dropout_left_on, one_row_baked_in]
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda each: each.__name__)
+def test_a_broken_exporter_is_caught(broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pt2.write
+    monkeypatch.setattr(pt2, "write", lambda plan, path: broken(real, plan, path))
+    with pytest.raises(ExportError) as refused:
+        exported(Classifier(), tmp_path, "pt2")
+    assert broken is one_row_baked_in or isinstance(refused.value, ExportMismatch)
+    assert broken is one_row_baked_in or "output 'output'" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_not_written_right_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pt2, "write", lambda plan, path: path.write_bytes(b"no program"))
+    with pytest.raises(ExportError):
+        exported(Classifier(), tmp_path, "pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_differ_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(plan: Any, path: Path) -> None:
+        torch.save({name: value / 2 for name, value in plan.model.task.state_dict().items()}, path)
+
+    monkeypatch.setattr(formats.module_of("pt"), "write", halved)
+    with pytest.raises(ExportMismatch, match="differs"):
+        exported(Classifier(), tmp_path, "pt")
+
+
+def test_a_metric_that_is_not_the_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.shipping.verify.compare_outputs", lambda *args, **options: _empty())
+    real = torchscript.write
+    monkeypatch.setattr(torchscript, "write", lambda plan, path: swapped_axis(real, plan, path))
+    with pytest.raises(ExportMismatch, match=r"val/\w+ is .* with the trained task"):
+        exported(Classifier(), tmp_path)
+
+
+def _empty() -> Any:
+    from forge.shipping.verify import ExportVerdict
+
+    return ExportVerdict()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Bare(Classifier):
+    forward = nn.Module.forward  # pyright: ignore[reportAssignmentType]
+    validation_step = forge.TaskModule.validation_step  # pyright: ignore[reportAssignmentType]
+
+
+class Branching(Classifier):
+    def forward(self, images: Tensor) -> Tensor:
+        if images.sum() > 0:
+            return super().forward(images)
+        return -super().forward(images)
+
+
+class Fixed(Classifier):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.reshape(8, 4) if len(images) == 8 else images)
+
+
+REFUSED = {
+    "no method": (Bare, {}, ["neither forward nor predict_step", "def forward(self, images)"]),
+    "control flow": (Branching, {"to": "pt2"}, ["torch.cond", "--to torchscript", "test_export.py"]),
+    "a size": (Fixed, {"to": "pt2"}, ["'batch'", "fixes"]),
+    "format": (Classifier, {"to": "tflite"}, ["no format 'tflite'"]),
+    "no file": (Classifier, {"out": None}, ["Name the file"]),
+    "suffix": (Classifier, {"to": "onnx", "out": "model.pt2"}, ["ends in .onnx"]),
+    "no data": (Classifier, {"data": None}, ["data=", "unverified"]),
+    "axes": (Classifier, {"dynamic": "pixels:1"}, ["INPUT:AXIS", "images (2 axes)"]),
+    "quantised weights": (Classifier, {"to": "pt", "quantize": "int8-static"}, ["weights alone"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exported_is_refused(case: str, tmp_path: Path) -> None:
+    kind, options, words = REFUSED[case]
+    given: dict[str, Any] = {"to": "torchscript", "out": tmp_path / "out", "data": batches(), **options}
+    with pytest.raises(ForgeError) as refused:
+        forge.export(kind(), **given)
+    assert [word for word in words if word not in str(refused.value)] == []
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path) -> None:
+    exported(Classifier(), tmp_path, "pt")
+    before = (tmp_path / "model.pt").read_bytes()
+    with pytest.raises(ExportError, match="--force"):
+        exported(Classifier(), tmp_path, "pt")
+    assert (tmp_path / "model.pt").read_bytes() == before
+    exported(Classifier(), tmp_path, "pt", force=True)
+    assert (tmp_path / "model.pt").read_bytes() != before
+
+
+def test_a_missing_package_is_named_with_its_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "onnxruntime" else object())
+    with pytest.raises(ExportError, match=r"onnxruntime: pip install 'forge-trainer\[export\]'"):
+        exported(Classifier(), tmp_path, "onnx")
+
+
+def test_without_a_compiler_aoti_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def compiled(*args: Any, **options: Any) -> None:
+        raise InvalidCxxCompiler()
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compiled)
+    with pytest.raises(ExportError, match=r"g\+\+"):
+        aoti.write(_plan(), tmp_path / "model.pt2")
+
+
+def test_an_operator_that_onnx_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+
+    class Odd(Classifier):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(torch.special.bessel_j0(images))
+
+    with pytest.raises(ExportError, match="bessel_j0"):
+        exported(Odd(), tmp_path, "onnx")
+    assert onnx.FILE not in [path.name for path in tmp_path.iterdir()]
+
+
+def _plan() -> Any:
+    from forge.shipping.export import prepare
+    from forge.shipping.source import Source
+
+    return prepare(Source(Classifier().eval()), batches(), "cpu").plan()
+
+
+def test_without_data_an_export_is_marked_as_unverified(tmp_path: Path) -> None:
+    class Exemplary(Classifier):
+        example_inputs = (torch.zeros(2, 4),)
+
+    with pytest.raises(ExportError, match="example_inputs"):
+        forge.export(Classifier(), to="pt2", out=tmp_path, unverified=True)
+    made = forge.export(Exemplary(), to="pt2", out=tmp_path, unverified=True)
+    assert (made.verified, made.card["verification"]) == (False, None)
+    assert open_engine(made.path)({"images": torch.zeros(5, 4)})["output"].shape == (5, 3)
+    assert not forge.export(Classifier(), to="safetensors", out=tmp_path / "w", unverified=True).verified
+
+
+# -- cards from elsewhere ---------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "no JSON": b"\x00",
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+    "another format": {"format": "pickle"},
+    "no inputs": {"inputs": []},
+    "a name with a slash": {"inputs": [{"name": "../x", "dtype": "float32", "shape": [1]}]},
+    "an odd type": {"inputs": [{"name": "x", "dtype": "object", "shape": [1]}]},
+    "an odd shape": {"outputs": [{"name": "x", "dtype": "float32", "shape": [None]}]},
+    "no files": {"files": {}},
+    "another hash": {"files": {"model.ts": {"sha256": "0" * 64}}},
+}
+
+
+@pytest.fixture(scope="module")
+def exported_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    return forge.export(Classifier(), to="torchscript", out=folder, data=batches(), batches=1).path
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_card_is_refused(case: str, exported_file: Path, tmp_path: Path) -> None:
+    change = HOSTILE[case]
+    (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
+    values = json.loads((exported_file.parent / card.NAME).read_text())
+    body = change if isinstance(change, bytes) else json.dumps(values | change).encode()
+    (tmp_path / card.NAME).write_bytes(body)
+    with pytest.raises(ExportError):
+        open_engine(tmp_path / "model.ts")
+
+
+def test_a_file_without_a_card_is_refused(exported_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.ts").write_bytes(exported_file.read_bytes())
+    with pytest.raises(ExportError, match=r"export\.json"):
+        open_engine(tmp_path / "model.ts")
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (torch.zeros(2, 5), "batch × 4"),
+        (torch.zeros(2, 4, dtype=torch.float64), "must be float32"),
+        (torch.zeros(4), "batch × 4"),
+    ],
+)
+def test_inputs_are_checked_whatever_the_runtime_does(images: Tensor, said: str, exported_file: Path) -> None:
+    with pytest.raises(ExportError, match=said):
+        open_engine(exported_file)({"images": images})
+    with pytest.raises(ExportError, match="takes images"):
+        open_engine(exported_file)({"pixels": torch.zeros(2, 4)})
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+TASK = """
+from tests.support.ships import Classifier as Base, batches
+from forge.data import Splits
+
+class Classifier(Base):
+    pass
+
+def data():
+    return Splits(train=batches(), val=batches())
+"""
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(TASK)
+    trained_run(tmp_path / "run", EMA(0.5), Checkpoint(every="2 updates", best={"monitor": "val/loss", "mode": "min"}))
+    return tmp_path / "run"
+
+
+def test_a_run_is_exported_from_the_command_line(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = str(run_folder.parent / "mine.py")
+    words = ["export", str(run_folder), "--to", "torchscript"]
+    assert main(words) == 2
+    assert "--task FILE.py:Task" in capsys.readouterr().err
+    assert main([*words, "--task", f"{mine}:Classifier"]) == 2
+    assert "--data FILE.py:function" in capsys.readouterr().err
+    assert main([*words, "--task", f"{mine}:Classifier", "--data", f"{mine}:data"]) == 0
+    printed = capsys.readouterr().out
+    assert "best, ema weights of update 6" in printed
+    assert "val/accuracy" in printed
+    assert json.loads((run_folder / "export" / "torchscript" / card.NAME).read_text())["weights"] == "best, ema"
+
+
+def test_a_mismatch_gives_1_and_leaves_nothing(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torchscript.write
+    monkeypatch.setattr(torchscript, "write", lambda plan, path: changed_weight(real, plan, path))
+    mine = str(run_folder.parent / "mine.py")
+    words = ["export", str(run_folder), "--to", "torchscript", "--task", f"{mine}:Classifier", "--data", f"{mine}:data"]
+    assert main(words) == 1
+    assert "Nothing was written" in capsys.readouterr().err
+    assert list((run_folder / "export" / "torchscript").iterdir()) == []
+
+
+def test_a_run_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["export", str(tmp_path / "empty"), "--to", "pt2"]) == 2
+    assert main(["export", str(tmp_path / "nowhere"), "--to", "pt2"]) == 2
+    assert "There is no run" in capsys.readouterr().err
