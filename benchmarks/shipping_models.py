@@ -17,7 +17,7 @@ SMALL = {
     "fashion_mlp": [],
     "finetune": [],
     "gan_digits": [],
-    "gpt2_124m": ["task.layers=2", "task.width=64", "task.heads=4", "data.window=32", "data.samples=32"],
+    "gpt2_124m": ["task.layers=2", "task.width=64", "task.heads=4", "data.window=32", "data.samples=192"],
     "mlp": [],
     "multilabel": ["data.train=200", "data.val=50"],
     "quickstart": [],

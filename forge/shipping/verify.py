@@ -79,7 +79,7 @@ def compare_outputs(
             if outputs and recorded
             else dict(zip(interface.output_names, run(model, inputs, device), strict=True))
         )
-        found = engine(inputs)
+        found = _found(engine, inputs)
         _compare(expected, found, tolerance, differences)
         verdict.batches += 1
         rows = next(iter(inputs.values()))
@@ -87,6 +87,16 @@ def compare_outputs(
     verdict.sizes = sorted(set(verdict.sizes))
     verdict.outputs = list(differences.values())
     return verdict
+
+
+def _found(engine: Engine, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        return engine(inputs)
+    except ExportError as error:
+        shapes = ", ".join(f"{name} of {shape_text(tensor.shape)}" for name, tensor in inputs.items())
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
+        raise ExportMismatch(f"The export fails on {shapes}, which the task takes: {reason}") from error
 
 
 def _cases(

@@ -1,0 +1,63 @@
+"""`forge bench`: engines take turns, and what is the fastest is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge.cli import main
+from forge.shipping.bench import BenchResult, EngineTiming, bench
+from forge.shipping.engine import ExportError
+from forge.shipping.source import Source
+from tests.support.ships import Classifier, batches, trained_run
+
+
+def test_engines_are_timed_at_every_size() -> None:
+    source = Source(Classifier().eval())
+    found = bench(source, batches(), engines=["eager", "torchscript"], batches=[1, 4], seconds=0.01)
+    assert [(timing.engine, timing.batch) for timing in found.timings] == [
+        ("eager", 1),
+        ("torchscript", 1),
+        ("eager", 4),
+        ("torchscript", 4),
+    ]
+    assert all(0 < timing.p50 <= timing.p95 <= timing.p99 and timing.calls >= 30 for timing in found.timings)
+    assert found.bytes["torchscript"] > 0
+    assert found.picture("title").startswith("<svg")
+
+
+def test_advice_names_the_fastest_and_the_widest() -> None:
+    rows = [("eager", 1, 2.0, 500.0), ("onnx", 1, 1.0, 1000.0), ("eager", 8, 4.0, 2000.0), ("onnx", 8, 8.0, 1000.0)]
+    timings = [EngineTiming(name, size, ms, ms, ms, rate, 30) for name, size, ms, rate in rows]
+    latency, throughput = BenchResult("cpu", 2, timings).advice()
+    assert "take onnx: 1 ms at batch 1, 2.00 times as fast as eager" in latency
+    assert "take eager at batch 8: 2,000 samples/s" in throughput
+
+
+def test_an_engine_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.shipping.formats.find_spec", lambda name: None if name == "executorch" else object())
+    found = bench(Source(Classifier().eval()), batches(), engines=["eager", "executorch"], batches=[1], seconds=0.01)
+    assert "pip install" in found.missing["executorch"]
+
+
+@pytest.mark.parametrize(("options", "said"), [({"engines": ["magic"]}, "magic"), ({"batches": [0]}, "at least 1")])
+def test_what_cannot_be_timed_is_refused(options: dict, said: str) -> None:
+    with pytest.raises(ExportError, match=said):
+        bench(Source(Classifier().eval()), batches(), **options)
+
+
+def test_the_command_line_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained_run(tmp_path / "run")
+    (tmp_path / "mine.py").write_text(
+        "from tests.support.ships import Classifier as Base, data\nclass Mine(Base): pass\n"
+    )
+    mine = str(tmp_path / "mine.py")
+    words = ["bench", str(tmp_path / "run"), "--task", f"{mine}:Mine", "--data", f"{mine}:data", "--engines", "eager"]
+    assert main([*words, "--batch", "1,2", "--seconds", "0.01"]) == 0
+    printed = capsys.readouterr().out
+    assert "For latency take eager" in printed
+    assert (tmp_path / "run" / "bench" / "latency.svg").read_text().startswith("<svg")
+    assert main([*words, "--batch", "1", "--seconds", "0.01", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["timings"][0]["engine"] == "eager"
