@@ -20,7 +20,19 @@ from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
 
-@pytest.mark.parametrize("page", with_blocks("python"))
+LONG = {
+    "docs/deployment/pt2.md": "tests/shipping exports to every format",
+    "docs/deployment/onnx.md": "as above",
+    "docs/deployment/aoti.md": "as above, and calls a compiler",
+    "docs/deployment/weights.md": "as above",
+    "docs/deployment/torchscript.md": "as above",
+}
+"""Pages that are run in the full profile only, and what stands for them in the quick one."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in with_blocks("python")]
+)
 def test_the_python_on_a_page_runs_from_top_to_bottom(
     page: str,
     empty_folder: Path,
