@@ -19,7 +19,6 @@ from tests.conftest import PROFILE
 from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
-
 LONG = {
     "docs/deployment/pt2.md": "tests/shipping exports to every format",
     "docs/deployment/onnx.md": "as above",
