@@ -53,7 +53,6 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
 
     A second signal ends at once. Raise ExportError if the model cannot compute its first batch.
     """
-    sys.setswitchinterval(SWITCH)
     service: ModelService = app.state.service
     config = uvicorn.Config(
         app,
@@ -68,8 +67,13 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
         timeout_graceful_shutdown=math.ceil(service.limits.timeout),
     )
     server = StoppableServer(config, service)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(server.run_until_stopped(bound, when_ready))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.run_until_stopped(bound, when_ready))
+    finally:
+        sys.setswitchinterval(interval)
     if service.failure is not None:
         raise ExportError(
             f"The model failed on a batch of zeros: {service.failure}. If it cannot take zeros, use --no-warmup."
