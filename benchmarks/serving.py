@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(asdict(row)))
     else:
         print(machine.sentence())
-        Console().print(table(rows, options))
+        Console(width=130).print(table(rows, options))
     return 1 if any(row.errors for row in rows) else 0
 
 
