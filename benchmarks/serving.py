@@ -9,6 +9,10 @@
 stays open: the next request is sent when the answer is there. Both arms of a comparison run in turns, round after
 round, so that drift of the machine affects both alike; figures are over all rounds. Memory is the server's resident set
 after the first round and after the last.
+
+What batches gain is a property of the model and the machine: little for convolutions in one thread of a CPU, which are
+as busy with one row as with many; much where one row leaves the processor idle (a GPU, wide linear layers, or several
+threads that wait for each other after each operator, above all on a busy machine).
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from forge.shipping.serving.protocol import JSON, RAW, dtype_of
 
 ARMS = {"micro-batching": 32, "one by one": 1}
 """Name → --max-batch; the last is the base."""
-SERVE = "from benchmarks.serving import serve_builtin; serve_builtin({model!r}, {rows})"
+SERVE = "from benchmarks.serving import serve_builtin; serve_builtin({rows}, {threads})"
 
 
 class SmallCNN:
@@ -116,6 +120,7 @@ class Load:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
     rows = batcher_rows(_engine(options.model), options.requests, options.rounds)
     for kind in (JSON, RAW):
         rows += http_rows(options.model, kind, options.clients, options.requests, options.rounds)
@@ -184,8 +189,11 @@ def http_rows(model: str | None, kind: str, clients: int, requests: int, rounds:
 @contextmanager
 def _server(model: str | None, rows: int) -> Iterator[int]:
     """Start a server process, and return its port."""
-    words = ["-m", "forge", "serve", model, "--port", "0", "--max-batch", str(rows)] if model else []
-    command = [sys.executable, *(words or ["-c", SERVE.format(model=model, rows=rows)])]
+    threads = torch.get_num_threads()
+    words = ["-c", SERVE.format(rows=rows, threads=threads)]
+    if model is not None:
+        words = ["-m", "forge", "serve", model, "--port", "0", "--max-batch", str(rows), "--threads", str(threads)]
+    command = [sys.executable, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -198,13 +206,14 @@ def _server(model: str | None, rows: int) -> Iterator[int]:
             process.terminate()
 
 
-def serve_builtin(model: str | None, rows: int) -> None:
+def serve_builtin(rows: int, threads: int) -> None:
     """Serve the built-in engine as `forge serve` does."""
     from forge.shipping.serving.app import make_app
     from forge.shipping.serving.server import address_of, listen, serve
 
+    torch.set_num_threads(threads)
     bound = listen("127.0.0.1", 0)
-    app = make_app(_engine(model), ServeLimits(max_batch=rows), name="built-in")
+    app = make_app(SmallCNN(), ServeLimits(max_batch=rows), name="built-in")
     serve(app, bound, lambda: print(f"Serving at {address_of(bound)}: batches of up to {rows}", flush=True))
 
 
@@ -296,7 +305,9 @@ def _engine(model: str | None) -> Engine:
 
 def table(rows: list[ServingRow], options: argparse.Namespace) -> Table:
     name = options.model or "the built-in CNN"
-    shown = Table(title=f"serving {name}: {options.clients} clients, {options.rounds} rounds in turns")
+    shown = Table(
+        title=f"serving {name}: {options.clients} clients, {options.threads} threads, {options.rounds} rounds in turns"
+    )
     for heading in ("where", "arm"):
         shown.add_column(heading, no_wrap=True)
     for heading in ("requests", "errors", "per s", "factor", "p50 ms", "p95 ms", "p99 ms", "batch", "MiB"):
@@ -315,6 +326,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--clients", type=int, default=32, help="clients at once (default 32)")
     parser.add_argument("--requests", type=int, default=2000, help="requests of each arm (default 2000)")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of torch's operators (default: torch's)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds, in turns (default 5)")
     return parser
 

@@ -72,12 +72,17 @@ def parser() -> ArgumentParser:
         default=[],
         help="largest size of a dynamic axis (default: the largest in the data)",
     )
+    parser.add_argument(
+        "--threads", metavar="N", type=_number(int, 1), help="threads of torch's operators (default: torch's choice)"
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help="accept NaN and infinity in raw tensors")
     parser.add_argument("--no-warmup", action="store_true", help="compute no zeros before the first request")
     return parser
 
 
 def run(args: Namespace) -> int:
+    import torch
+
     try:
         from forge.shipping.serving.app import make_app
         from forge.shipping.serving.server import address_of, listen, serve
@@ -97,6 +102,8 @@ def run(args: Namespace) -> int:
         allow_nonfinite=args.allow_nonfinite,
     )
     bound = listen(args.host, args.port)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)  # before the engine's thread starts: it takes the number from here
     try:
         engine = open_engine(args.model, device=args.device, task=args.task, weights=args.weights)
         kind = getattr(engine, "format", "") or Path(args.model).suffix.removeprefix(".")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from forge import cli
 from forge.cli.serve import parser
@@ -138,6 +139,15 @@ def test_the_options_reach_the_engine_and_the_limits(
         r"Serving runs/a at http://127\.0\.0\.1:\d+: batches of up to 8 rows, waiting at most 5 ms\n",
         capsys.readouterr().out,
     )
+
+
+def test_threads_are_those_of_torch(opened: list[Any], served: list[Any]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert cli.main(["serve", "a.pt2", "--port", "0", "--threads", "2"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_other_hosts_get_a_warning(opened: list[Any], served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
