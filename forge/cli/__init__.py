@@ -31,6 +31,7 @@ VERBS = {
     "tune": "Measure a learning rate, or the largest batch that fits.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",
+    "serve": "Answer requests to a model over HTTP, computed in batches.",
     "ckpt": "Show, verify, compare or export checkpoints.",
     "replay": "Run the window of an anomaly report again.",
     "plan": "Show what a recipe runs: plugins by hook, every value and its origin.",

@@ -93,7 +93,16 @@ class CheckedCard:
             raise self._refused(f"{key} has an entry without a name, a dtype and a shape")
         if not all(isinstance(size, (int, str)) and not isinstance(size, bool) for size in shape) or len(shape) > 32:
             raise self._refused(f"the shape of {name} is no list of sizes")
-        return Port(name, dtype, tuple(shape))
+        return Port(name, dtype, tuple(shape), self._seen(item.get("seen"), shape))
+
+    def _seen(self, values: Any, shape: list[Any]) -> dict[str, tuple[int, int]]:
+        """Return the sizes that the data had, of axes that the shape names."""
+        pairs = values.items() if isinstance(values, dict) else ()
+        return {
+            axis: (pair[0], pair[1])
+            for axis, pair in pairs
+            if axis in shape and isinstance(pair, list) and len(pair) == 2 and all(type(size) is int for size in pair)
+        }
 
     def _refused(self, why: str) -> ExportError:
         return ExportError(f"{self.file.parent / NAME} is no card of an export: {why}.")

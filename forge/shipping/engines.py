@@ -24,9 +24,14 @@ class FileEngine:
     """An exported file as an engine. Inputs are checked here: not every runtime does."""
 
     def __init__(
-        self, run: Callable[[list[Tensor]], list[Tensor]], inputs: Sequence[Port], outputs: Sequence[Port], device: str
+        self,
+        run: Callable[[list[Tensor]], list[Tensor]],
+        inputs: Sequence[Port],
+        outputs: Sequence[Port],
+        device: str,
+        format: str,
     ):
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.format = inputs, outputs, format
         self._run, self._device = run, device
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +76,7 @@ def open_file(file: Path, device: str = "cpu") -> FileEngine:
         run = runs_as.open_file(model, names, device)
     except Exception as error:
         raise ExportError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
-    return FileEngine(run, read.inputs, read.outputs, device)
+    return FileEngine(run, read.inputs, read.outputs, device, read.format)
 
 
 def _only_file(folder: Path) -> Path:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import gpu, startup
+from benchmarks import gpu, serving, startup
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -97,3 +97,14 @@ def test_gpu_names_every_row_and_refuses_a_machine_without_a_gpu(capsys: pytest.
 
 def test_gpus_mfu_counts_what_gpt2_computes() -> None:
     assert gpu.flops_per_token() == pytest.approx(6 * 123.57e6 + 12 * 12 * 768 * 1024, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_serving_measures_both_arms_without_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serving.main(["--json", "--requests", "24", "--rounds", "1", "--clients", "4"]) == 0
+    first, *rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "cpu" in first["machine"]
+    expected = [(where, arm) for where in ("batcher", "http, JSON", "http, raw") for arm in serving.ARMS]
+    assert [(row["where"], row["arm"]) for row in rows] == expected
+    assert all(row["requests"] == 24 and row["errors"] == 0 for row in rows)
+    assert all(row["mean_batch"] == 1 and row["factor"] == 1 for row in rows if row["arm"] == "one by one")

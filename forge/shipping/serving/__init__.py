@@ -1,0 +1,1 @@
+"""Serving: a model behind HTTP, with requests computed in batches."""

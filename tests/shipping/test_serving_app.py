@@ -1,0 +1,583 @@
+"""The application behind `forge serve`: its endpoints, its limits, and bodies from strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load, save
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from starlette.types import Message, Receive
+
+from forge.shipping.engine import Engine, Port
+from forge.shipping.serving.app import ModelService, make_app
+from forge.shipping.serving.limits import ServeLimits
+from forge.shipping.serving.protocol import JSON, RAW
+from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine
+
+X = [[1.0, 2.0, 3.0, 4.0]]
+FAST = ServeLimits(max_batch=4, max_wait=0.0, max_body=4096, queue=2)
+Body = bytes | str | dict[str, Any] | list[Any]
+
+
+@contextmanager
+def client_of(engine: Engine, limits: ServeLimits = FAST, **options: Any) -> Iterator[TestClient]:
+    app = make_app(engine, limits, **options)
+    with TestClient(app) as client:
+        while not service_of(client).warm.is_set():
+            client.get("/health")
+        yield client
+
+
+def service_of(client: TestClient) -> ModelService:
+    return client.app.state.service  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+
+
+@pytest.fixture(scope="module")
+def linear() -> Iterator[TestClient]:
+    with client_of(LinearEngine()) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Iterator[TestClient]:
+    with client_of(TokensEngine()) as client:
+        yield client
+
+
+def expected(client: TestClient, x: list[list[float]]) -> torch.Tensor:
+    engine = service_of(client).engine
+    assert isinstance(engine, LinearEngine)
+    return engine.model(torch.tensor(x)).detach()
+
+
+def post(client: TestClient, body: Body, kind: str = JSON, **headers: str) -> Any:
+    content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    return client.post("/predict", content=content, headers={"Content-Type": kind, **headers})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+@pytest.mark.parametrize("body", [{"inputs": {"x": X}}, {"x": X}, {"inputs": X}])
+def test_json_is_answered_as_json(linear: TestClient, body: Body) -> None:
+    answer = post(linear, body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == JSON
+    assert torch.equal(torch.tensor(answer.json()["outputs"]["y"]), expected(linear, X))
+
+
+def test_raw_tensors_are_answered_as_raw_tensors(linear: TestClient) -> None:
+    answer = post(linear, save({"x": torch.tensor(X * 3)}), RAW)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == RAW
+    assert torch.equal(load(answer.content)["y"], expected(linear, X * 3))
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [(RAW, RAW), (JSON, JSON), ("*/*", JSON), (f"text/html, {RAW};q=0.5", RAW), (f"{RAW};q=0, */*", JSON)],
+)
+def test_accept_names_the_format_of_the_answer(linear: TestClient, accept: str, kind: str) -> None:
+    assert post(linear, {"x": X}, Accept=accept).headers["content-type"] == kind
+
+
+def test_several_inputs_and_outputs(tokens: TestClient) -> None:
+    answer = post(tokens, {"inputs": {"ids": [[1, 2, 3]], "mask": [[True, True, False]]}})
+    assert answer.json() == {"outputs": {"count": [2], "twice": [[2], [4], [6]]}}
+    raw = {"ids": torch.tensor([[1, 2]]), "mask": torch.tensor([[True, False]])}
+    assert load(post(tokens, save(raw), RAW).content)["count"].tolist() == [1]
+
+
+def test_an_input_named_inputs_is_found() -> None:
+    engine = LinearEngine()
+    engine.inputs = (Port("inputs", "float32", ("batch", 4)),)
+    engine.__class__ = type("Renamed", (LinearEngine,), {"__call__": lambda self, given: {"y": given["inputs"][:, :3]}})
+    with client_of(engine) as client:
+        for body in ({"inputs": X}, {"inputs": {"inputs": X}}):
+            assert post(client, body).json() == {"outputs": {"y": [[1.0, 2.0, 3.0]]}}
+
+
+def test_values_that_json_lacks_are_null() -> None:
+    engine = LinearEngine()
+    engine.model.forward = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
+    with client_of(engine) as client:
+        assert post(client, {"x": X}).json() == {"outputs": {"y": [[1.0, None, 1.5]]}}
+        assert load(post(client, {"x": X}, Accept=RAW).content)["y"].tolist() == [[1.0, float("inf"), 1.5]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "uint8", "int32", "bool"])
+def test_every_dtype_is_read_and_written(dtype: str) -> None:
+    values = [[True, False]] if dtype == "bool" else [[1, 0]]
+    engine = LinearEngine()
+    engine.inputs = engine.outputs = (Port("x", dtype, ("batch", 2)),)
+    engine.__class__ = type("Same", (LinearEngine,), {"__call__": lambda self, given: dict(given)})
+    with client_of(engine) as client:
+        assert post(client, {"x": values}).json() == {"outputs": {"x": values}}
+        tensor = torch.tensor(values, dtype=getattr(torch, dtype))
+        assert torch.equal(load(post(client, save({"x": tensor}), RAW).content)["x"], tensor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def header(content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16], **changes}
+
+
+MALFORMED: list[tuple[Body, str]] = [
+    (b"", "not valid JSON"),
+    (b"\xff\xfe\x00", "not valid JSON"),
+    ("nonsense", "not valid JSON"),
+    ('{"x": [[1, 2, 3, 4]]', "not valid JSON"),
+    ('{"x": [[1, 2, 3, NaN]]}', "NaN is not a JSON number"),
+    ('{"x": [[1, 2, 3, -Infinity]]}', "finite"),
+    ('{"x": [[1, 2, 3, 1e999]]}', "NaN or infinity"),
+    ('{"x": [[1, 2, 3, 1e300]]}', "NaN or infinity as float32"),
+    ('{"x": [[1, 2, 3, 1' + "0" * 5000 + "]]}", "413|not valid JSON|more than"),
+    ('{"x": [[1, 2, 3, 4]], "x": [[1, 2, 3, 4]]}', "occurs twice"),
+    ("[" * 2000, "413|nested too deeply|more values"),
+    ("[[1, 2, 3, 4]]", "must be an object"),
+    ("3", "must be an object"),
+    ("null", "must be an object"),
+    ({}, "takes x; the body has nothing"),
+    ({"inputs": {}}, "takes x; the body has nothing"),
+    ({"inputs": None}, "must have the shape batch × 4"),
+    ({"z": X}, "takes x; the body has 'z'"),
+    ({"x": X, "z": X}, "'x', 'z'"),
+    ({"inputs": {"x": X}, "z": 1}, "takes x"),
+    ({"x": [1, 2, 3, 4]}, "list of one"),
+    ({"x": [[1, 2, 3]]}, "batch × 4; it has 1 × 3"),
+    ({"x": [X]}, "it has 1 × 1 × 4"),
+    ({"x": []}, "batch × 4; it has 0"),
+    ({"x": [[]]}, "it has 1 × 0"),
+    ({"x": 4}, "must have the shape"),
+    ({"x": "abcd"}, "must have the shape"),
+    ({"x": [["a", "b", "c", "d"]]}, "nested lists of numbers"),
+    ({"x": [[1, 2, 3, "4"]]}, "nested lists of numbers"),
+    ({"x": [[1, 2, 3, None]]}, "nested lists of numbers"),
+    ({"x": [[1, 2, 3, {}]]}, "nested lists of numbers"),
+    ({"x": [[1, 2, 3, [4]]]}, "nested lists of numbers"),
+    ({"x": [*X, [1, 2, 3]]}, "all of equal length"),
+    ({"x": [*X, 5]}, "nested lists of numbers"),
+]
+RAW_MALFORMED: list[tuple[bytes, str]] = [
+    (b"", "not in safetensors format"),
+    (b"\x00" * 7, "not in safetensors format"),
+    (b"\x00" * 8, "not in safetensors format"),
+    (b"\xff" * 64, "not in safetensors format"),
+    (struct.pack("<Q", 2**40) + b"{}", "not in safetensors format"),
+    (struct.pack("<Q", 10) + b"{}", "not in safetensors format"),
+    (struct.pack("<Q", 4) + b"null", "not in safetensors format"),
+    (header({}), "takes x; the body has nothing"),
+    (header({"x": entry()}), "not in safetensors format"),  # no data
+    (header({"x": entry()}) + b"\x00" * 17, "not in safetensors format"),
+    (header({"x": entry(data_offsets=[16, 0])}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(data_offsets=[0, 2**63])}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(data_offsets=[4, 20])}) + b"\x00" * 20, "not in safetensors format"),
+    (header({"x": entry(shape=[2**62, 2**62])}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(shape=[-1, 4])}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(shape=[1, 8])}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(dtype="PICKLE")}) + b"\x00" * 16, "not in safetensors format"),
+    (header({"x": entry(), "z": entry()}) + b"\x00" * 16, "not in safetensors format|takes x"),
+    (save({"z": torch.zeros(1, 4)}), "takes x; the body has 'z'"),
+    (save({"x": torch.zeros(1, 4, dtype=torch.float64)}), "must be float32; it is float64"),
+    (save({"x": torch.zeros(1, 4, dtype=torch.int32)}), "must be float32; it is int32"),
+    (save({"x": torch.zeros(4)}), "list of one"),
+    (save({"x": torch.zeros(1, 5)}), "it has 1 × 5"),
+    (save({"x": torch.zeros(0, 4)}), "at least one"),
+    (save({"x": torch.tensor([[1, 2, 3, float("nan")]])}), "NaN or infinity"),
+    (b"\x80\x04\x95" + b"\x00" * 40, "not in safetensors format"),  # a pickle
+]
+
+
+def check_refusal(answer: Any, message: str, statuses: tuple[int, ...] = (400, 413)) -> None:
+    text = answer.json()["error"]
+    assert answer.status_code in statuses, text
+    assert re.search(message, text), text
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert len(text) < 400
+
+
+@pytest.mark.parametrize(("body", "message"), MALFORMED)
+def test_malformed_json_is_refused(linear: TestClient, body: Body, message: str) -> None:
+    check_refusal(post(linear, body), message)
+
+
+@pytest.mark.parametrize(("body", "message"), RAW_MALFORMED)
+def test_malformed_raw_tensors_are_refused(linear: TestClient, body: bytes, message: str) -> None:
+    check_refusal(post(linear, body, RAW), message)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"inputs": [[1, 2]]}, "several inputs"),
+        ({"ids": [[1, 2]]}, "takes ids, mask"),
+        ({"ids": [[1.5, 2]], "mask": [[True, True]]}, "int64: send whole numbers"),
+        ({"ids": [[True, True]], "mask": [[True, True]]}, "int64: send whole numbers"),
+        ({"ids": [[1, 2**63]], "mask": [[True, True]]}, "nested lists of numbers"),
+        ({"ids": [[1, 2]], "mask": [[0, 1]]}, "send true and false"),
+        ({"ids": [[1, 2]], "mask": [[True, True, True]]}, "mask must have the shape"),
+        ({"ids": [[1, 2]], "mask": [[True, True]] * 2}, "mask must have the shape"),
+        ({"ids": [[]], "mask": [[]]}, "length must have at least one"),
+        ({"ids": [[1] * 7], "mask": [[True] * 7]}, "at most 6, or start the server with --max-axis length=N"),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(tokens: TestClient, body: Body, message: str) -> None:
+    check_refusal(post(tokens, body), message)
+
+
+def test_a_bool_of_another_byte_is_refused(tokens: TestClient) -> None:
+    content = save({"ids": torch.tensor([[1]]), "mask": torch.tensor([[True]])})
+    assert content[-1:] == b"\x01"
+    check_refusal(post(tokens, content[:-1] + b"\x07", RAW), "its bytes must be 0 and 1")
+
+
+def test_integers_beyond_a_dtype_are_refused() -> None:
+    engine = LinearEngine()
+    engine.inputs = (Port("x", "uint8", ("batch", 4)),)
+    with client_of(engine, warmup=False) as client:
+        check_refusal(post(client, {"x": [[1, 2, 3, 256]]}), "beyond uint8")
+        check_refusal(post(client, {"x": [[1, 2, 3, -1]]}), "beyond uint8")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [
+        ({"Content-Type": "text/plain"}, 415, "Content-Type to application/json"),
+        ({}, 415, "Content-Type"),
+        ({"Content-Type": JSON, "Content-Encoding": "gzip"}, 415, "uncompressed"),
+        ({"Content-Type": JSON, "Accept": "text/html"}, 406, "header Accept"),
+    ],
+)
+def test_other_formats_are_refused(linear: TestClient, headers: dict[str, str], status: int, message: str) -> None:
+    answer = linear.post("/predict", content=b"{}", headers=headers)
+    check_refusal(answer, message, (status,))
+
+
+def test_more_rows_than_a_batch_are_refused(linear: TestClient) -> None:
+    check_refusal(post(linear, {"x": X * 5}), "at most 4 rows in one request|more values", (413,))
+    check_refusal(post(linear, save({"x": torch.zeros(5, 4)}), RAW), "larger --max-batch", (413,))
+
+
+def test_a_flood_of_values_is_refused_before_it_is_parsed(linear: TestClient) -> None:
+    check_refusal(post(linear, '{"x": [' + "[]," * 1000 + "[]]}"), "more values than 4 rows", (413,))
+
+
+def test_longer_axes_can_be_allowed() -> None:
+    limits = ServeLimits(max_wait=0.0, max_axes={"length": 7})
+    with client_of(TokensEngine(), limits) as client:
+        body = {"ids": [[1] * 7], "mask": [[True] * 7]}
+        assert post(client, body).json()["outputs"]["count"] == [7]
+
+
+def test_nonfinite_raw_tensors_can_be_allowed() -> None:
+    with client_of(LinearEngine(), ServeLimits(max_wait=0.0, allow_nonfinite=True)) as client:
+        assert post(client, save({"x": torch.full((1, 4), float("nan"))}), RAW).status_code == 200
+
+
+def test_large_bodies_are_refused_without_reading_on(linear: TestClient) -> None:
+    answer = post(linear, b" " * 5000)
+    check_refusal(answer, "more than 4,096 bytes", (413,))
+    assert answer.headers["connection"] == "close"
+
+
+def test_a_large_body_is_read_in_another_thread() -> None:
+    limits = ServeLimits(max_batch=32, max_wait=0.0)
+    engine = LinearEngine()
+    engine.inputs = (Port("x", "float32", ("batch", 4, 4096)),)
+    engine.model.forward = lambda x: x.sum(2)[:, :3]
+    threads: list[str] = []
+    engine.__class__ = type("Wide", (LinearEngine,), {})
+    with client_of(engine, limits) as client, pytest.MonkeyPatch.context() as patch:
+        from forge.shipping.serving import protocol
+
+        real: Callable[..., Any] = protocol.decode
+
+        def decode(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(*arguments)
+
+        patch.setattr(protocol, "decode", decode)
+        answer = post(client, save({"x": torch.ones(8, 4, 4096)}), RAW)
+        assert load(answer.content)["y"].tolist() == [[4096.0] * 3] * 8
+    assert threads[0].startswith("asyncio_")
+
+
+@given(body=st.binary(max_size=200), kind=st.sampled_from([JSON, RAW]))
+def test_any_bytes_get_an_answer_that_is_no_5xx(linear: TestClient, body: bytes, kind: str) -> None:
+    assert post(linear, body, kind).status_code < 500
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab", max_size=3),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["x", "inputs", "z"]), inner),
+    max_leaves=20,
+)
+
+
+@given(value=JSON_VALUES)
+def test_any_json_gets_an_answer_that_is_no_5xx(linear: TestClient, value: Any) -> None:
+    for body in (value, {"x": value}, {"inputs": [value]}):
+        assert post(linear, body).status_code < 500
+
+
+@given(
+    changes=st.fixed_dictionaries(
+        {},
+        optional={
+            "dtype": st.sampled_from(["F32", "F64", "BOOL", "I64", "C64", "F4", "F8_E4M3", "", 3]),
+            "shape": st.lists(st.integers(-1, 2**64), max_size=3) | st.none(),
+            "data_offsets": st.lists(st.integers(-1, 2**64), max_size=3),
+        },
+    ),
+    size=st.integers(0, 40),
+)
+def test_any_header_gets_an_answer_that_is_no_5xx(linear: TestClient, changes: dict[str, Any], size: int) -> None:
+    body = header({"x": entry(**changes)}) + b"\x01" * size
+    assert post(linear, body, RAW).status_code < 500
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The queue, failures, time limits
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    return thread, results
+
+
+def test_a_full_queue_is_a_429() -> None:
+    engine = GatedEngine()
+    with client_of(engine, warmup=False) as client:
+        running = in_thread(lambda: post(client, {"x": X}))
+        assert engine.begun.wait(30)
+        others = [in_thread(lambda: post(client, {"x": X})) for _ in range(2)]
+        while service_of(client).waiting < 2:
+            client.get("/health")
+        answer = post(client, {"x": X})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "2 requests are waiting" in answer.json()["error"]
+        engine.gate.set()
+        for thread, results in [running, *others]:
+            thread.join()
+            assert results[0].status_code == 200
+        assert post(client, {"x": X}).status_code == 200
+
+
+def test_a_request_past_its_time_is_a_504() -> None:
+    engine = GatedEngine()
+    limits = ServeLimits(max_batch=1, max_wait=0.0, timeout=0.02)
+    with client_of(engine, limits, warmup=False) as client:
+        running = in_thread(lambda: post(client, {"x": X}))
+        assert engine.begun.wait(30)
+        late = post(client, {"x": X})
+        assert late.status_code == 504
+        assert "did not answer within 0.02 seconds" in late.json()["error"]
+        running[0].join()
+        assert running[1][0].status_code == 504
+        assert service_of(client).waiting == 0  # the second was withdrawn
+        stuck = client.get("/ready")
+        assert stuck.status_code == 503
+        assert "longer than the time limit" in stuck.json()["error"]
+        engine.gate.set()
+
+
+def test_a_failing_engine_is_a_500_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with client_of(PickyEngine()) as client:
+        answer = post(client, {"x": [[13, 0, 0, 0]]})
+        assert answer.status_code == 500
+        assert answer.json() == {"error": "The model failed on this request; the server's log has the reason."}
+        assert "The model failed on x (1, 4): IndexError: secret/path.py: 13 is out of range" in caplog.text
+        assert post(client, {"x": X}).status_code == 200
+
+
+def test_a_bug_of_the_server_is_a_500_without_a_traceback() -> None:
+    app = make_app(LinearEngine(), FAST)
+    with TestClient(app, raise_server_exceptions=False) as client, pytest.MonkeyPatch.context() as patch:
+        while not service_of(client).warm.is_set():
+            client.get("/health")
+        patch.setattr(ModelService, "_decoded", lambda *arguments: 1 / 0)
+        answer = post(client, {"x": X})
+    check_refusal(answer, "The server failed on this request", (500,))
+
+
+async def call(client_app: Starlette, receive: Receive) -> tuple[int, dict[str, str]]:
+    """Call the application as a server does, with a client whose messages the test gives; return status and headers."""
+    started: list[Message] = []
+
+    async def send(message: Message) -> None:
+        started.append(message)
+
+    headers = [(b"content-type", JSON.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": headers, "query_string": b""}
+    await client_app(scope, receive, send)
+    return started[0]["status"], {name.decode(): value.decode() for name, value in started[0]["headers"]}
+
+
+def test_a_body_without_a_length_is_not_read_to_its_end() -> None:
+    received: list[int] = []
+
+    async def endless() -> Message:
+        received.append(1000)
+        return {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+    app = make_app(LinearEngine(), FAST)
+    app.state.service.warm.set()
+    status, headers = asyncio.run(call(app, endless))
+    assert (status, headers["connection"]) == (413, "close")
+    assert sum(received) == 5000
+
+
+def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    async def silent() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    app = make_app(LinearEngine(), ServeLimits(timeout=0.01))
+    app.state.service.warm.set()
+    assert asyncio.run(call(app, silent))[0] == 408
+    assert app.state.service.waiting == 0
+
+
+def test_a_client_that_leaves_while_it_sends_is_let_go() -> None:
+    async def leaving() -> Message:
+        return {"type": "http.disconnect"}
+
+    app = make_app(LinearEngine(), FAST)
+    app.state.service.warm.set()
+    assert asyncio.run(call(app, leaving))[0] == 499
+    assert app.state.service.waiting == 0
+
+
+def test_a_client_that_leaves_the_queue_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.shipping.serving.app.LOOK", 0.001)
+    engine = GatedEngine()
+    app = make_app(engine, FAST, warmup=False)
+
+    async def check() -> None:
+        messages = iter([{"type": "http.request", "body": json.dumps({"x": X}).encode()}])
+
+        async def leaving() -> Message:
+            return next(messages, {"type": "http.disconnect"})
+
+        async with app.router.lifespan_context(app):
+            await app.state.service.warm.wait()
+            running = app.state.service._batcher.submit({"x": torch.tensor(X)}, 1)
+            assert await asyncio.to_thread(engine.begun.wait, 30)
+            assert (await call(app, leaving))[0] == 499
+            await asyncio.sleep(0)
+            assert app.state.service.waiting == 0
+            engine.gate.set()
+            await running
+
+    asyncio.run(check())
+    assert engine.sizes == [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The other endpoints
+
+
+def test_health_and_readiness() -> None:
+    engine = GatedEngine()
+    app = make_app(engine, FAST)
+    with TestClient(app) as client:
+        assert engine.begun.wait(30)  # the model warms up
+        assert client.get("/health").json() == {"status": "up"}
+        assert client.get("/ready").status_code == 503
+        early = post(client, {"x": X})
+        assert early.status_code == 503
+        assert early.headers["retry-after"] == "1"
+        engine.gate.set()
+        while (answer := client.get("/ready")).status_code != 200:
+            assert answer.json() == {"error": "The model is warming up."}
+        assert engine.sizes == [1, 4]
+        service_of(client).stopping = True
+        assert client.get("/ready").json() == {"error": "The server is stopping."}
+        assert client.get("/health").status_code == 200
+        assert post(client, {"x": X}).status_code == 200  # what arrives on an open connection is answered
+
+
+def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
+    engine = LinearEngine()
+    engine.model.forward = lambda x: 1 / 0
+    with client_of(engine) as client:
+        assert "failed on its first batch" in client.get("/ready").json()["error"]
+        assert post(client, {"x": X}).status_code == 503
+
+
+def test_the_model_is_described(tokens: TestClient) -> None:
+    described = tokens.get("/v1/model").json()
+    assert described["inputs"][0] == {
+        "name": "ids",
+        "dtype": "int64",
+        "shape": ["batch", "length"],
+        "seen": {"length": [2, 6]},
+    }
+    assert [port["name"] for port in described["outputs"]] == ["count", "twice"]
+    assert described["batching"] is True
+    assert described["limits"]["max_batch"] == 4
+    assert described["limits"]["max_wait_ms"] == 0
+    assert described["limits"]["max_body_bytes"] == 4096
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    with client_of(LinearEngine()) as client:
+        post(client, {"x": X * 3})
+        post(client, {"x": 3})
+        text = client.get("/metrics")
+        assert text.headers["content-type"].startswith("text/plain")
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text.text)
+            for sample in family.samples
+        }
+    assert samples["forge_requests_total", "200"] == 1
+    assert samples["forge_requests_total", "400"] == 1
+    assert samples["forge_request_seconds_count",] == 2
+    assert samples["forge_batch_rows_count",] == 1  # the warm-up is not counted
+    assert samples["forge_batch_rows_sum",] == 3
+    assert samples["forge_batch_requests_sum",] == 1
+    assert samples["forge_queue_requests",] == 0
+    assert samples["forge_ready",] == 1
+    assert samples["forge_max_wait_seconds",] == 0
+    assert samples["process_resident_memory_bytes",] > 0
+
+
+def test_metrics_can_be_read_before_the_model_is_warm() -> None:
+    engine = GatedEngine()
+    with TestClient(make_app(engine, FAST)) as client:
+        assert "forge_ready 0.0" in client.get("/metrics").text
+        engine.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/predict", 405), ("GET", "/", 404), ("POST", "/x", 404)]
+)
+def test_other_addresses_name_those_there_are(linear: TestClient, method: str, path: str, status: int) -> None:
+    check_refusal(linear.request(method, path), "There are POST /predict", (status,))

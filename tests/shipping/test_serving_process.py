@@ -1,0 +1,218 @@
+"""`forge serve` as a process: its lines, its signals, its exit codes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from forge import cli
+from forge.cli.serve import parser
+from forge.shipping.serving import server
+from tests.conftest import PLAIN, REPO
+from tests.support import forked
+from tests.support.small_engines import LinearEngine
+
+PROGRAM = f"""
+import sys, time, types
+sys.path.insert(0, {str(REPO)!r})
+from forge.cli import main
+from tests.support.small_engines import LinearEngine
+
+class Slow(LinearEngine):
+    def __call__(self, inputs):
+        time.sleep(0.1)
+        return super().__call__(inputs)
+
+engines = types.ModuleType("forge.shipping.engines")
+engines.open_engine = lambda path, **options: Slow()
+sys.modules[engines.__name__] = engines
+sys.exit(main(["serve", "model.onnx", "--port", "0", "--max-batch", "1", *sys.argv[1:]]))
+"""
+BODY = json.dumps({"x": [[1.0, 2.0, 3.0, 4.0]]})
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, "-c", PROGRAM, *words]
+    environment = {**os.environ, **PLAIN}
+    pipe = subprocess.PIPE
+    with forked.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"Serving model.onnx at http://127.0.0.1:(\d+): batches of up to 1 rows", line)
+            assert found, line + (process.stderr.read() if process.stderr and not line else "")
+            yield process, int(found[1])
+        finally:
+            process.kill()
+
+
+def request(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(method, path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_sigterm_answers_what_is_in_flight_and_exits_with_0() -> None:
+    statuses: list[int] = []
+    with serving() as (process, port):
+        assert request(port, "GET", "/ready")[0] == 200
+        ask = [
+            threading.Thread(target=lambda: statuses.append(request(port, "POST", "/predict", BODY)[0]))
+            for _ in range(3)
+        ]
+        for thread in ask:
+            thread.start()
+        while "forge_queue_requests 2.0" not in request(port, "GET", "/metrics")[1]:
+            assert len(statuses) < 2  # all three have not been computed yet
+        process.send_signal(signal.SIGTERM)
+        for thread in ask:
+            thread.join(30)
+        _, errors = process.communicate(timeout=30)
+        assert statuses == [200, 200, 200]
+        assert process.returncode == 0, errors
+        assert errors.strip() == "stopped"
+        with pytest.raises(OSError, match="refused"):
+            request(port, "GET", "/health")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, in this process
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace the engine that the command opens; the list has what it was asked for."""
+    asked: list[Any] = []
+    module = types.ModuleType("forge.shipping.engines")
+
+    def open_engine(path: str, **options: Any) -> LinearEngine:
+        asked.append((path, options))
+        return LinearEngine()
+
+    module.__dict__["open_engine"] = open_engine
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Serve nothing; the list has the limits that were asked for."""
+    limits: list[Any] = []
+
+    def serve(app: Any, bound: Any, when_ready: Any) -> bool:
+        limits.append(app.state.service.limits)
+        when_ready()
+        return True
+
+    monkeypatch.setattr(server, "serve", serve)
+    return limits
+
+
+def test_the_options_reach_the_engine_and_the_limits(
+    opened: list[Any], served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--port 0 --device cpu --task a.py:A --weights ema --max-batch 8 --max-wait 5 --max-body 0.5 --queue 9"
+    assert cli.main(["serve", "runs/a", *words.split(), "--timeout", "3", "--max-axis", "length=7"]) == 0
+    assert opened == [("runs/a", {"device": "cpu", "task": "a.py:A", "weights": "ema"})]
+    (limits,) = served
+    assert (limits.max_batch, limits.max_wait, limits.max_body, limits.queue) == (8, 0.005, 512 * 1024, 9)
+    assert (limits.timeout, limits.max_axes) == (3.0, {"length": 7})
+    assert re.match(
+        r"Serving runs/a at http://127\.0\.0\.1:\d+: batches of up to 8 rows, waiting at most 5 ms\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_threads_are_those_of_torch(opened: list[Any], served: list[Any]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert cli.main(["serve", "a.pt2", "--port", "0", "--threads", "2"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_hosts_get_a_warning(opened: list[Any], served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "a.pt2", "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert "0.0.0.0 admits other machines, and requests are not authenticated" in capsys.readouterr().err
+    assert cli.main(["serve", "a.pt2", "--port", "0"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_taken_port_is_named(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "a.pt2", "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"Cannot listen on 127.0.0.1, port {port}" in error
+    assert "Choose another --port; 0 picks one." in error
+    assert opened == []  # a model that takes a minute to load is not loaded first
+
+
+def test_an_unknown_host_is_named(opened: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "a.pt2", "--host", "no host"]) == 2
+    assert "Choose another --host." in capsys.readouterr().err
+
+
+def test_a_model_that_fails_on_zeros_ends_the_server(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(LinearEngine, "__call__", lambda self, inputs: 1 / 0)
+    assert cli.main(["serve", "a.pt2", "--port", "0"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "The model failed on a batch of zeros: ZeroDivisionError: division by zero" in error
+    assert "--no-warmup" in error
+
+
+def test_a_missing_package_is_named_with_the_pip_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "forge.shipping.serving.app", None)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert cli.main(["serve", "a.pt2"]) == 2
+    assert "pip install 'forge-trainer[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max-batch 0",
+        "--max-wait -1",
+        "--port 70000",
+        "--queue x",
+        "--max-axis length",
+        "--timeout 0",
+        "--max-wait nan",
+    ],
+)
+def test_options_out_of_range_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["a.pt2", *words.split()])
+    assert "must be" in capsys.readouterr().err
+
+
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    try:
+        bound = server.listen("::1", 0)
+    except Exception:
+        pytest.skip("no IPv6 here")
+    with bound:
+        assert server.address_of(bound).startswith("http://[::1]:")
