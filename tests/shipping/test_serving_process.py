@@ -14,6 +14,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,11 +128,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_options_reach_the_engine_and_the_limits(
-    opened: list[Any], served: list[Any], capsys: pytest.CaptureFixture[str]
+    opened: list[Any], served: list[Any], empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--port 0 --device cpu --task a.py:A --weights ema --max-batch 8 --max-wait 5 --max-body 0.5 --queue 9"
+    (empty_folder / "a.py").write_text("import forge\n\nclass A(forge.TaskModule): ...\n\ndef data(): ...\n")
+    words = "--port 0 --device cpu --task a.py:A --data a.py --weights ema --max-batch 8 --max-wait 5 --max-body 0.5 --queue 9"
     assert cli.main(["serve", "runs/a", *words.split(), "--timeout", "3", "--max-axis", "length=7"]) == 0
-    assert opened == [("runs/a", {"device": "cpu", "task": "a.py:A", "weights": "ema"})]
+    ((model, given),) = opened
+    assert (model, given["device"], given["weights"]) == ("runs/a", "cpu", "ema")
+    assert (given["task"].__name__, given["data"].__name__) == ("A", "data")
     (limits,) = served
     assert (limits.max_batch, limits.max_wait, limits.max_body, limits.queue) == (8, 0.005, 512 * 1024, 9)
     assert (limits.timeout, limits.max_axes) == (3.0, {"length": 7})
