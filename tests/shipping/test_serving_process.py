@@ -131,8 +131,9 @@ def test_the_options_reach_the_engine_and_the_limits(
     opened: list[Any], served: list[Any], empty_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (empty_folder / "a.py").write_text("import forge\n\nclass A(forge.TaskModule): ...\n\ndef data(): ...\n")
-    words = "--port 0 --device cpu --task a.py:A --data a.py --weights ema --max-batch 8 --max-wait 5 --max-body 0.5 --queue 9"
-    assert cli.main(["serve", "runs/a", *words.split(), "--timeout", "3", "--max-axis", "length=7"]) == 0
+    words = ["--port", "0", "--device", "cpu", "--task", "a.py:A", "--data", "a.py", "--weights", "ema"]
+    words += ["--max-batch", "8", "--max-wait", "5", "--max-body", "0.5", "--queue", "9"]
+    assert cli.main(["serve", "runs/a", *words, "--timeout", "3", "--max-axis", "length=7"]) == 0
     ((model, given),) = opened
     assert (model, given["device"], given["weights"]) == ("runs/a", "cpu", "ema")
     assert (given["task"].__name__, given["data"].__name__) == ("A", "data")
