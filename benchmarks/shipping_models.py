@@ -23,7 +23,7 @@ SMALL = {
     "quickstart": [],
     "regression": [],
     "resnet18": [],
-    "sentiment": ["data.train=200", "data.val=60"],
+    "sentiment": ["data.train=200", "data.val=300"],
     "shakespeare_char": ["task.layers=2", "task.width=64", "task.heads=4", "data.window=32"],
 }
 """Recipes with a task, and the overrides that make each small."""

@@ -91,7 +91,7 @@ class Sentiment(forge.TaskModule):
 
     def forward(self, text: Padded) -> Tensor:
         states, _ = self.gru(self.words(text.values))
-        rows = torch.arange(len(states), device=states.device)
+        rows = torch.arange(states.shape[0], device=states.device)  # len would be a number in an export
         return self.head(states[rows, text.lengths - 1])
 
     def training_step(self, batch: Batch) -> dict[str, Tensor]:

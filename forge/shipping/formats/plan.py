@@ -118,7 +118,7 @@ def _refuse_fixed(plan: Plan, error: Exception) -> None:
 
 
 def _cure(plan: Plan, symbol: str) -> str:
-    line = "Look for a size in your forward that is taken as a number, such as x.view(64, -1)."
+    line = "Look for a size in your forward that is taken as a number, as in x.view(64, -1) or len(x) (use x.shape[0])."
     return line if symbol == "batch" else f"{line} Or pad to one length, and give --dynamic batch."
 
 
