@@ -49,14 +49,27 @@ class Remote:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = {f"{at:03d}": inputs[port.name].detach().cpu().contiguous() for at, port in enumerate(self.inputs)}
-        _send(self._stdin, save(flat))
+        self._ask(save(flat))
         found = load(self._answer())
         return {port.name: found[f"{at:03d}"] for at, port in enumerate(self.outputs)}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a file that holds weights alone."""
-        _send(self._stdin, b"")
+        self._ask(b"")
         return load(self._answer())
+
+    def _ask(self, body: bytes) -> None:
+        try:
+            _send(self._stdin, body)
+        except BrokenPipeError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> ExportError:
+        """Explain with the last lines that the process wrote."""
+        code = self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip().splitlines()[-3:]
+        return ExportError("\n".join([f"The process that ran the export ended with the code {code}.", *said]))
 
     @property
     def _stdin(self) -> IO[bytes]:
@@ -70,10 +83,7 @@ class Remote:
             raise ExportError(self._process.stdout.read(length - ERROR).decode(errors="replace"))
         body = self._process.stdout.read(length)
         if self._process.poll() is not None or len(body) < length:
-            code = self._process.wait()
-            self._said.seek(0)
-            said = self._said.read().decode(errors="replace").strip().splitlines()[-3:]
-            raise ExportError("\n".join([f"The process that ran the export ended with the code {code}.", *said]))
+            raise self._ended()
         return body
 
     def close(self) -> None:
@@ -94,11 +104,8 @@ class Remote:
 
 
 def _send(stream: IO[bytes], body: bytes) -> None:
-    try:
-        stream.write(len(body).to_bytes(8, "little") + body)
-        stream.flush()
-    except BrokenPipeError as error:
-        raise ExportError("The process that ran the export has ended.") from error
+    stream.write(len(body).to_bytes(8, "little") + body)
+    stream.flush()
 
 
 def main(words: Sequence[str]) -> None:
