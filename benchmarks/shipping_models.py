@@ -140,6 +140,9 @@ def made(name: str, full: bool) -> tuple[forge.TaskModule, Any]:
     if name in STRANGERS:
         task, batches = STRANGERS[name]()
         task.train()
+        for parameter in task.parameters():  # a head of zeros would hide every mistake before it
+            if not parameter.any():
+                nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():
             for batch in batches:
                 task(*batch[:-1])

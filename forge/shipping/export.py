@@ -138,6 +138,9 @@ def export(
     notes = [note] if note else []
     if prepared.interface.left_out:
         notes.append(f"left out, because they are no tensors: {', '.join(prepared.interface.left_out)}")
+    notes += [
+        f"{each.name} is 0 everywhere: its comparison proves little" for each in verdict.outputs if not each.scale
+    ]
     if verdict.metric_note:
         notes.append(verdict.metric_note)
     return Export(file, made, notes)

@@ -39,6 +39,8 @@ class OutputDifference:
     relative: float = 0.0
     "The largest difference relative to the largest entry of its batch."
     tolerance: float = 0.0
+    scale: float = 0.0
+    "The largest entry of the task's output."
 
 
 @dataclass
@@ -147,6 +149,9 @@ def _widen(seen: OutputDifference, wanted: Tensor, got: Tensor) -> None:
     if not wanted.is_floating_point() and not wanted.is_complex():
         share = (wanted != got).double().mean().item() if wanted.numel() else 0.0
         seen.largest, seen.relative = max(seen.largest, share), max(seen.relative, share)
+        seen.scale = max(
+            seen.scale, float(wanted.abs().max()) if wanted.numel() and wanted.dtype != torch.bool else 1.0
+        )
         return
     wide = torch.complex128 if wanted.is_complex() else torch.float64
     a, b = wanted.to(wide), got.to(wide)
@@ -156,7 +161,7 @@ def _widen(seen: OutputDifference, wanted: Tensor, got: Tensor) -> None:
         return
     largest = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
     scale = a[finite].abs().max().item() if finite.any() else 1.0
-    seen.largest = max(seen.largest, largest)
+    seen.largest, seen.scale = max(seen.largest, largest), max(seen.scale, scale)
     seen.relative = max(seen.relative, largest / scale if scale else (0.0 if largest == 0 else math.inf))
 
 

@@ -354,3 +354,10 @@ def test_a_run_without_weights_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main(["export", str(tmp_path / "empty"), "--to", "pt2"]) == 2
     assert main(["export", str(tmp_path / "nowhere"), "--to", "pt2"]) == 2
     assert "There is no run" in capsys.readouterr().err
+
+
+def test_an_output_of_zeros_is_noted(tmp_path: Path) -> None:
+    task = Classifier()
+    nn.init.zeros_(task.last.weight)
+    nn.init.zeros_(task.last.bias)
+    assert exported(task, tmp_path).notes == ["output is 0 everywhere: its comparison proves little"]
