@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import re
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from forge.shipping.engine import ExportError
 from forge.shipping.recurrent import has_recurrence, looped
@@ -24,6 +22,9 @@ from forge.util.frames import is_library
 
 FIXED = r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)"
 """How torch says that it fixes an axis."""
+SUGGESTED = r"(\w+) = Dim\('\w+'((?:, (?:min|max)=\d+)+)\)"
+"""How torch suggests the sizes of an axis."""
+ATTEMPTS = 4
 LARGEST = 2**31
 """Sizes that torch takes as "no limit"."""
 
@@ -50,6 +51,8 @@ class Plan:
     axes: dict[str, dict[int, str]]
     output_names: Sequence[str]
     name: str = "model"
+    ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    "The sizes of dynamic axes that torch suggested."
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     "The sizes that a dynamic axis may have, as torch.export found them."
 
@@ -65,10 +68,14 @@ class Plan:
 
     def dims(self) -> tuple[dict[int, Any] | None, ...]:
         """Return torch's names of the dynamic axes, input by input."""
-        named = {symbol: Dim(symbol, min=1) for found in self.axes.values() for symbol in found.values()}
+        named = {symbol: self._dim(symbol) for found in self.axes.values() for symbol in found.values()}
         return tuple(
             {axis: named[symbol] for axis, symbol in self.axes.get(name, {}).items()} or None for name in self.inputs
         )
+
+    def _dim(self, symbol: str) -> Any:
+        least, most = self.ranges.get(symbol, (1, None))
+        return Dim(symbol, min=least) if most is None else Dim(symbol, min=least, max=most)
 
     def shapes(self) -> dict[str, Any] | None:
         """Return the `dynamic_shapes` of a module that takes `*inputs`."""
@@ -77,36 +84,30 @@ class Plan:
 
 def traced(plan: Plan, strict: bool = False) -> ExportedProgram:
     """Trace a model with torch.export. Limits that torch finds are taken; an axis that it fixes is refused."""
-    shapes: Any = plan.shapes()
-    for _ in range(4):
+    for _ in range(ATTEMPTS):
         try:
             with torch.no_grad(), quiet(), looped(plan.model) if plan.varies_length else nullcontext():
-                program = torch.export.export(plan.model, plan.examples, dynamic_shapes=shapes, strict=strict)
+                program = torch.export.export(plan.model, plan.examples, dynamic_shapes=plan.shapes(), strict=strict)
             break
         except Exception as error:
             _refuse_fixed(plan, error)
-            refined = _refined(error, shapes)
-            if refined is None:
+            if not _take_suggestions(plan, error):
                 raise refusal(error, plan) from error
-            shapes = refined
     else:
         raise ExportError(
-            "torch.export suggests other sizes for the dynamic axes each time: name fewer with --dynamic."
+            "torch.export suggests other sizes for the dynamic axes each time; name fewer: --dynamic batch."
         )
     plan.limits = _limits(plan, program)
     return program
 
 
-def _refined(error: Exception, shapes: Any) -> Any:
-    """Return the shapes that torch suggests, or None if it suggests none."""
-    text = str(error)
-    if shapes is None or "Suggested fixes" not in text:
-        return None
-    try:
-        refined = refine_dynamic_shapes_from_suggested_fixes(text, copy.deepcopy(shapes))
-    except Exception:
-        return None
-    return refined if repr(refined) != repr(shapes) else None
+def _take_suggestions(plan: Plan, error: Exception) -> bool:
+    """Take the sizes that torch suggests for dynamic axes, as in n = Dim('n', min=2, max=512); say if any is new."""
+    before = dict(plan.ranges)
+    for symbol, words in re.findall(SUGGESTED, str(error)):
+        given = dict(re.findall(r"(min|max)=(\d+)", words))
+        plan.ranges[symbol] = (int(given.get("min", 1)), int(given["max"]) if "max" in given else None)
+    return plan.ranges != before
 
 
 def _refuse_fixed(plan: Plan, error: Exception) -> None:
