@@ -9,6 +9,8 @@ own operators: torchao is not needed where it runs.
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import logging
 import platform
 import warnings
@@ -80,9 +82,11 @@ def quantize(
     inputs = sorted((tuple(tensor.to(device) for tensor in example) for example in examples), key=_size, reverse=True)
     with torch.no_grad(), quiet():
         if kind == "int8-static":
-            return _static(model, inputs, dynamic_shapes, ranges)
+            return _called_as(model, _static(model, inputs, dynamic_shapes, ranges))
         _replace_weights(model, kind, device)
-        return model if kind.endswith("weights") else _without_torchao(model, inputs[0], dynamic_shapes)
+        if kind.endswith("weights"):
+            return model
+        return _called_as(model, _without_torchao(model, inputs[0], dynamic_shapes))
 
 
 def refusal(kind: str, model: nn.Module, device: str | torch.device = "cpu", to: str | None = None) -> str | None:
@@ -115,6 +119,25 @@ def weight_bytes(model: nn.Module | ExportedProgram) -> int:
 
 def _size(example: Inputs) -> int:
     return max((len(tensor) for tensor in example if tensor.dim()), default=0)
+
+
+class QuantizedGraph(nn.Module):
+    """A graph that is called with any number of tensors, as the model that it was made of."""
+
+    def __init__(self, graph: nn.Module):
+        super().__init__()
+        self.quantized = graph
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.quantized(*inputs)
+
+
+def _called_as(model: nn.Module, graph: Any) -> nn.Module:
+    """Return a graph with the signature of its model, so that the same `dynamic_shapes` fit; eval() is allowed."""
+    graph = _torchao("torchao.quantization.pt2e").allow_exported_model_train_eval(graph)
+    given = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in given)
+    return QuantizedGraph(graph).eval() if takes_any else graph
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,14 +252,12 @@ class Int8Convolution(nn.Module):
 
 def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> nn.Module:
     """Return the model's graph with torchao's own operators written out in torch's."""
+    from torch._inductor.decomposition import decompositions  # torchao registers its own there
+
     program = torch.export.export(model, example, dynamic_shapes=dynamic_shapes)
     own = {node.target for node in program.graph.nodes if str(node.target).startswith("torchao.")}
-    return _callable(program.run_decompositions({operator: operator.decompose for operator in own}))
-
-
-def _callable(program: ExportedProgram) -> GraphModule:
-    graph: Any = program.module(check_guards=False)
-    return _torchao("torchao.quantization.pt2e").allow_exported_model_train_eval(graph)
+    written: Any = program.run_decompositions({operator: decompositions[operator] for operator in own})
+    return written.module(check_guards=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,7 +273,7 @@ def _static(model: nn.Module, inputs: list[Inputs], dynamic_shapes: Any, ranges:
         prepared(*example)
     graph = pt2e.convert_pt2e(prepared)
     _drop_unused(graph)
-    return _torchao("torchao.quantization.pt2e").allow_exported_model_train_eval(graph)
+    return graph
 
 
 class InputsAndWeights:
@@ -297,10 +318,9 @@ class InputsAndWeights:
         pass
 
     def _is_chosen(self, node: Node) -> bool:
-        given, weight, _ = (node.args[i] for i in self.operators[node.target][:2]), None, None
-        x, parameter = given
-        assert isinstance(parameter, Node)
+        x, parameter = (node.args[i] for i in self.operators[node.target][:2])
         assert isinstance(x, Node)
+        assert isinstance(parameter, Node)
         is_own = parameter.op == "get_attr" and len(parameter.users) == 1
         return is_own and x.meta["val"].is_floating_point() and (self.ranges is None or layer_of(node) in self.ranges)
 
@@ -332,6 +352,24 @@ def layer_of(node: Node) -> str:
     return [*stack.values()][-1][0]
 
 
+def onnx_translations() -> dict[Any, Any]:
+    """Return the `custom_translation_table` with which torch.onnx exports int8-dynamic models."""
+    opset = importlib.import_module("onnxscript").opset18
+    return {torch.ops.aten._int_mm.default: lambda self, mat2: opset.MatMulInteger(self, mat2)}
+
+
+def in_torchs_operators(program: ExportedProgram) -> ExportedProgram:
+    """Return the program of an int8-static model with rounding written out: pt2 and torchscript need this.
+
+    The graph rounds by `quantized_decomposed` operators, which ONNX, AOTInductor and ExecuTorch know, but which a fresh
+    process has only after an import. Other programs are returned as they are.
+    """
+    from torch.ao.quantization.fx import _decomposed
+
+    own = {node.target for node in program.graph.nodes if str(node.target).startswith("quantized_decomposed.")}
+    return program.run_decompositions({op: getattr(_decomposed, op._opname) for op in own}) if own else program
+
+
 def _drop_unused(graph: GraphModule) -> None:
     """Remove the float weights that nothing reads any more: they would be stored beside the integers."""
     used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
@@ -347,8 +385,6 @@ def _drop_unused(graph: GraphModule) -> None:
 
 def _torchao(module: str) -> Any:
     """Import a part of torchao."""
-    import importlib
-
     try:
         with quiet():
             return importlib.import_module(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -46,7 +46,8 @@ class QAT(forge.Plugin):
     leaves in float.
 
     Together with: averages (`ema`, `swa`) are rounded when they are evaluated. Under `amp` the grid is computed in
-    float32, and its values are rounded to the short type. Tensor parallelism is refused: the layers are split.
+    float32, and its values are rounded to the short type. `cuda_graph` captures updates unless `start` is set.
+    `tensor_parallel`, which splits layers, is refused.
 
     ::
 
@@ -72,8 +73,9 @@ class QAT(forge.Plugin):
         check_length(self.config.start, "qat.start")
         if not 0 < self.config.momentum <= 1:
             raise RecipeError(f"qat.momentum is {self.config.momentum:g}; it must be above 0 and at most 1.")
-        # a captured update keeps rounding, or its absence, for ever
-        self.capturable = self.config.start in (0, 0.0)
+        self.capturable = self.config.start == 0  # a captured update cannot begin to round
+        if self.capturable:
+            self.forge_train_step = None  # pyright: ignore[reportAttributeAccessIssue]
         self._begin()
 
     def _begin(self) -> None:
@@ -99,18 +101,22 @@ class QAT(forge.Plugin):
         if trainer.verb != "fit":
             return
         self._start = updates_of(self.config.start, trainer, "qat.start")
-        self._switch(trainer)
+        self._rounding.on = self._start == 0
         planned = trainer.planned_updates
         if planned and self._start >= planned:
             text = "qat.start is %d updates, but the run has only %d: nothing is rounded, and only ranges are observed."
             logger.warning(text, self._start, planned)
 
+    @forge.hookimpl(wrapper=True)
+    def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        """With a late start only: begin to round."""
+        self._rounding.on = step.index >= self._start
+        return (yield)
+
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        trainer = step.trainer
-        self._rounding.on = trainer.progress.update >= self._start
-        if trainer.env.world > 1:
-            self._average_over_ranks(trainer)
+        if step.trainer.env.world > 1:
+            self._average_over_ranks(step.trainer)
 
     @forge.hookimpl
     def forge_end(self) -> None:
@@ -139,9 +145,6 @@ class QAT(forge.Plugin):
             )
         return chosen
 
-    def _switch(self, trainer: forge.Run) -> None:
-        self._rounding.on = trainer.progress.update >= self._start
-
     @torch.no_grad()
     def _average_over_ranks(self, trainer: forge.Run) -> None:
         ranges = [layer.get_buffer(RANGE) for layer in self._layers.values()]
@@ -167,7 +170,7 @@ class QAT(forge.Plugin):
             layer, saved = self._layers[name], state["ranges"][name]
             layer.get_buffer(RANGE).copy_(saved)
             vars(layer)["_qat"].seen = bool(saved[2] > 0)
-        self._switch(trainer)
+        self._rounding.on = trainer.progress.update > self._start or self._start == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
