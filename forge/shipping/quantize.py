@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import logging
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,17 +27,28 @@ from forge.shipping.engine import ExportError
 from forge.util.int8 import LARGEST, SMALLEST_SCALE, STEPS, activation_grid, weight_scale
 
 KINDS = {
-    "int8-dynamic": "Weights of linear layers and convolutions in 8 bits; each row of a linear layer's input is rounded "
-    "to 8 bits by its own range. CPU and GPU.",
-    "int8-static": "Weights and inputs of linear layers and convolutions in 8 bits, with ranges found on data or learnt "
-    "by the plugin qat. CPU and GPU.",
+    "int8-dynamic": "Weights of linear layers and convolutions in 8 bits; inputs of linear layers too, each row by its "
+    "own range. CPU and GPU.",
+    "int8-static": "Weights and inputs of linear layers and convolutions in 8 bits; ranges are found on data, or are "
+    "those that the plugin qat has learnt. CPU and GPU.",
     "int8-weights": "Weights of linear layers and convolutions in 8 bits; computes in float. CPU and GPU.",
     "int4-weights": "Weights of linear layers in 4 bits, 32 to a scale; computes in float. CPU; GPU in bfloat16.",
     "fp8": "Weights and inputs of linear layers in 8-bit floating point. GPU of compute capability 8.9 or more.",
 }
 """The names of `--quantize`: what each does, and on which device."""
 
-DOES_NOT_WORK: dict[tuple[str, str], str] = {}
+TRACED = "torch.jit.trace cannot record its graph. Use pt2, onnx or aoti, or int8-weights."
+DOES_NOT_WORK = {
+    ("int4-weights", "onnx"): "ONNX has no operator for torch's packed 4-bit weights. Use int8-weights.",
+    ("fp8", "onnx"): "torch.onnx has no translation of torch's products in fp8. Use int8-weights.",
+    ("int8-dynamic", "torchscript"): TRACED,
+    ("int8-static", "torchscript"): TRACED,
+    ("fp8", "torchscript"): TRACED,
+    ("int8-dynamic", "executorch"): "ExecuTorch has no integer matrix product. Use int8-weights.",
+    ("int8-static", "executorch"): "ExecuTorch has no kernel for the rounding of single layers. Use int8-weights.",
+    ("int4-weights", "executorch"): "ExecuTorch has no kernel for torch's packed 4-bit weights. Use int8-weights.",
+    ("fp8", "executorch"): "ExecuTorch does not run on a GPU. Use int8-weights.",
+}
 """Why a kind cannot be exported to a format, and what to do instead."""
 
 GROUP = 32
@@ -65,7 +75,7 @@ def quantize(
     device: str | torch.device = "cpu",
     ranges: Ranges | None = None,
 ) -> nn.Module:
-    """Return a quantised copy of a model in evaluation mode; the model itself stays as it is.
+    """Return a quantised copy of a model in evaluation mode that takes `*inputs`; the model itself stays as it is.
 
     `examples` are inputs from real data. The one with the largest batch shapes the graph (at least 2 where the batch is
     dynamic), and `int8-static` finds ranges on all of them. With `ranges`, those that the plugin qat has learnt, by
@@ -82,11 +92,9 @@ def quantize(
     inputs = sorted((tuple(tensor.to(device) for tensor in example) for example in examples), key=_size, reverse=True)
     with torch.no_grad(), quiet():
         if kind == "int8-static":
-            return _called_as(model, _static(model, inputs, dynamic_shapes, ranges))
+            return QuantizedGraph(_static(model, inputs, dynamic_shapes, ranges))
         _replace_weights(model, kind, device)
-        if kind.endswith("weights"):
-            return model
-        return _called_as(model, _without_torchao(model, inputs[0], dynamic_shapes))
+        return model if kind.endswith("weights") else _without_torchao(model, inputs[0], dynamic_shapes)
 
 
 def refusal(kind: str, model: nn.Module, device: str | torch.device = "cpu", to: str | None = None) -> str | None:
@@ -122,22 +130,18 @@ def _size(example: Inputs) -> int:
 
 
 class QuantizedGraph(nn.Module):
-    """A graph that is called with any number of tensors, as the model that it was made of."""
+    """A graph that takes any number of tensors; it has no modes, so train() and eval() change nothing."""
 
     def __init__(self, graph: nn.Module):
         super().__init__()
         self.quantized = graph
+        self.training = False
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.quantized(*inputs)
 
-
-def _called_as(model: nn.Module, graph: Any) -> nn.Module:
-    """Return a graph with the signature of its model, so that the same `dynamic_shapes` fit; eval() is allowed."""
-    graph = _torchao("torchao.quantization.pt2e").allow_exported_model_train_eval(graph)
-    given = inspect.signature(model.forward).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in given)
-    return QuantizedGraph(graph).eval() if takes_any else graph
+    def train(self, mode: bool = True) -> QuantizedGraph:
+        return self
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> 
     program = torch.export.export(model, example, dynamic_shapes=dynamic_shapes)
     own = {node.target for node in program.graph.nodes if str(node.target).startswith("torchao.")}
     written: Any = program.run_decompositions({operator: decompositions[operator] for operator in own})
-    return written.module(check_guards=False)
+    return QuantizedGraph(written.module(check_guards=False))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ class QAT(forge.Plugin):
         if not chosen:
             kinds = ", ".join(f"nn.{kind.__name__}" for kind in FORWARDS)
             raise TaskError(
-                f"qat: {type(task).__name__} has nothing to quantise: no layer {'but qat.keep ' if every else ''}is one "
-                f"of {kinds}. Remove qat."
+                f"qat: {type(task).__name__} has nothing to quantise: no layer {'but qat.keep ' if every else ''}is "
+                f"one of {kinds}. Remove qat."
             )
         return chosen
 
@@ -163,8 +163,8 @@ class QAT(forge.Plugin):
         then, now = state["ranges"].keys(), self._layers.keys()
         if then != now and not trainer.allow_inexact:
             raise CheckpointError(
-                f"qat: the run to be resumed rounded other layers; they differ in {listed(sorted(then ^ now))}. Use the "
-                "same qat.keep, or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
+                f"qat: the run to be resumed rounded other layers; they differ in {listed(sorted(then ^ now))}. Use "
+                "the same qat.keep, or set allow_inexact=True (trainer.allow_inexact=true on the command line)."
             )
         for name in then & now:
             layer, saved = self._layers[name], state["ranges"][name]

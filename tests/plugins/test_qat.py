@@ -101,6 +101,10 @@ class Images(forge.TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def first_layer(step: forge.Step) -> nn.Module:
+    return step.trainer.task.get_submodule("net.0")
+
+
 def images() -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     return [
@@ -151,7 +155,7 @@ def test_convolutions_are_rounded_per_channel() -> None:
 
     @forge.on("step_end", mutates=True)
     def look(step: forge.Step) -> None:
-        layer = step.trainer.task.net[0]
+        layer: Any = first_layer(step)
         weight = layer.weight.detach()
         scale = weight.abs().amax((1, 2, 3), keepdim=True) / 127
         exact = torch.round(weight / scale) * scale
@@ -203,7 +207,7 @@ def test_infinite_inputs_do_not_move_a_range() -> None:
 
     @forge.on("step_end", mutates=True)
     def look(step: forge.Step) -> None:
-        found.append(step.trainer.task.net[0].get_buffer(RANGE).clone())
+        found.append(first_layer(step).get_buffer(RANGE).clone())
 
     fit_tiny([QAT(), Guard(), look], train=batches, max_epochs=1)
     assert torch.equal(found[2], found[1])
@@ -260,7 +264,7 @@ def test_a_copy_of_a_layer_rounds_by_its_own_range() -> None:
 
     @forge.on("step_end", mutates=True)
     def look(step: forge.Step) -> None:
-        layer = step.trainer.task.net[0]
+        layer: Any = first_layer(step)
         twin = copy.deepcopy(layer)
         twin.get_buffer(RANGE).mul_(2)
         x = tiny_batches()[0][0]
