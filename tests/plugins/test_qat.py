@@ -26,14 +26,14 @@ class Rounded(torch.autograd.Function):
     """Rounding to a grid by plain arithmetic; gradients pass inside of the grid."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, scale: Tensor, zero: Tensor, least: int, most: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, least: int, most: int) -> Tensor:
         whole = torch.round(x * (1 / scale)) + zero
-        context.save_for_backward((whole >= least) & (whole <= most))
+        ctx.save_for_backward((whole >= least) & (whole <= most))
         return (whole.clamp(least, most) - zero) * scale
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * context.saved_tensors[0], None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None, None, None, None
 
 
 class RoundedLinear(nn.Linear):
@@ -43,7 +43,8 @@ class RoundedLinear(nn.Linear):
     high: Tensor
     seen, start, momentum = 0, 0, 0.01
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         if self.training:
             self.seen += 1
             low, high = x.detach().min(), x.detach().max()
@@ -64,10 +65,10 @@ class RoundedLinear(nn.Linear):
 def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
     """Train a TinyTask with rounded layers in a plain loop."""
     task = TinyTask()
-    for layer in task.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = RoundedLinear
-            layer.start, layer.momentum = start * window, momentum  # pyright: ignore[reportAttributeAccessIssue]
+    layers: list[Any] = [layer for layer in task.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = RoundedLinear
+        layer.start, layer.momentum = start * window, momentum
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
     reference.train(task, loss_of, optimizer, tiny_batches(), 2, window=window, seed=0)
     return task
