@@ -36,6 +36,7 @@ GROUPS = {
         "swa": "stochastic weight averaging",
         "sam": "sharpness-aware minimisation",
         "freeze": "freezing and gradual unfreezing",
+        "qat": "quantisation-aware training (int8)",
         "early_stop": "early stopping",
     },
     "Checkpoints and safety": {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
     from forge_plugins.progress import Progress
+    from forge_plugins.qat import QAT
     from forge_plugins.remat import Remat
     from forge_plugins.sam import SAM
     from forge_plugins.schedule import Schedule
@@ -45,6 +46,7 @@ __all__ = [
     "EMA",
     "FSDP",
     "JSONL",
+    "QAT",
     "SAM",
     "SWA",
     "Accumulate",

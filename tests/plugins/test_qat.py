@@ -1,0 +1,322 @@
+"""qat: what trains is what a hand-written loop with int8's rounding trains, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import forge
+from forge.errors import CheckpointError, RecipeError, StackError, TaskError
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge_plugins import AMP, EMA, FSDP, QAT, Accumulate, Checkpoint, Compile, Guard, Remat, TensorParallel
+from forge_plugins.qat import RANGE
+from tests.snapshot.test_resume import PowerCut, cut_at
+from tests.support import reference
+from tests.support.averages import loss_of
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding to a grid by plain arithmetic; gradients pass inside of the grid."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, least: int, most: int) -> Tensor:
+        whole = torch.round(x * (1 / scale)) + zero
+        ctx.save_for_backward((whole >= least) & (whole <= most))
+        return (whole.clamp(least, most) - zero) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None, None, None, None
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer of a hand-written loop: rounds from the update `start` on, averages ranges by `momentum`."""
+
+    low: Tensor
+    high: Tensor
+    seen, start, momentum = 0, 0, 0.01
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        if self.training:
+            self.seen += 1
+            low, high = x.detach().min(), x.detach().max()
+            share = max(1 / self.seen, self.momentum)
+            first = self.seen == 1
+            self.low = low if first else torch.lerp(self.low, low, share)
+            self.high = high if first else torch.lerp(self.high, high, share)
+        if self.seen <= self.start:
+            return F.linear(x, self.weight, self.bias)
+        low, high = self.low.clamp(max=0), self.high.clamp(min=0)
+        scale = (high - low) / 255
+        x = Rounded.apply(x, scale, torch.round(-low / scale), 0, 255)  # pyright: ignore[reportAssignmentType]
+        rows = self.weight.detach().abs().amax(1, keepdim=True) / 127
+        weight: Any = Rounded.apply(self.weight, rows, torch.zeros(()), -127, 127)
+        return F.linear(x, weight, self.bias)
+
+
+def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
+    """Train a TinyTask with rounded layers in a plain loop."""
+    task = TinyTask()
+    layers: list[Any] = [layer for layer in task.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = RoundedLinear
+        layer.start, layer.momentum = start * window, momentum
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
+    reference.train(task, loss_of, optimizer, tiny_batches(), 2, window=window, seed=0)
+    return task
+
+
+class Validated(TinyTask):
+    """Keeps the logits of each validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        self.kept.append(self(batch[0]))
+        return {"loss": F.cross_entropy(self.kept[-1], batch[1])}
+
+
+class Images(forge.TaskModule):
+    """A convolution, batch norm and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def first_layer(step: forge.Step) -> nn.Module:
+    return step.trainer.task.get_submodule("net.0")
+
+
+def images() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(4, 1, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(3)
+    ]
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "momentum", "window"), [(0, 0.01, 1), (0, 0.5, 1), (3, 0.01, 1), (0, 0.01, 2), (1, 1.0, 2)]
+)
+def test_a_fit_is_a_plain_loop_that_rounds(start: int, momentum: float, window: int) -> None:
+    task, _ = fit_tiny([QAT(start, momentum=momentum), Accumulate(window)])
+    assert_same_weights(task, by_hand(start, momentum, window))
+
+
+def test_rounding_changes_the_weights() -> None:
+    task, _ = fit_tiny([QAT()])
+    assert any(not torch.equal(a, b) for a, b in zip(task.parameters(), fit_tiny()[0].parameters(), strict=True))
+
+
+def test_a_start_after_the_end_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "forge"):
+        task, _ = fit_tiny([QAT(start=10)])
+    assert_same_weights(task, fit_tiny()[0])
+    assert "qat.start is 10 updates, but the run has only 10" in caplog.text
+
+
+@pytest.mark.parametrize("start", [0.5, "5 updates", "1 epoch"])
+def test_the_start_can_be_a_share_or_an_interval(start: Any) -> None:
+    assert_same_weights(fit_tiny([QAT(start=start)])[0], fit_tiny([QAT(start=5)])[0])
+
+
+def test_a_validation_is_that_of_the_rounded_model() -> None:
+    task = Validated()
+    fit_tiny([QAT()], task=task)
+    expected = by_hand().eval()
+    with torch.no_grad():
+        logits = [expected(x) for x, _ in tiny_batches(seed=1)]
+    for found, wanted in zip(task.kept[-len(logits) :], logits, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_convolutions_are_rounded_per_channel() -> None:
+    task, grids = Images(), []
+
+    @forge.on("step_end", mutates=True)
+    def look(step: forge.Step) -> None:
+        layer: Any = first_layer(step)
+        weight = layer.weight.detach()
+        scale = weight.abs().amax((1, 2, 3), keepdim=True) / 127
+        exact = torch.round(weight / scale) * scale
+        x = images()[0][0]
+        low, high, _ = layer.get_buffer(RANGE)
+        step_of_x = (high - low) / 255
+        rounded = ((x / step_of_x).round().clamp(low / step_of_x, high / step_of_x)) * step_of_x
+        with torch.no_grad():
+            grids.append((layer(x) - F.conv2d(rounded, exact, layer.bias)).abs().max())
+
+    fit_tiny([QAT(), look], task=task, train=images(), val=images(), max_epochs=1)
+    assert len(grids) == 3
+    assert max(grids) < 0.05
+
+
+# -- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_task_is_itself_again_after_a_fit() -> None:
+    before = TinyTask()
+    task, _ = fit_tiny([QAT()])
+    assert task.state_dict().keys() == before.state_dict().keys()
+    for layer, plain in zip(task.modules(), before.modules(), strict=True):
+        assert vars(layer).keys() - {"trainer"} == vars(plain).keys() - {"trainer"}
+        assert layer._buffers.keys() == plain._buffers.keys()
+
+
+def test_names_in_a_checkpoint_do_not_change(tmp_path: Path) -> None:
+    fit_tiny([QAT(), Checkpoint()], run_dir=tmp_path)
+    loaded = TinyTask.from_checkpoint(tmp_path / "checkpoints" / "latest")
+    assert loaded.state_dict().keys() == TinyTask().state_dict().keys()
+
+
+def test_layers_can_be_kept_in_float() -> None:
+    plugin, seen = QAT(keep="net.4"), []
+
+    @forge.on("step_end", mutates=True)
+    def look(step: forge.Step) -> None:
+        seen.append(set(plugin.forge_state_dict()["ranges"]))
+
+    fit_tiny([plugin, look], max_updates=1)
+    assert seen == [{"net.0"}]
+
+
+def test_infinite_inputs_do_not_move_a_range() -> None:
+    found: list[Tensor] = []
+    batches = tiny_batches()
+    batches[2][0][0, 0] = torch.inf
+
+    @forge.on("step_end", mutates=True)
+    def look(step: forge.Step) -> None:
+        found.append(first_layer(step).get_buffer(RANGE).clone())
+
+    fit_tiny([QAT(), Guard(), look], train=batches, max_epochs=1)
+    assert torch.equal(found[2], found[1])
+    assert all(each.isfinite().all() for each in found)
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_resume_is_exact(tmp_path: Path, start: int) -> None:
+    def plugins() -> list[Any]:
+        return [QAT(start, momentum=0.3), Checkpoint(every="2 updates")]
+
+    with pytest.raises(PowerCut):
+        fit_tiny([*plugins(), cut_at(5)], run_dir=tmp_path)
+    resumed, _ = fit_tiny(plugins(), run_dir=tmp_path, resume="auto")
+    assert_same_weights(resumed, fit_tiny(plugins())[0])
+
+
+def test_a_resume_with_other_layers_is_refused(tmp_path: Path) -> None:
+    fit_tiny([QAT(), Checkpoint()], run_dir=tmp_path, max_updates=2)
+    with pytest.raises(CheckpointError, match=r"qat: the run to be resumed rounded other layers.*net\.4"):
+        fit_tiny([QAT(keep="net.4"), Checkpoint()], run_dir=tmp_path, resume="auto")
+
+
+# -- beside others ----------------------------------------------------------------------------------------------------
+
+
+def test_an_average_is_rounded_when_it_is_evaluated() -> None:
+    task, ema = Validated(), EMA(0.5)
+    fit_tiny([QAT(), ema], task=task)
+    expected = by_hand().eval()
+    ema.apply_to(expected)
+    with torch.no_grad():
+        logits = [expected(x) for x, _ in tiny_batches(seed=1)]
+    for found, wanted in zip(task.kept[-len(logits) :], logits, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_bf16_trains_and_computes_grids_in_float32() -> None:
+    task, result = fit_tiny([QAT(), AMP("bf16")])
+    assert torch.isfinite(torch.tensor(result.metrics["train/loss"]))
+    assert {p.dtype for p in task.parameters()} == {torch.float32}
+    assert any(not torch.equal(a, b) for a, b in zip(task.parameters(), by_hand().parameters(), strict=True))
+
+
+def test_recomputed_blocks_observe_once() -> None:
+    assert_same_weights(fit_tiny([QAT(momentum=0.5), Remat("Sequential")])[0], by_hand(momentum=0.5))
+
+
+def test_a_copy_of_a_layer_rounds_by_its_own_range() -> None:
+    same = []
+
+    @forge.on("step_end", mutates=True)
+    def look(step: forge.Step) -> None:
+        layer: Any = first_layer(step)
+        twin = copy.deepcopy(layer)
+        twin.get_buffer(RANGE).mul_(2)
+        x = tiny_batches()[0][0]
+        with torch.no_grad():
+            same.append(torch.equal(layer(x), twin(x)))
+
+    fit_tiny([QAT(), look], max_updates=2)
+    assert same == [False, False]
+
+
+@pytest.mark.slow
+def test_a_compiled_fit_is_close_to_an_eager_one() -> None:
+    task, _ = fit_tiny([QAT(start=2), Compile(backend="aot_eager")], task=TinyTask(dropout=0.0))
+    eager, _ = fit_tiny([QAT(start=2)], task=TinyTask(dropout=0.0))
+    for a, b in zip(task.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_only_a_late_start_acts_inside_a_step() -> None:
+    assert QAT().capturable
+    assert QAT().forge_train_step is None
+    assert not QAT(start=3).capturable
+    assert QAT(start=3).forge_train_step is not None
+
+
+def test_split_layers_are_refused() -> None:
+    with pytest.raises(StackError, match=r"(?s)qat.*tensor_parallel|tensor_parallel.*qat"):
+        fit_tiny([QAT(), FSDP(), TensorParallel(size=2, plan={"net.0": "column"})])
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Nothing(TinyTask):
+    """No layer to quantise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "task", "error", "message"),
+    [
+        (lambda: QAT(momentum=0.0), TinyTask, RecipeError, "qat.momentum is 0; it must be above 0"),
+        (lambda: QAT(start=-1), TinyTask, RecipeError, "qat.start is -1"),
+        (lambda: QAT(keep="nat.*"), TinyTask, RecipeError, r"qat.keep: 'nat.\*' matches no layer.*net.0, net.4"),
+        (lambda: QAT(keep="net.*"), TinyTask, TaskError, "has nothing to quantise: no layer but qat.keep"),
+        (QAT, Nothing, TaskError, "Nothing has nothing to quantise: no layer is one of nn.Linear"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(make: Any, task: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit_tiny([make()], task=task())

@@ -1,0 +1,340 @@
+"""Quantised models: smaller, close to the model, exportable, and refused where nothing would be gained."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forge.checkpoint.folder import find
+from forge.errors import ForgeError
+from forge.shipping import quantize as module
+from forge.shipping.engine import ExportError
+from forge.shipping.quantize import (
+    DOES_NOT_WORK,
+    KINDS,
+    Int8Convolution,
+    in_torchs_operators,
+    linears,
+    onnx_translations,
+    quantize,
+    ranges_of,
+    refusal,
+    weight_bytes,
+)
+from forge.testing import fit_tiny
+from forge.util.int8 import activation_grid, weight_scale
+from forge_plugins import QAT, Checkpoint
+from forge_plugins.qat import install, remove, round_weight
+
+pytest.importorskip("torchao")
+
+CPU = ["int8-dynamic", "int8-static", "int8-weights", "int4-weights"]
+BATCHES = (1, 3, 64)
+
+
+class Net(nn.Module):
+    """Takes any number of tensors and returns a tuple, as what forge exports; 90 % of its weights are linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.task = nn.Sequential(
+                *(nn.Conv2d(1, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+                *(nn.Linear(288, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 16)),
+            )
+            norm: Any = self.task[1]
+            norm.running_mean.normal_(std=0.1)
+            norm.running_var.uniform_(0.5, 2)
+            nn.init.uniform_(norm.weight, -2, 2)  # a negative factor turns the sign of a channel
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return (self.task(inputs[0]),)
+
+
+MODEL = Net().eval()
+
+
+def examples(batches: tuple[int, ...] = (16, 64, 5)) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 1, 8, 8, generator=generator),) for n in batches]
+
+
+def shapes() -> Any:
+    return (({0: Dim("batch")},),)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, nn.Module]:
+    return {kind: quantize(MODEL, kind, examples(), dynamic_shapes=shapes()) for kind in CPU}
+
+
+def difference(model: Any, other: Any, batch: int = 64) -> float:
+    """Return the largest difference of outputs, in deviations of the model's."""
+    (x,) = examples((batch,))[0]
+    with torch.no_grad():
+        expected, found = model(x)[0], other(x)[0]
+    return float((found - expected).abs().max() / expected.std(correction=0))
+
+
+# -- values and sizes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "near"), [(CPU[0], 0.1), (CPU[1], 0.15), (CPU[2], 0.05), (CPU[3], 0.6)])
+def test_outputs_are_close_to_the_models(made: dict[str, nn.Module], kind: str, near: float) -> None:
+    assert 0 < difference(Net().eval(), made[kind]) < near
+
+
+@pytest.mark.parametrize(("kind", "share"), [(CPU[0], 0.36), (CPU[1], 0.30), (CPU[2], 0.36), (CPU[3], 0.40)])
+def test_weights_take_fewer_bytes(made: dict[str, nn.Module], kind: str, share: float) -> None:
+    assert weight_bytes(made[kind]) < share * weight_bytes(Net())
+
+
+def test_bytes_count_what_is_stored() -> None:
+    model = nn.Linear(3, 2)
+    assert weight_bytes(model) == 4 * 8
+    model.register_buffer("whole", torch.zeros(5, dtype=torch.int8))
+    model.again = model.weight  # one tensor by two names
+    assert weight_bytes(model) == 4 * 8 + 5
+
+
+def test_the_model_itself_stays_as_it_is(made: dict[str, nn.Module]) -> None:
+    before = Net().state_dict()
+    assert MODEL.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in MODEL.state_dict().items())
+
+
+def test_a_convolution_keeps_its_settings() -> None:
+    layer = nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2, padding_mode="circular")
+    x = torch.randn(2, 4, 20)
+    expected = layer(x)
+    found = Int8Convolution(copy.deepcopy(layer))
+    assert found.weight.dtype is torch.int8
+    torch.testing.assert_close(found(x), expected, atol=0.03, rtol=0)
+
+
+def test_eval_and_train_do_no_harm(made: dict[str, nn.Module]) -> None:
+    (x,) = examples((3,))[0]
+    for model in made.values():
+        expected = model(x)[0]
+        model.train()
+        model.eval()
+        assert torch.equal(model(x)[0], expected)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CPU)
+def test_an_exported_program_takes_any_batch(made: dict[str, nn.Module], kind: str) -> None:
+    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
+    assert weight_bytes(program) == weight_bytes(made[kind])
+    again = in_torchs_operators(program).module()
+    assert all(difference(made[kind], again, batch) == 0 for batch in BATCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CPU)
+def test_a_pt2_file_runs_in_a_fresh_process(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
+    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
+    torch.export.save(in_torchs_operators(program), tmp_path / "model.pt2")
+    inputs = [examples((batch,))[0][0] for batch in BATCHES]
+    torch.save((inputs, [made[kind](x)[0] for x in inputs]), tmp_path / "cases.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.export.load('model.pt2').module()\n"
+        "for x, expected in zip(*torch.load('cases.pt')): assert torch.equal(model(x)[0], expected)\n"
+        "assert 'torchao' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in CPU if (kind, "onnx") not in DOES_NOT_WORK])
+def test_an_onnx_file_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    file = tmp_path / "model.onnx"
+    torch.onnx.export(
+        made[kind],
+        examples((4,))[0],
+        file,
+        dynamo=True,
+        dynamic_shapes=shapes(),
+        external_data=False,
+        verbose=False,
+        custom_translation_table=onnx_translations(),
+    )
+    session = onnxruntime.InferenceSession(str(file))
+    name = session.get_inputs()[0].name
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in session.run(None, {name: x.numpy()})]
+
+    assert all(difference(made[kind], run, batch) < 0.05 for batch in BATCHES)
+    stored = sum(len(tensor.raw_data) for tensor in onnx.load(file).graph.initializer)
+    assert stored < 0.36 * weight_bytes(Net())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CPU)
+def test_native_code_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_path: Path) -> None:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
+    package = aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    model = aoti_load_package(package)
+    assert all(difference(made[kind], model, batch) < 1e-4 for batch in BATCHES)
+
+
+# -- ranges that qat has learnt ---------------------------------------------------------------------------------------
+
+
+def test_learnt_ranges_give_the_rounded_models_outputs() -> None:
+    """What was validated in training is what is exported, although batch norm is folded into the weights."""
+    model, (x,) = Net(), examples((64,))[0]
+    rounding = module_rounding(model)
+    model.train()
+    model(x)
+    model.eval()
+    with torch.no_grad():
+        expected = model(x)[0]
+    found = ranges_of({"ranges": {name: layer.get_buffer("_qat_range") for name, layer in rounding.items()}})
+    for layer in rounding.values():
+        remove(layer)
+    int8 = quantize(model, "int8-static", examples((16,)), dynamic_shapes=shapes(), ranges=found)
+    with torch.no_grad():
+        close = (int8(x)[0] - expected).abs() <= 0.02 * expected.std()  # a rounding may fall to the other side
+    assert close.float().mean() > 0.98
+
+
+def module_rounding(model: nn.Module) -> dict[str, nn.Module]:
+    from forge_plugins.qat import FORWARDS, Rounding
+
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) in FORWARDS}
+    for layer in layers.values():
+        install(layer, Rounding(0.01, on=True))
+    return layers
+
+
+def test_exactly_the_layers_with_a_range_are_quantised() -> None:
+    int8 = quantize(
+        Net().eval(), "int8-static", examples((4,)), dynamic_shapes=shapes(), ranges={"task.5": (-1.0, 2.0)}
+    )
+    shapes_of_integers = [tuple(t.shape) for t in int8.state_dict().values() if t.dtype is torch.int8]
+    assert shapes_of_integers == [(32, 288)]
+
+
+def test_ranges_come_from_a_checkpoint(tmp_path: Path) -> None:
+    fit_tiny([QAT(), Checkpoint()], run_dir=tmp_path)
+    state = find(tmp_path).load()["plugins"]["qat"]
+    found = ranges_of(state, prefix="task.")
+    assert found.keys() == {"task.net.0", "task.net.4"}
+    assert all(low < high for low, high in found.values())
+
+
+def test_layers_without_a_batch_have_no_range() -> None:
+    assert ranges_of({"ranges": {"a": torch.zeros(3), "b": torch.tensor([-1.0, 1.0, 4.0])}}) == {"b": (-1.0, 1.0)}
+
+
+# -- grids ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 3.0), (-3.0, -0.5), (0.0, 0.0)])
+def test_the_grid_of_activations_is_torchaos(low: float, high: float) -> None:
+    from torchao.quantization.pt2e import MinMaxObserver
+
+    observer = MinMaxObserver(dtype=torch.uint8, quant_min=0, quant_max=255, eps=torch.finfo(torch.float32).eps)
+    observer(torch.tensor([low, high]))
+    scale, zero = observer.calculate_qparams()
+    found = activation_grid(torch.tensor(low), torch.tensor(high))
+    assert found[0] == scale
+    assert found[1] == zero
+
+
+def test_a_folded_batch_norm_keeps_the_integers() -> None:
+    weight, factor = torch.randn(5, 3, 3, 3), torch.tensor([-2.0, 0.5, 1.0, 4.0, -0.25]).view(-1, 1, 1, 1)
+    plain = round_weight(weight) / weight_scale(weight).view(-1, 1, 1, 1)
+    folded = round_weight(weight * factor) / weight_scale(weight * factor).view(-1, 1, 1, 1)
+    assert torch.equal(folded.round(), (plain * factor.sign()).round())
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Its head has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head, self.inner = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.Linear(32, 32)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(x)))
+
+
+def test_a_shared_weight_is_not_stored_twice() -> None:
+    model = Tied().eval()
+    assert list(linears(model, "int8-weights")) == ["inner"]
+    tokens = [(torch.arange(8).view(2, 4),)]
+    for kind in ("int8-weights", "int8-static"):
+        int8 = quantize(model, kind, tokens)
+        assert weight_bytes(int8) < weight_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "device", "message"),
+    [
+        ("int7", nn.Linear(4, 4), "cpu", "--quantize int7 is unknown. Known are int8-dynamic"),
+        ("fp8", nn.Linear(32, 32), "cpu", "compute capability 8.9 or more; the device is cpu"),
+        ("int4-weights", nn.Linear(32, 32), "cuda", "computes in bfloat16 on a GPU, but the model is in float32"),
+        ("int4-weights", nn.Linear(30, 32), "cpu", "would change nothing: the model has no nn.Linear.*multiple of 32"),
+        ("int8-dynamic", nn.LSTM(4, 4), "cpu", "would change nothing: the model has neither a convolution nor"),
+        ("int8-weights", nn.BatchNorm1d(4), "cpu", "would change nothing"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(kind: str, model: nn.Module, device: str, message: str) -> None:
+    reason = refusal(kind, model, device)
+    assert reason is not None
+    with pytest.raises(ExportError, match=message):
+        quantize(model, kind, [(torch.zeros(2, 4),)], device=device)
+
+
+def test_a_graph_without_layers_is_refused() -> None:
+    with pytest.raises(ExportError, match="int8-static would change nothing: the model has no linear layer"):
+        quantize(nn.BatchNorm1d(4).eval(), "int8-static", [(torch.zeros(2, 4),)])
+
+
+def test_ranges_of_another_model_are_refused() -> None:
+    with pytest.raises(ExportError, match="that the plugin qat has a range of"):
+        quantize(Net().eval(), "int8-static", examples((4,)), ranges={"net.0": (0.0, 1.0)})
+
+
+def test_examples_are_needed() -> None:
+    with pytest.raises(ExportError, match="needs examples of inputs"):
+        quantize(Net().eval(), "int8-static", [])
+
+
+def test_a_format_that_does_not_work_says_why() -> None:
+    for (kind, to), reason in DOES_NOT_WORK.items():
+        assert kind in KINDS
+        text = refusal(kind, Net(), "cpu", to)
+        assert text == f"--quantize {kind} does not work with --to {to}: {reason}"
+    assert refusal("int8-static", Net(), "cpu", "onnx") is None
+
+
+def test_a_missing_torchao_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    with pytest.raises(ForgeError, match=r"pip install 'forge-trainer\[export\]'"):
+        quantize(Net().eval(), "int8-weights", examples((4,)))
