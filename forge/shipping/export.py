@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from forge.checkpoint.weights import describe_task
 from forge.contract.task import TaskModule
 from forge.data import Splits
 from forge.shipping import card, verify
+from forge.shipping import quantize as quantisation
 from forge.shipping.engine import Engine, ExportError, Port
 from forge.shipping.formats import FORMATS, module_of
 from forge.shipping.formats.plan import Plan
@@ -278,11 +279,30 @@ class ModuleEngine:
 
 
 def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan, str]:
+    """Return a plan of the quantised model, and a note on where its ranges come from."""
     if getattr(module_of(to), "WEIGHTS_ONLY", False):
         raise ExportError(f"--quantize needs a format with a program, such as pt2 or onnx; {to} holds weights alone.")
-    from forge.shipping import quantize
-
-    return quantize.quantised(plan, kind, to, prepared)
+    runs_as = getattr(module_of(to), "RUNS_AS", to)
+    reason = quantisation.refusal(kind, plan.model, prepared.device, runs_as)
+    if reason is not None:
+        raise ExportError(reason)
+    state = prepared.source.plugins.get("qat") if kind == "int8-static" else None
+    ranges = quantisation.ranges_of(state, "task.") if state else None
+    calls = prepared.interface.calls
+    examples = [tuple(call.inputs.values()) for call in calls]
+    model = quantisation.quantize(
+        plan.model,
+        kind,
+        [plan.examples, *examples],
+        dynamic_shapes=plan.shapes(),
+        device=prepared.device,
+        ranges=ranges,
+    )
+    note = ""
+    if kind == "int8-static":
+        note = "ranges learnt by qat" if ranges else f"ranges found on {len(calls)} validation batches"
+    share = quantisation.weight_bytes(model) / quantisation.weight_bytes(plan.model)
+    return replace(plan, model=model), "; ".join(filter(None, [note, f"weights take {share:.3f} of the float bytes"]))
 
 
 def _card(

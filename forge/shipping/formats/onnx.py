@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge.shipping.engine import ExportError
 from forge.shipping.formats.plan import Plan, quiet, refusal
+from forge.shipping.quantize import onnx_translations
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
@@ -20,6 +21,7 @@ TOLERANCE = 1e-4
 def write(plan: Plan, path: Path) -> None:
     names = {"input_names": list(plan.inputs), "output_names": list(plan.output_names), "verbose": False}
     options: dict[str, Any] = {"dynamo": True, "dynamic_shapes": plan.shapes(), "external_data": False}
+    options["custom_translation_table"] = onnx_translations()
     if plan.varies_length:  # dynamo would unroll a recurrent layer at the example's length; ONNX has operators for them
         options = {"dynamo": False, "dynamic_axes": plan.axes}
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.shipping.formats.plan import Plan, traced
+from forge.shipping.quantize import in_torchs_operators
 
 PACKAGES = ("torch",)
 FILE = "model.pt2"
@@ -17,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def write(plan: Plan, path: Path) -> None:
-    torch.export.save(traced(plan), path)
+    torch.export.save(in_torchs_operators(traced(plan)), path)
 
 
 def open_file(path: Path, names: list[str], device: str) -> Callable[[list[Tensor]], list[Tensor]]:
