@@ -123,8 +123,9 @@ def bench(
             try:
                 infer = _engine(name, prepared, Path(folder), result)
                 infer(largest)
-            except ForgeError as error:
-                result.missing[name] = str(error).splitlines()[0]
+            except Exception as error:  # one engine that fails is no reason to leave out the others
+                reason = (str(error).strip().splitlines() or [""])[0]
+                result.missing[name] = reason if isinstance(error, ForgeError) else f"{type(error).__name__}: {reason}"
                 continue
             peak = peak_memory.peak(torch.device(device))
             result.memory[name] = None if peak is None or before is None else max(0, peak - before)

@@ -21,7 +21,7 @@ from forge.shipping import card, verify
 from forge.shipping import quantize as quantisation
 from forge.shipping.engine import Engine, ExportError, Port
 from forge.shipping.formats import FORMATS, module_of
-from forge.shipping.formats.plan import Plan
+from forge.shipping.formats.plan import Plan, traced
 from forge.shipping.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
 from forge.shipping.runner import Remote
 from forge.shipping.source import Source, data_of, find
@@ -286,18 +286,23 @@ def _quantised(plan: Plan, kind: str, to: str, prepared: Prepared) -> tuple[Plan
     reason = quantisation.refusal(kind, plan.model, prepared.device, runs_as)
     if reason is not None:
         raise ExportError(reason)
+    traced(plan)  # finds what torch refuses, and the limits of dynamic axes
     state = prepared.source.plugins.get("qat") if kind == "int8-static" else None
     ranges = quantisation.ranges_of(state, "task.") if state else None
     calls = prepared.interface.calls
     examples = [tuple(call.inputs.values()) for call in calls]
-    model = quantisation.quantize(
-        plan.model,
-        kind,
-        [plan.examples, *examples],
-        dynamic_shapes=plan.shapes(),
-        device=prepared.device,
-        ranges=ranges,
-    )
+    try:
+        model = quantisation.quantize(
+            plan.model,
+            kind,
+            [plan.examples, *examples],
+            dynamic_shapes=plan.shapes(),
+            device=prepared.device,
+            ranges=ranges,
+        )
+    except (AssertionError, RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ExportError(f"--quantize {kind}: torchao cannot quantise the model: {reason[0]}") from error
     note = ""
     if kind == "int8-static":
         note = "ranges learnt by qat" if ranges else f"ranges found on {len(calls)} validation batches"

@@ -210,7 +210,8 @@ def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
     torchao = _torchao("torchao.quantization")
     chosen = set(map(id, linears(model, kind).values()))
     if chosen:
-        torchao.quantize_(model, _config(kind, device), filter_fn=lambda module, name: id(module) in chosen)
+        dtype = next(iter(linears(model, kind).values())).weight.dtype
+        torchao.quantize_(model, _config(kind, device, dtype), filter_fn=lambda module, name: id(module) in chosen)
         _torchao("torchao.utils").unwrap_tensor_subclass(model)
     if kind.startswith("int8"):
         for name, layer in convolutions(model).items():
@@ -218,15 +219,16 @@ def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
             setattr(model.get_submodule(around), last, Int8Convolution(layer))
 
 
-def _config(kind: str, device: torch.device) -> Any:
+def _config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
     torchao = _torchao("torchao.quantization")
     if kind == "int8-dynamic":
         return torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     if kind == "int8-weights":
         return torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     if kind == "fp8":
-        rows = torchao.PerRow()
-        return torchao.Float8DynamicActivationFloat8WeightConfig(granularity=rows, set_inductor_config=False)
+        # torchao scales rows of bfloat16 weights alone
+        scales = torchao.PerRow() if dtype == torch.bfloat16 else torchao.PerTensor()
+        return torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales, set_inductor_config=False)
     if device.type == "cuda":
         packed = "tile_packed_to_4d"
         return torchao.Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packed, set_inductor_config=False)
