@@ -27,6 +27,8 @@ from forge.shipping.runner import Remote
 from forge.shipping.source import Source, data_of, find
 from forge.util.files import make_folder
 
+TF32 = 1e-3
+"""The least tolerance on a GPU."""
 LOOSE = 5e-2
 """The least tolerance between a quantised model and its export: rounding may go to the next of 256 levels."""
 
@@ -245,7 +247,7 @@ def _verify(
             plan.model,
             prepared.interface,
             prepared.axes,
-            format.TOLERANCE if quantize is None else max(format.TOLERANCE, LOOSE),
+            _tolerance(format.TOLERANCE, prepared.device, quantize),
             prepared.device,
             plan.limits,
             recorded=quantize is None,
@@ -257,6 +259,12 @@ def _verify(
     if max_drop is not None:
         verify.refuse_drop(verdict, max_drop)
     return verdict
+
+
+def _tolerance(tolerance: float, device: str, quantize: str | None) -> float:
+    """Return the relative difference that is allowed: more on a GPU, whose convolutions round to TF32."""
+    least = LOOSE if quantize is not None else TF32 if device.startswith("cuda") and tolerance else 0.0
+    return max(tolerance, least)
 
 
 def _weights_engine(remote: Remote, prepared: Prepared) -> Engine:
