@@ -240,7 +240,7 @@ def round_input(x: Tensor, seen: Tensor) -> Tensor:
 def round_weight(weight: Tensor) -> Tensor:
     """Round a weight to the grid of each output channel, straight through for gradients."""
     scale = weight_scale(weight)
-    zero = torch.zeros_like(scale, dtype=torch.int32)
+    zero = torch.zeros_like(scale)  # of integers torch would read least and largest from the device
     rounded = torch.fake_quantize_per_channel_affine(weight.float(), scale, zero, 0, -LARGEST, LARGEST)
     return rounded.to(weight.dtype)
 
