@@ -14,6 +14,7 @@ of the same name.
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import socket
@@ -36,6 +37,8 @@ logger = logging.getLogger("forge")
 NAME = ".lock"
 SET, GET = (getattr(fcntl, f"F_OFD_{word}LK", None) for word in ("SET", "GET"))
 TRIES, PAUSE = 5, 0.02
+PATIENCE = 5.0
+"""Seconds to wait for a lock whose holder has died: its data workers, which hold the file too, end soon after it."""
 
 _held: dict[str, int] = {}
 """Run folder → descriptor of the lock, of this process."""
@@ -156,14 +159,30 @@ def is_held(run_dir: Path) -> bool | None:
 
 def _lock(descriptor: int) -> None:
     """Take an exclusive lock, or raise the last OSError."""
-    for attempt in range(TRIES):
+    end = time.monotonic() + PATIENCE
+    for attempt in itertools.count(1):
         try:
             _lock_once(descriptor)
             return
         except OSError as error:
-            if not _is_conflict(error) or attempt == TRIES - 1:
+            is_over = attempt >= TRIES and not (_holder_has_died(descriptor) and time.monotonic() < end)
+            if not _is_conflict(error) or is_over:
                 raise
             time.sleep(PAUSE)
+
+
+def _holder_has_died(descriptor: int) -> bool:
+    """Whether the process that wrote its number into the lock's file is gone; False on another machine."""
+    words = os.pread(descriptor, 1024, 0).decode("utf-8", "replace").split()
+    if len(words) != 4 or not words[1].isdigit() or words[3] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _lock_once(descriptor: int) -> None:

@@ -120,7 +120,7 @@ class QAT(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        unseen = [name for name, layer in self._layers.items() if not vars(layer)["_qat"].seen]
+        unseen = [name for name, layer in self._layers.items() if not vars(layer)["qat_state"].seen]
         if unseen and len(unseen) < len(self._layers):
             text = "qat: no training batch has reached %s: without a range an export leaves such layers in float."
             logger.warning(text, listed(unseen))
@@ -169,7 +169,7 @@ class QAT(forge.Plugin):
         for name in then & now:
             layer, saved = self._layers[name], state["ranges"][name]
             layer.get_buffer(RANGE).copy_(saved)
-            vars(layer)["_qat"].seen = bool(saved[2] > 0)
+            vars(layer)["qat_state"].seen = bool(saved[2] > 0)
         self._rounding.on = trainer.progress.update > self._start or self._start == 0
 
 
@@ -198,27 +198,28 @@ class LayerRounding:
 def install(layer: nn.Module, rounding: Rounding) -> None:
     """Make a layer round its input and its weight; `remove` undoes it."""
     layer.register_buffer(RANGE, torch.zeros(3, device=next(layer.parameters()).device), persistent=False)
-    vars(layer)["_qat"] = LayerRounding(rounding)
+    vars(layer)["qat_state"] = LayerRounding(rounding)
     # a bound method: a copy of the layer gets one bound to the copy
     vars(layer)["forward"] = MethodType(FORWARDS[type(layer)], layer)
 
 
 def remove(layer: nn.Module) -> None:
     """Restore a layer's own forward."""
-    for name in ("forward", "_qat"):
+    for name in ("forward", "qat_state"):
         vars(layer).pop(name, None)
     delattr(layer, RANGE)
 
 
 def rounded(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return input and weight as the layer shall see them; observe the input in a training step."""
-    state: LayerRounding = layer._qat
+    state: LayerRounding = layer.qat_state
+    seen: Tensor = getattr(layer, RANGE)
     if layer.training and torch.is_grad_enabled() and x.numel():
-        observe(layer._qat_range, x.detach(), state.run.momentum)
+        observe(seen, x.detach(), state.run.momentum)
         state.seen = True
     if not (state.run.on and state.seen):
         return x, layer.weight
-    return round_input(x, layer._qat_range), round_weight(layer.weight)
+    return round_input(x, seen), round_weight(layer.weight)
 
 
 @torch.no_grad()
@@ -239,7 +240,7 @@ def round_input(x: Tensor, seen: Tensor) -> Tensor:
 def round_weight(weight: Tensor) -> Tensor:
     """Round a weight to the grid of each output channel, straight through for gradients."""
     scale = weight_scale(weight)
-    zero = torch.zeros_like(scale, dtype=torch.int32)
+    zero = torch.zeros_like(scale)  # of integers torch would read least and largest from the device
     rounded = torch.fake_quantize_per_channel_affine(weight.float(), scale, zero, 0, -LARGEST, LARGEST)
     return rounded.to(weight.dtype)
 

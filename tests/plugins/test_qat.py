@@ -22,53 +22,10 @@ from tests.support import reference
 from tests.support.averages import loss_of
 
 
-class Rounded(torch.autograd.Function):
-    """Rounding to a grid by plain arithmetic; gradients pass inside of the grid."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor, least: int, most: int) -> Tensor:
-        whole = torch.round(x * (1 / scale)) + zero
-        ctx.save_for_backward((whole >= least) & (whole <= most))
-        return (whole.clamp(least, most) - zero) * scale
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * ctx.saved_tensors[0], None, None, None, None
-
-
-class RoundedLinear(nn.Linear):
-    """A linear layer of a hand-written loop: rounds from the update `start` on, averages ranges by `momentum`."""
-
-    low: Tensor
-    high: Tensor
-    seen, start, momentum = 0, 0, 0.01
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input
-        if self.training:
-            self.seen += 1
-            low, high = x.detach().min(), x.detach().max()
-            share = max(1 / self.seen, self.momentum)
-            first = self.seen == 1
-            self.low = low if first else torch.lerp(self.low, low, share)
-            self.high = high if first else torch.lerp(self.high, high, share)
-        if self.seen <= self.start:
-            return F.linear(x, self.weight, self.bias)
-        low, high = self.low.clamp(max=0), self.high.clamp(min=0)
-        scale = (high - low) / 255
-        x = Rounded.apply(x, scale, torch.round(-low / scale), 0, 255)  # pyright: ignore[reportAssignmentType]
-        rows = self.weight.detach().abs().amax(1, keepdim=True) / 127
-        weight: Any = Rounded.apply(self.weight, rows, torch.zeros(()), -127, 127)
-        return F.linear(x, weight, self.bias)
-
-
 def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
     """Train a TinyTask with rounded layers in a plain loop."""
     task = TinyTask()
-    layers: list[Any] = [layer for layer in task.modules() if type(layer) is nn.Linear]
-    for layer in layers:
-        layer.__class__ = RoundedLinear
-        layer.start, layer.momentum = start * window, momentum
+    reference.round_layers(task, momentum, start * window)
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9)
     reference.train(task, loss_of, optimizer, tiny_batches(), 2, window=window, seed=0)
     return task

@@ -8,6 +8,10 @@ import logging
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +20,7 @@ import pytest
 from forge.errors import CheckpointError
 from forge.runs import lock
 from forge.runs.lock import RunLock
+from tests.support import forked
 
 
 def in_child(action: Callable[[], None]) -> bool:
@@ -263,3 +268,25 @@ def test_a_status_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: st
     else:
         (tmp_path / ".lock").symlink_to("/dev/zero")
     assert lock.is_held(tmp_path) in (None, False)
+
+
+def test_a_lock_that_a_dead_runs_worker_still_holds_is_waited_for(tmp_path: Path) -> None:
+    """A worker that was forked a moment before its run was killed has the file open until it notices."""
+    held = RunLock(tmp_path)
+    held.acquire()
+    descriptor = held._descriptor
+    assert descriptor is not None
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {dead.pid} on {socket.gethostname()}\n".encode(), 0)
+    code = (
+        "import sys; from forge.runs.lock import RunLock; from pathlib import Path\n"
+        f"print('waiting', flush=True); RunLock(Path({str(tmp_path)!r})).acquire(); print('taken')"
+    )
+    other = forked.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "waiting\n"
+    time.sleep(0.4)  # longer than the tries for a living holder
+    held.release()
+    assert other.communicate(timeout=60)[0] == "taken\n"

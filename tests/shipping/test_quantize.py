@@ -191,7 +191,8 @@ def test_native_code_gives_the_same(made: dict[str, nn.Module], kind: str, tmp_p
     program = torch.export.export(made[kind], examples((4,))[0], dynamic_shapes=shapes())
     package = aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     model = aoti_load_package(package)
-    assert all(difference(made[kind], model, batch) < 1e-4 for batch in BATCHES)
+    near = 1e-4 if kind.endswith("weights") else 0.05  # an input may be rounded to the next integer
+    assert all(difference(made[kind], model, batch) < near for batch in BATCHES)
 
 
 # -- ranges that qat has learnt ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 def train(
@@ -85,6 +86,60 @@ def train_gan(
             for net in nets.values():
                 net.requires_grad_(True)
             update += 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rounding to int8
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding to a grid by plain arithmetic; gradients pass inside of the grid."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, least: int, most: int) -> Any:
+        whole = torch.round(x * (1 / scale)) + zero
+        ctx.save_for_backward((whole >= least) & (whole <= most))
+        return (whole.clamp(least, most) - zero) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None, None, None, None
+
+
+class RoundedLinear(nn.Linear):
+    """Rounds after `start` forwards of training; ranges are means at first, then averages that move by `momentum`."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    seen: torch.Tensor
+    momentum: Any
+    start: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            share = max(1 / (float(self.seen) + 1), self.momentum)
+            now = input.detach().float()
+            self.low.copy_(torch.lerp(self.low, now.min(), share))
+            self.high.copy_(torch.lerp(self.high, now.max(), share))
+            self.seen.add_(1)
+        if self.seen <= self.start:
+            return F.linear(input, self.weight, self.bias)
+        low, high = self.low.clamp(max=0), self.high.clamp(min=0)
+        scale = (high - low) / 255
+        x: Any = Rounded.apply(input.float(), scale, torch.round(-low / scale), 0, 255)
+        rows = self.weight.detach().abs().amax(1, keepdim=True) / 127
+        weight: Any = Rounded.apply(self.weight, rows, torch.zeros(()), -127, 127)
+        return F.linear(x.to(input.dtype), weight, self.bias)
+
+
+def round_layers(model: nn.Module, momentum: float = 0.01, start: int = 0) -> None:
+    """Make every linear layer of a model a rounded one."""
+    layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = RoundedLinear
+        layer.start, layer.momentum = start, momentum
+        for name in ("low", "high", "seen"):
+            layer.register_buffer(name, torch.zeros(()), persistent=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Quantised models on a GPU: every kind is close to its model at every batch, or is refused by a clear reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from forge.shipping.engine import ExportError
+from forge.shipping.quantize import KINDS, quantize, refusal, weight_bytes
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.gpu
+
+NEAR = {"int8-dynamic": 0.2, "int8-static": 0.3, "int8-weights": 0.1, "int4-weights": 1.0, "fp8": 0.5}
+"""Allowed differences, in deviations of the outputs."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.task = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return (self.task(inputs[0]),)
+
+
+def batch(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, 512, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(size))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_close_to_its_model_or_refused(kind: str, dtype: torch.dtype, compiled: bool, tmp_path: Any) -> None:
+    model = Net().eval().to("cuda", dtype)
+    shapes: Any = (({0: Dim("batch")},),)
+    examples = [(batch(64, dtype),), (batch(32, dtype),)]
+    if refusal(kind, model, "cuda") is not None:
+        with pytest.raises(ExportError):
+            quantize(model, kind, examples, dynamic_shapes=shapes, device="cuda")
+        assert (kind, dtype) == ("int4-weights", torch.float32)
+        return
+    run: Any = quantize(model, kind, examples, dynamic_shapes=shapes, device="cuda")
+    assert weight_bytes(run) < 0.6 * weight_bytes(model)
+    if compiled:
+        from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+        program = torch.export.export(run, examples[0], dynamic_shapes=shapes)
+        run = aoti_load_package(aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2")))
+    for size in (1, 3, 64):
+        x = batch(size, dtype)
+        with torch.no_grad():
+            expected, found = model(x)[0].float(), run(x)[0].float()
+        assert (found - expected).abs().max() < NEAR[kind] * expected.std()
