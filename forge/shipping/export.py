@@ -21,7 +21,7 @@ from forge.shipping import card, verify
 from forge.shipping import quantize as quantisation
 from forge.shipping.engine import Engine, ExportError, Port
 from forge.shipping.formats import FORMATS, module_of
-from forge.shipping.formats.plan import Plan, traced
+from forge.shipping.formats.plan import Plan, quiet, traced
 from forge.shipping.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
 from forge.shipping.runner import Remote
 from forge.shipping.source import Source, data_of, find
@@ -133,7 +133,8 @@ def export(
         plan, note = _quantised(plan, quantize, to, prepared)
     with _beside(file) as folder:
         written = folder / file.name
-        format.write(plan, written)
+        with quiet():
+            format.write(plan, written)
         verdict = _verify(to, format, written, plan, prepared, quantize, max_drop)
         made = _card(to, prepared, plan, folder, verdict, quantize)
         card.write(made, folder)
@@ -354,7 +355,8 @@ def _unverified(
     prepared = Prepared(source, interface, dynamic_axes(interface.calls, dynamic), None, device, None)
     plan = prepared.plan()
     with _beside(file) as folder:
-        format.write(plan, folder / file.name)
+        with quiet():
+            format.write(plan, folder / file.name)
         made = _card(to, prepared, plan, folder, None, None)
         card.write(made, folder)
         _publish(folder, file, force)
