@@ -66,7 +66,7 @@ class QAT(forge.Plugin):
 
     config: Config
     provides = ("fake_quantization",)
-    conflicts = {"tensor_parallel": "Train without splitting layers, or quantise at export: int8-static calibrates."}
+    conflicts = {"split_layers": "Train without splitting layers, or quantise at export: int8-static calibrates."}
 
     def __init__(self, *first: int | float | str, **values: Any):
         super().__init__(*first, **values)

@@ -77,7 +77,7 @@ class TensorParallel(forge.Plugin):
         "For sequence: the dimension of a layer's input that holds the positions."
 
     config: Config
-    provides = ("tensor_parallel",)
+    provides = ("tensor_parallel", "split_layers")
     requires = ("sharding",)
 
     def __init__(self, *first: int, **values: Any):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from forge.util.int8 import activation_grid, weight_scale
 from forge_plugins import QAT, Checkpoint
 from forge_plugins.qat import install, remove, round_weight
 
-pytest.importorskip("torchao")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 CPU = ["int8-dynamic", "int8-static", "int8-weights", "int4-weights"]
 BATCHES = (1, 3, 64)

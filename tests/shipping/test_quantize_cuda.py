@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch.export import Dim
 from forge.shipping.engine import ExportError
 from forge.shipping.quantize import KINDS, quantize, refusal, weight_bytes
 
-pytest.importorskip("torchao")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")]
 
 NEAR = {"int8-dynamic": 0.2, "int8-static": 0.3, "int8-weights": 0.1, "int4-weights": 1.0, "fp8": 0.5}
 """Allowed differences, in deviations of the outputs."""
