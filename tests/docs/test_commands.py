@@ -32,6 +32,8 @@ LONG = {
     "verify-resume": "tests/cli/test_verify_resume.py kills and resumes a smaller task",
     "determinism": "tests/cli/test_determinism.py compares runs of a smaller task",
     "--nproc": "tests/distributed/test_launch.py starts ranks",
+    "export": "tests/shipping/test_export.py exports a smaller task",
+    "bench": "tests/shipping/test_bench.py times a smaller task",
     "tune": "tests/cli/test_tune.py searches in small",
     "finetune": "tests/recipes/test_finetune.py trains it",
     "thawed.yaml": "finetune, with other options",

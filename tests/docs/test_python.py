@@ -20,6 +20,7 @@ from tests.support.docs_pages import blocks, with_blocks
 from tests.support.plugin_kit import PLAINEST
 
 LONG = {
+    "docs/deployment/index.md": "tests/shipping exports a smaller task",
     "docs/deployment/pt2.md": "tests/shipping exports to every format",
     "docs/deployment/onnx.md": "as above",
     "docs/deployment/aoti.md": "as above, and calls a compiler",

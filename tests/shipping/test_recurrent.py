@@ -23,7 +23,10 @@ def close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("layers", "both", "first", "bias"), SHAPES[::3])
+@pytest.mark.parametrize(
+    ("layers", "both", "first", "bias"),
+    [SHAPES[3], SHAPES[13], *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES[::2])],
+)
 def test_a_loop_is_the_layer(kind: Any, layers: int, both: bool, first: bool, bias: bool) -> None:
     rnn = kind(3, 5, num_layers=layers, bidirectional=both, batch_first=first, bias=bias).eval()
     states = torch.randn(layers * (1 + both), 2, 5)
