@@ -55,7 +55,7 @@ class Stranger(forge.TaskModule):
 class Masked(Stranger):
     """As Stranger, for a model that takes ids and a mask by name."""
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.pick(self.model(input_ids=ids, attention_mask=mask))
 
 
