@@ -361,3 +361,21 @@ def test_an_output_of_zeros_is_noted(tmp_path: Path) -> None:
     nn.init.zeros_(task.last.weight)
     nn.init.zeros_(task.last.bias)
     assert exported(task, tmp_path).notes == ["output is 0 everywhere: its comparison proves little"]
+
+
+@pytest.mark.slow
+def test_a_triton_configuration_fits_tritons_schema(tmp_path: Path) -> None:
+    model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    exported(Classifier(), tmp_path, "triton-repository")
+    text = (tmp_path / "models" / "Classifier" / "config.pbtxt").read_text()
+    found = text_format.Parse(text, model_config.ModelConfig())
+    assert (found.name, found.max_batch_size, found.dynamic_batching.max_queue_delay_microseconds) == (
+        "Classifier",
+        64,
+        2000,
+    )
+    assert [(port.name, list(port.dims)) for port in [*found.input, *found.output]] == [
+        ("images", [4]),
+        ("output", [3]),
+    ]
