@@ -28,8 +28,8 @@ from forge.distributed.store_channel import Beat, FailureCause, StoreChannel, is
 from forge.errors import PeerFailed
 from tests.support import forked
 
-DIED = 10
-"""Seconds that the other ranks have, when one has died."""
+DIED = 90
+"""Seconds that a test waits for the other ranks to end, when one has died; they take a few, on a busy machine more."""
 HOST = socket.gethostname()
 
 TASK = """
