@@ -1,4 +1,4 @@
-"""Time a trained task's inference in several engines, interleaved, on the device at hand."""
+"""Time a trained task's inference in several engines, interleaved, on one device."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ExportVerdict:
     metrics_before: dict[str, float] = field(default_factory=dict)
     metrics_after: dict[str, float] = field(default_factory=dict)
     metric_note: str = ""
-    "Why there is no metric of the export, if there is none."
+    "The reason where the metric of the export was not measured."
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

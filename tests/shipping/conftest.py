@@ -1,4 +1,4 @@
-"""Exports are run by a process of their own; in the quick profile it is forked, not started anew."""
+"""Exports are run by a process of their own; in the quick profile it is forked."""
 
 from __future__ import annotations
 

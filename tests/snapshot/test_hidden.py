@@ -309,7 +309,7 @@ def test_a_generator_that_is_only_saved_or_only_here_is_named(tmp_path: Path, ca
 
 def test_the_position_of_a_loader_is_no_hidden_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Batches:
-        """A loader of somebody else's, with the usual `set_epoch`."""
+        """A loader of another library, with the usual `set_epoch`."""
 
         def __init__(self):
             self.epoch = 0

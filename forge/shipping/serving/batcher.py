@@ -237,5 +237,5 @@ def can_batch(engine: Engine) -> bool:
 
 
 def _batch_axis(port: Port) -> int:
-    """Return the position of the axis "batch", -1 if there is none, or more than one."""
+    """Return the position of the axis "batch", -1 unless there is exactly one."""
     return port.shape.index("batch") if port.shape.count("batch") == 1 else -1
