@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.logging import LogCaptureHandler, caplog_handler_key, catching_logs
 from hypothesis import HealthCheck, settings
 
 import forge
@@ -86,6 +87,17 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Tests compare bits with plain loops on the CPU, so "auto" means the CPU, except where a test is about a GPU."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr("forge.env.auto_device", lambda: "cpu")
+
+
+@pytest.fixture
+def caplog(request: pytest.FixtureRequest) -> Iterator[pytest.LogCaptureFixture]:
+    """pytest's own, for tests that ask for it: its plugin `logging`, which is switched off, listens to every test, at
+    45 loggers of torch, in all three phases."""
+    request.node.stash[caplog_handler_key] = handler = LogCaptureHandler()
+    with catching_logs(handler):
+        fixture = pytest.LogCaptureFixture(request.node, _ispytest=True)
+        yield fixture
+        fixture._finalize()
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ sys.meta_path.insert(0, Block())
 
 STAGES = {
     "importing forge does not import torch": """
-import forge
+import forge, forge.testing
 assert forge.__version__
-assert "torch" not in sys.modules
+assert not {"torch", "forge_kernels", "forge_lightning"} & sys.modules.keys()
 """,
     "a fit needs neither torchvision nor omegaconf": """
 from forge.testing import fit_tiny
@@ -48,6 +48,15 @@ assert result.updates == 2
 """,
     "a fit loads no plugin and no recipe that nobody named": """
 assert not {name.partition(".")[0] for name in sys.modules} & {"forge_plugins", "forge_recipes", "tensorboard", "rich"}
+""",
+    "kernels and the Lightning adapter are imported when they are used": """
+import forge.testing
+loaded = lambda: {name.partition(".")[0] for name in sys.modules} & {"forge_kernels", "forge_lightning"}
+assert not loaded() and not [name for name in sys.modules if name.startswith("forge.kernels.")]
+forge.testing.check_against_reference
+assert loaded() == {"forge_kernels"}
+forge.LightningAdapter
+assert loaded() == {"forge_kernels", "forge_lightning"}
 """,
     "the default recipe without omegaconf is refused by name": """
 blocked -= {"forge_plugins", "forge_recipes"}

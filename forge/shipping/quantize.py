@@ -53,6 +53,8 @@ DOES_NOT_WORK = {
 
 GROUP = 32
 "Weights that share a scale in 4 bits."
+FEWEST_ROWS = 17
+"Rows that CUDA's product of integers needs."
 NO_LINEAR = "no nn.Linear with a weight of its own"
 NOTHING = {
     "int8-dynamic": f"neither a convolution nor {NO_LINEAR.removeprefix('no ')}",
@@ -94,7 +96,7 @@ def quantize(
         if kind == "int8-static":
             return QuantizedGraph(_static(model, inputs, dynamic_shapes, ranges))
         _replace_weights(model, kind, device)
-        return model if kind.endswith("weights") else _without_torchao(model, inputs[0], dynamic_shapes)
+        return model if kind.endswith("weights") else _without_torchao(model, inputs[0], dynamic_shapes, device)
 
 
 def refusal(kind: str, model: nn.Module, device: str | torch.device = "cpu", to: str | None = None) -> str | None:
@@ -103,7 +105,8 @@ def refusal(kind: str, model: nn.Module, device: str | torch.device = "cpu", to:
         return f"--quantize {kind} is unknown. Known are {', '.join(KINDS)}."
     if to is not None and (kind, to) in DOES_NOT_WORK:
         return f"--quantize {kind} does not work with --to {to}: {DOES_NOT_WORK[kind, to]}"
-    return _refused_device(kind, model, torch.device(device)) or _refused_model(kind, model)
+    device = torch.device(device)
+    return _refused_device(kind, model, device) or _refused_model(kind, model, device)
 
 
 def ranges_of(state: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[float, float]]:
@@ -155,7 +158,7 @@ def _refused_device(kind: str, model: nn.Module, device: torch.device) -> str | 
             has = f"is {device}" if found is None else f"has {found[0]}.{found[1]}"
             return f"--quantize fp8 needs a GPU of compute capability 8.9 or more; the device {has}. Use int8-weights."
     if kind == "int4-weights" and device.type == "cuda":
-        odd = {layer.weight.dtype for layer in linears(model, kind).values()} - {torch.bfloat16}
+        odd = {layer.weight.dtype for layer in linears(model, kind, device).values()} - {torch.bfloat16}
         if odd:
             return (
                 "--quantize int4-weights computes in bfloat16 on a GPU, but the model is in "
@@ -165,14 +168,14 @@ def _refused_device(kind: str, model: nn.Module, device: torch.device) -> str | 
     return None
 
 
-def _refused_model(kind: str, model: nn.Module) -> str | None:
+def _refused_model(kind: str, model: nn.Module, device: torch.device) -> str | None:
     """Refuse a model in which nothing would be quantised; of int8-static the graph says it."""
-    if kind == "int8-static" or linears(model, kind) or (kind.startswith("int8") and convolutions(model)):
+    if kind == "int8-static" or linears(model, kind, device) or (kind.startswith("int8") and convolutions(model)):
         return None
     return f"--quantize {kind} would change nothing: the model has {NOTHING[kind]}."
 
 
-def linears(model: nn.Module, kind: str) -> dict[str, nn.Linear]:
+def linears(model: nn.Module, kind: str, device: torch.device) -> dict[str, nn.Linear]:
     """Return the linear layers that a kind quantises, by name.
 
     A weight that is used elsewhere too, as by an embedding, would be stored twice: it stays in float.
@@ -185,13 +188,15 @@ def linears(model: nn.Module, kind: str) -> dict[str, nn.Linear]:
         and type(layer).forward is nn.Linear.forward
         and not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # MultiheadAttention reads it
         and uses[id(layer.weight)] == 1
-        and _fits(layer, kind)
+        and _fits(layer, kind, device)
     }
 
 
-def _fits(layer: nn.Linear, kind: str) -> bool:
+def _fits(layer: nn.Linear, kind: str, device: torch.device) -> bool:
     """Whether the kernels of a kind take a layer of this size."""
     inner, outer = {"int4-weights": (GROUP, 16), "fp8": (16, 16)}.get(kind, (1, 1))
+    if kind == "int8-dynamic" and device.type == "cuda":
+        inner, outer = 8, 8
     return layer.in_features % inner == 0 and layer.out_features % outer == 0
 
 
@@ -208,10 +213,11 @@ def convolutions(model: nn.Module) -> dict[str, nn.Module]:
 def _replace_weights(model: nn.Module, kind: str, device: torch.device) -> None:
     """Replace weights by quantised ones, in place."""
     torchao = _torchao("torchao.quantization")
-    chosen = set(map(id, linears(model, kind).values()))
-    if chosen:
-        dtype = next(iter(linears(model, kind).values())).weight.dtype
-        torchao.quantize_(model, _config(kind, device, dtype), filter_fn=lambda module, name: id(module) in chosen)
+    layers = [*linears(model, kind, device).values()]
+    if layers:
+        chosen = set(map(id, layers))
+        config = _config(kind, device, layers[0].weight.dtype)
+        torchao.quantize_(model, config, filter_fn=lambda module, name: id(module) in chosen)
         _torchao("torchao.utils").unwrap_tensor_subclass(model)
     if kind.startswith("int8"):
         for name, layer in convolutions(model).items():
@@ -256,14 +262,33 @@ class Int8Convolution(nn.Module):
         return self.layer._conv_forward(x, self.weight.to(self.scale.dtype) * self.scale, self.layer.bias)
 
 
-def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> nn.Module:
+def _without_torchao(model: nn.Module, example: Inputs, dynamic_shapes: Any, device: torch.device) -> nn.Module:
     """Return the model's graph with torchao's own operators written out in torch's."""
     from torch._inductor.decomposition import decompositions  # torchao registers its own there
 
     program = torch.export.export(model, example, dynamic_shapes=dynamic_shapes)
     own = {node.target for node in program.graph.nodes if str(node.target).startswith("torchao.")}
     written: Any = program.run_decompositions({operator: decompositions[operator] for operator in own})
-    return QuantizedGraph(written.module(check_guards=False))
+    graph = written.module(check_guards=False)
+    if device.type == "cuda":
+        _pad_rows(graph)
+    return QuantizedGraph(graph)
+
+
+def _pad_rows(graph: GraphModule) -> None:
+    """Give each product of integers rows of zeros, and cut them off its result: CUDA's takes no fewer than 17 rows."""
+    aten = torch.ops.aten
+    for node in [*graph.graph.nodes]:
+        if node.target not in (aten._int_mm.default, torch.ops.higher_order.out_dtype):
+            continue
+        x = node.args[-2]
+        with graph.graph.inserting_before(node):
+            padded = graph.graph.call_function(aten.constant_pad_nd.default, (x, [0, 0, 0, FEWEST_ROWS]))
+        node.args = (*node.args[:-2], padded, node.args[-1])
+        with graph.graph.inserting_after(node):
+            cut = graph.graph.call_function(aten.slice.Tensor, (node, 0, 0, -FEWEST_ROWS))
+        node.replace_all_uses_with(cut, lambda user, cut=cut: user is not cut)
+    graph.recompile()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -335,7 +360,7 @@ class InputsAndWeights:
         grid = {"dtype": self.dtype, "quant_min": self.least, "quant_max": self.least + STEPS}
         grid["qscheme"] = torch.per_tensor_affine
         if self.ranges is None:
-            observer = _torchao("torchao.quantization.pt2e").HistogramObserver.with_args(eps=SMALLEST_SCALE)
+            observer = _histogram().with_args(eps=SMALLEST_SCALE)
             return torchao.QuantizationSpec(observer_or_fake_quant_ctr=observer, **grid)
         scale, zero = activation_grid(*torch.tensor(self.ranges[layer_of(node)]).unbind())
         return torchao.FixedQParamsQuantizationSpec(scale=scale.item(), zero_point=int(zero) + self.least, **grid)
@@ -350,6 +375,18 @@ class InputsAndWeights:
             ch_axis=axis,
             observer_or_fake_quant_ctr=observer,
         )
+
+
+def _histogram() -> Any:
+    """Return torchao's observer of ranges, for inputs of any floating point type: CUDA counts float32 alone."""
+    observer: Any = _torchao("torchao.quantization.pt2e").HistogramObserver
+
+    class Histogram(observer):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x.float())
+            return x
+
+    return Histogram
 
 
 def layer_of(node: Node) -> str:

@@ -18,21 +18,6 @@ from tests.conftest import REPO, Run
 
 SUBMODULES = ("contract", "testing", "ops", "ops.softmax", "ops.cpp.build", "triton.softmax", "discovery")
 
-LAZY = """
-import sys
-import forge, forge.testing
-
-def loaded():
-    tops = ("torch", "forge_kernels", "forge_lightning")
-    return {name for name in sys.modules if name.partition(".")[0] in tops or name.startswith("forge.kernels")}
-
-assert not loaded(), loaded()
-forge.testing.check_against_reference
-assert "forge_kernels.testing" in loaded() and "forge_lightning" not in loaded()
-forge.LightningAdapter
-assert "forge_lightning" in loaded()
-"""
-
 FIRST_IMPORTS = [
     "import forge.kernels.contract as m",
     "from forge.kernels import contract as m",
@@ -118,11 +103,6 @@ def test_pickles_of_functions_and_classes_name_the_same_objects() -> None:
     older = pickle.dumps(softmax, protocol=0).replace(b"forge_kernels.", b"forge.kernels.")
     assert b"forge.kernels." in older
     assert pickle.loads(older) is softmax
-
-
-def test_nothing_is_imported_before_it_is_used(run_python: Run) -> None:
-    done = run_python("-c", LAZY)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -285,11 +285,21 @@ class Tied(nn.Module):
 
 def test_a_shared_weight_is_not_stored_twice() -> None:
     model = Tied().eval()
-    assert list(linears(model, "int8-weights")) == ["inner"]
+    assert list(linears(model, "int8-weights", torch.device("cpu"))) == ["inner"]
     tokens = [(torch.arange(8).view(2, 4),)]
     for kind in ("int8-weights", "int8-static"):
         int8 = quantize(model, kind, tokens)
         assert weight_bytes(int8) < weight_bytes(model)
+
+
+def test_products_of_integers_that_are_padded_for_a_gpu_are_the_same(made: dict[str, Any]) -> None:
+    """CUDA's product takes no fewer than 17 rows, and layers of multiples of 8."""
+    plain, padded = made["int8-dynamic"], copy.deepcopy(made["int8-dynamic"])
+    module._pad_rows(padded.quantized)
+    assert str(padded.quantized.graph).count("constant_pad_nd.default]") == 2
+    assert all(torch.equal(plain(x)[0], padded(x)[0]) for (x,) in examples(BATCHES))
+    odd = nn.Sequential(nn.Linear(16, 10), nn.Linear(12, 16), nn.Linear(16, 8))
+    assert list(linears(odd, "int8-dynamic", torch.device("cuda"))) == ["2"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ ACTING: dict[str, dict[str, Any]] = {
     "swa": {"start": 2, "every": "2 updates", "lr": 0.05, "anneal": 2},
 }
 """Options with which a built-in plugin acts within the few updates of the kit, where its defaults would not."""
+
+
+@pytest.fixture(autouse=True)
+def small_heap_for_each() -> None:
+    """The kit looks for what a run leaves behind: not among all that earlier tests have imported."""
+    gc.freeze()
 
 
 NOT_ALONE = {"tensor_parallel"}
