@@ -360,7 +360,7 @@ class InputsAndWeights:
         grid = {"dtype": self.dtype, "quant_min": self.least, "quant_max": self.least + STEPS}
         grid["qscheme"] = torch.per_tensor_affine
         if self.ranges is None:
-            observer = _histogram().with_args(eps=SMALLEST_SCALE)
+            observer = _input_range().with_args(eps=SMALLEST_SCALE)
             return torchao.QuantizationSpec(observer_or_fake_quant_ctr=observer, **grid)
         scale, zero = activation_grid(*torch.tensor(self.ranges[layer_of(node)]).unbind())
         return torchao.FixedQParamsQuantizationSpec(scale=scale.item(), zero_point=int(zero) + self.least, **grid)
@@ -377,16 +377,16 @@ class InputsAndWeights:
         )
 
 
-def _histogram() -> Any:
+def _input_range() -> Any:
     """Return torchao's observer of ranges, for inputs of any floating point type: CUDA counts float32 alone."""
     observer: Any = _torchao("torchao.quantization.pt2e").HistogramObserver
 
-    class Histogram(observer):
+    class InputRange(observer):
         def forward(self, x: Tensor) -> Tensor:
             super().forward(x.float())
             return x
 
-    return Histogram
+    return InputRange
 
 
 def layer_of(node: Node) -> str:
