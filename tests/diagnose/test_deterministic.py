@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._inductor import config as inductor
 
 import forge
 from forge.diagnose import deterministic, nondeterminism
@@ -23,13 +22,20 @@ from tests.support.tasks import Classifier, fit, make_batches
 cudnn: Any = torch.backends.cudnn
 
 
+def inductor() -> Any:
+    """The compiler's settings; importing them takes a second, so not while tests are collected."""
+    from torch._inductor import config
+
+    return config
+
+
 def now() -> tuple[Any, ...]:
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn.deterministic,
         cudnn.benchmark,
-        inductor.deterministic,
+        inductor().deterministic,
         os.environ.get(CUBLAS),
     )
 
@@ -111,14 +117,14 @@ def test_what_the_user_had_set_comes_back_as_it_was(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_compiler_that_was_deterministic_alone_stays_so() -> None:
-    inductor.deterministic = True
+    inductor().deterministic = True
     try:
         with deterministic_flags(True):
             pass
-        assert inductor.deterministic
+        assert inductor().deterministic
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
-        inductor.deterministic = False
+        inductor().deterministic = False
 
 
 # -- cuBLAS reads its variable when it starts -------------------------------------------------------------------------

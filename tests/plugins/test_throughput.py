@@ -539,6 +539,7 @@ def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown
     assert "the FLOPs of Reads are unknown: it is compiled" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_copy_leaves_the_task_its_hooks_and_all_random_numbers_alone() -> None:
     class Draws(Compiled):
         def training_step(self, batch: Any) -> Any:
