@@ -122,8 +122,9 @@ def _run(words: list[str]) -> int:
         print(f"forge {__version__}")
         return 0
     verb, *rest = words
-    if verb not in verbs():
-        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, verbs())}")
+    known = {*VERBS, *registry.installed("command")}
+    if verb not in known:
+        raise ForgeError(f"forge has no verb {verb!r}.{did_you_mean(verb, known)}")
     module = module_of(verb)
     # intermixed: overrides may come before, between and after the options
     args = module.parser().parse_intermixed_args(rest)

@@ -27,6 +27,7 @@ GRAPHS_AT = (6, 8)
 """Updates after which tensors with a graph are counted: all batch shapes and a validation have occurred."""
 GRACE = 1.0
 """Seconds that a thread has to end."""
+_is_frozen: bool | None = None
 
 
 def check_leaks(subject: Subject) -> None:
@@ -133,8 +134,14 @@ def _open_files() -> frozenset[str]:
 
 @contextmanager
 def _ignoring_older_objects() -> Iterator[None]:
-    """Have the garbage collector skip existing objects: a test process holds millions."""
-    frozen = gc.get_freeze_count()
+    """Have the garbage collector skip existing objects: a test process holds millions.
+
+    A process that has frozen its own already is left as it is. Whether it has is asked once: the answer counts them.
+    """
+    global _is_frozen
+    if _is_frozen is None:
+        _is_frozen = gc.get_freeze_count() > 0
+    frozen = _is_frozen
     if not frozen:
         gc.freeze()
     try:

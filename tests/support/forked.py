@@ -269,5 +269,7 @@ def _start_anew(streams: list[int], cwd: Any, env: Any, new_session: bool) -> No
     os.environ.update(env)
     os.chdir(cwd)
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     subprocess_handler.Popen = Popen  # workers of a launcher are forked from it
+    dynamic_rendezvous.get_method_name = str  # for events that nobody reads, it looks through all modules each time
