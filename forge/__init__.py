@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StackError,
         TaskError,
     )
+    from forge.examine.doctor import doctor
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
     from forge.rng import seed
@@ -69,6 +70,7 @@ _HOME = {
     "TaskModule": "forge.contract.task",
     "Text": "forge.metrics.media",
     "Trainer": "forge.engine.trainer",
+    "doctor": "forge.examine.doctor",
     "export": "forge.shipping.export",
     "hookimpl": "forge.contract.hooks",
     "load": "forge.shipping.source",
@@ -101,6 +103,7 @@ __all__ = [
     "Text",
     "Trainer",
     "data",
+    "doctor",
     "export",
     "hookimpl",
     "load",

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 class ForgeError(ValueError):
     """An error that the user can fix. The message names the fix."""
 
+    finding: str = ""
+    """The name of what was found, where `forge doctor` finds it too (docs/findings.md)."""
+
 
 class StackError(ForgeError):
     """The requested plugins cannot work together."""

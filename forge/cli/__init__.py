@@ -28,6 +28,7 @@ VERBS = {
     "board": "Show runs in TensorBoard, on this machine.",
     "verify-resume": "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run.",
     "determinism": "Run a recipe twice and name the first tensor that differs.",
+    "doctor": "Examine a task and its data for mistakes that raise no error.",
     "tune": "Measure a learning rate, or the largest batch that fits.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",

@@ -69,10 +69,12 @@ def check_training_output(output: Any, task: TaskModule) -> None:
             "use reduction='mean' in the loss."
         )
     if not loss.requires_grad:
-        raise TaskError(
+        error = TaskError(
             f"{where} returned a loss without a gradient. Look for .detach(), .item(), torch.no_grad(), argmax, "
             f"or frozen parameters between the weights of {type(task).__name__} and the loss."
         )
+        error.finding = "no_gradient"
+        raise error
     if isinstance(output, Mapping):
         check_scalars(output, where)
 
@@ -94,6 +96,7 @@ def warn_of_new_parameters(task: TaskModule, before: Mapping[str, nn.Parameter],
             f"{', ...' if len(fresh) > 4 else ''}, which no optimizer has: they will not be trained. Make them in "
             "__init__ (nn.LazyLinear and similar layers get their size from the first batch), and change values in "
             "place.",
+            "unregistered_parameters",
         )
 
 

@@ -60,7 +60,8 @@ def _look_at_cross_entropy(given: dict[str, Any]) -> None:
     if classes > 1 and _are_probabilities(logits, dim=1 if logits.ndim > 1 else 0):
         refuse(
             "cross_entropy got probabilities (every row sums to 1), but it applies softmax itself. Pass it the raw "
-            "logits: remove the softmax before it."
+            "logits: remove the softmax before it.",
+            "activation_before_loss",
         )
 
 
@@ -71,7 +72,8 @@ def _look_at_nll(given: dict[str, Any]) -> None:
     if bool((scores > 1e-3).any()):
         warn(
             "nll_loss got positive scores, but it wants log-probabilities: if these are logits, use cross_entropy; if "
-            "they come from softmax, use log_softmax."
+            "they come from softmax, use log_softmax.",
+            "activation_before_loss",
         )
 
 
@@ -81,7 +83,8 @@ def _look_at_kl_div(given: dict[str, Any]) -> None:
     if scores.ndim and any(_are_probabilities(scores, dim) for dim in {scores.ndim - 1, min(1, scores.ndim - 1)}):
         refuse(
             "kl_div got probabilities (every row sums to 1) as its input, but it wants their logarithm there. Use "
-            "log_softmax in place of softmax; the target stays a probability, unless log_target=True."
+            "log_softmax in place of softmax; the target stays a probability, unless log_target=True.",
+            "activation_before_loss",
         )
 
 
@@ -91,7 +94,8 @@ def _look_at_bce_logits(given: dict[str, Any]) -> None:
     if logits.numel() >= 16 and bool(((logits >= 0) & (logits <= 1)).all()):
         warn(
             "binary_cross_entropy_with_logits got values that all lie in [0, 1]. It applies sigmoid itself: if there "
-            "is a sigmoid before it, remove it."
+            "is a sigmoid before it, remove it.",
+            "activation_before_loss",
         )
 
 

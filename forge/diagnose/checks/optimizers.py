@@ -64,6 +64,7 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
             task,
             f"{len(orphans)} trainable parameters of {type(task).__name__} are in no optimizer and will not be "
             f"trained: {_names(orphans.values(), named)}. Add them, or set requires_grad_(False).",
+            "not_in_optimizer",
         )
 
 
@@ -71,10 +72,12 @@ def _refuse_foreign(entry: OptimizerEntry, label: str, task: TaskModule, named: 
     foreign = [p for p in entry.parameters if id(p) not in named]
     if foreign:
         own = len(entry.parameters) - len(foreign)
-        raise TaskError(
+        error = TaskError(
             f"{label} has {len(entry.parameters)} parameters, but {own or 'none'} of them belong to "
             f"{type(task).__name__}. Build it from self.parameters() in configure_optimizers, after all layers."
         )
+        error.finding = "not_in_optimizer"
+        raise error
 
 
 def _refuse_twice(entry: OptimizerEntry, label: str, named: dict[int, str]) -> None:
@@ -99,6 +102,7 @@ def _warn_of_dropped_schedule(entry: OptimizerEntry, label: str, task: TaskModul
             task,
             f"{type(task).__name__}.configure_optimizers made a schedule for {label} and did not return it, so it is "
             "never stepped. Return (optimizer, schedule), or (optimizer, schedule, '1 epoch') to step it per epoch.",
+            "schedule_dropped",
         )
 
 
@@ -107,7 +111,7 @@ def _refuse_short_schedule(schedule: ScheduledLR, name: str | None, label: str, 
     given = schedule.schedule
     if not isinstance(given, OneCycleLR) or task.trainer is None or given.last_epoch != 0:
         return
-    steps = _planned_steps(schedule, task.trainer)
+    steps = planned_steps(schedule, task.trainer)
     if steps is None or steps <= given.total_steps or (name is not None and defines(task, "takes_turn")):
         return
     beat = "per update" if schedule.every is None else f"every {schedule.every}"
@@ -118,7 +122,7 @@ def _refuse_short_schedule(schedule: ScheduledLR, name: str | None, label: str, 
     )
 
 
-def _planned_steps(schedule: ScheduledLR, trainer: Run) -> int | None:
+def planned_steps(schedule: ScheduledLR, trainer: Run) -> int | None:
     """Return how often a schedule will step; None if unknown, as an owner of forge_plan_step may change windows."""
     planned, every = trainer.planned_updates, schedule.every
     if planned != trainer.max_updates and trainer.hooks.forge_plan_step != trainer.core.forge_plan_step:
@@ -137,5 +141,5 @@ def _names(parameters: Iterable[nn.Parameter], named: dict[int, str]) -> str:
     return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
 
 
-def _warn(task: TaskModule, message: str) -> None:
-    warn_of(task.configure_optimizers, message)
+def _warn(task: TaskModule, message: str, finding: str = "") -> None:
+    warn_of(task.configure_optimizers, message, finding)

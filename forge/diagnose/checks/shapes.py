@@ -24,17 +24,19 @@ def look_at_shapes(loss: str, scores: Tensor, target: Tensor) -> None:
     try:
         together = torch.broadcast_shapes(scores.shape, target.shape)
     except RuntimeError:
-        refuse(f"{_got(loss, scores, target)}; they must have one shape. Use {fix}.")
+        refuse(f"{_got(loss, scores, target)}; they must have one shape. Use {fix}.", "broadcast_loss")
         return
     if together != scores.shape and together != target.shape:
         refuse(
             f"{_got(loss, scores, target)}: broadcasting would compare everything with everything. Give them one "
-            f"shape, for instance with {fix}."
+            f"shape, for instance with {fix}.",
+            "broadcast_loss",
         )
     repeated, other = ("target", "prediction") if together == scores.shape else ("prediction", "target")
     warn(
         f"{_got(loss, scores, target)}: the {repeated}s are repeated to fit. If that is intended, write "
-        f"{repeated}.expand_as({other}). If not, each prediction needs a target of its own."
+        f"{repeated}.expand_as({other}). If not, each prediction needs a target of its own.",
+        "broadcast_loss",
     )
 
 

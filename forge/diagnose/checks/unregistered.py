@@ -26,11 +26,13 @@ def refuse_hidden_layers(task: nn.Module) -> None:
             better = {"dict": "nn.ModuleDict"}.get(holder, "nn.ModuleList")
             if all(isinstance(item, nn.Parameter) for item in hidden):
                 better = {"dict": "nn.ParameterDict"}.get(holder, "nn.ParameterList")
-            raise TaskError(
+            error = TaskError(
                 f"{path} is a plain {holder} that hides {len(hidden)} trainable "
                 f"{type(hidden[0]).__name__}{'s' if len(hidden) > 1 else ''}: no optimizer, device move or file "
                 f"would see them. Use {better}, or requires_grad_(False) if they are not to be trained."
             )
+            error.finding = "unregistered_parameters"
+            raise error
 
 
 def warn_of_plain_tensors(task: nn.Module) -> None:
@@ -44,6 +46,7 @@ def warn_of_plain_tensors(task: nn.Module) -> None:
                 f"{path} is a tensor that requires a gradient, but no nn.Parameter: no optimizer, device move or file "
                 f"sees it. Write self.{name} = nn.Parameter(...) to train it, or self.register_buffer({name!r}, ...) "
                 "if it is not to be trained.",
+                "unregistered_parameters",
             )
 
 

@@ -7,34 +7,39 @@ import warnings
 from types import FrameType
 from typing import Any
 
+from forge.diagnose.findings import FindingWarning
 from forge.errors import TaskError
 from forge.util.frames import LIBRARIES
 
 
-def refuse(message: str) -> None:
-    """Raise a TaskError that begins with the user's current line."""
+def refuse(message: str, finding: str = "") -> None:
+    """Raise a TaskError that begins with the user's current line; `finding` is its name in FINDINGS."""
     frame = users_frame()
-    raise TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
+    error = TaskError(f"{frame.f_code.co_filename}:{frame.f_lineno}: {message}" if frame is not None else message)
+    error.finding = finding
+    raise error
 
 
-def warn(message: str) -> None:
+def warn(message: str, finding: str = "") -> None:
     """Warn at the user's current line."""
     frame = users_frame()
+    given = FindingWarning(message, finding)
     if frame is None:
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(given, stacklevel=2)
         return
     about = frame.f_globals
     seen = about.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, about.get("__name__"), seen)
+    warnings.warn_explicit(given, FindingWarning, frame.f_code.co_filename, frame.f_lineno, about.get("__name__"), seen)
 
 
-def warn_of(function: Any, message: str) -> None:
+def warn_of(function: Any, message: str, finding: str = "") -> None:
     """Warn at the first line of a user's function."""
     code = getattr(function, "__code__", None)
+    given = FindingWarning(message, finding)
     if code is None:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(given, stacklevel=3)
     else:
-        warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
+        warnings.warn_explicit(given, FindingWarning, code.co_filename, code.co_firstlineno)
 
 
 def users_frame() -> FrameType | None:

@@ -32,5 +32,6 @@ def warn_of_unseeded_weights(trainer: Run) -> None:
         warn(
             f"{type(task).__name__}'s weights ({named}) were drawn before any seed was set, so seed={seed} does not "
             "make this run reproducible: every process begins with others. Make the Trainer before the task, or call "
-            f"forge.seed({seed}) before the task is made."
+            f"forge.seed({seed}) before the task is made.",
+            "unseeded",
         )

@@ -1,0 +1,1 @@
+"""Planted bugs and healthy models, on which `forge doctor` and a plain fit are measured."""

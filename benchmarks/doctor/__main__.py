@@ -1,0 +1,110 @@
+"""Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
+
+    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--jobs N] [--only NAME ...] [--out FILE]
+
+`bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it. `zoo/` has healthy
+models, where every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says
+instead. Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.doctor.cases import HERE, items, one
+
+
+def main() -> None:
+    args = parsed()
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    how = "fit" if args.fit else "doctor"
+    done = {(row["name"], row["how"]) for row in rows(out)}
+    todo = [item for item in items(args.sets, args.only) if (f"{item[0]}/{item[1]}", how) not in done]
+    environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    os.environ.update(environment)
+    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool, out.open("a") as file:
+        waiting = [pool.submit(one, kind, name, how) for kind, name in todo]
+        for future in as_completed(waiting):
+            row = future.result()
+            print(json.dumps(row), file=file, flush=True)
+            shown = ", ".join(f"{level} {finding}" for level, finding, _ in row["findings"]) or "nothing"
+            print(f"{row['name']}: {row['error'] or shown}", flush=True)
+    report([row for row in rows(out) if row["how"] == how], args.sets, args.only)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sets", nargs="*", default=["bugs", "zoo"], help="bugs, zoo, or another folder here")
+    parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", nargs="*", default=[], help="names")
+    parser.add_argument("--out", default="runs/doctor.jsonl")
+    args = parser.parse_args()
+    args.sets = args.sets or ["bugs", "zoo"]
+    return args
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def expected(kind: str) -> dict[str, set[str]]:
+    lines = (HERE / kind / "EXPECTED.tsv").read_text().splitlines()
+    return {line.split("\t")[0]: set(line.split("\t")[1].split(",")) for line in lines if "\t" in line}
+
+
+def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> None:
+    for kind in sets:
+        mine = [row for row in results if row["name"].startswith(f"{kind}/")]
+        mine = [row for row in mine if not only or row["name"].partition("/")[2] in only]
+        if mine:
+            print()
+            (_report_zoo if kind == "zoo" else _report_bugs)(kind, mine)
+
+
+def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
+    right = expected(kind)
+    missed = []
+    for row in results:
+        name = row["name"].partition("/")[2]
+        loud = {finding for level, finding, _ in row["findings"] if level != "note"}
+        if not loud & right.get(name, set()):
+            missed.append(
+                f"  {name}: found {', '.join(sorted(loud)) or 'nothing'}; right {', '.join(right.get(name, []))}"
+            )
+    found = len(results) - len(missed)
+    print(f"{kind}: {found} of {len(results)} found by a right name ({found / len(results):.1%})")
+    print("\n".join(sorted(missed)))
+
+
+def _report_zoo(kind: str, results: list[dict[str, Any]]) -> None:
+    by_level = {
+        level: [sum(found[0] == level for found in row["findings"]) for row in results]
+        for level in ("error", "warning", "note")
+    }
+    alarmed = sum(1 for errors, alarms in zip(by_level["error"], by_level["warning"], strict=True) if errors or alarms)
+    print(
+        f"zoo: {len(results)} healthy models; errors on {sum(map(bool, by_level['error']))}, warnings on "
+        f"{sum(map(bool, by_level['warning']))}, quiet {1 - alarmed / len(results):.1%}; notes: median "
+        f"{statistics.median(by_level['note']):g}, most {max(by_level['note'])}"
+    )
+    for row in sorted(results, key=lambda row: row["name"]):
+        loud = [f"{level} {finding}: {text[:150]}" for level, finding, text in row["findings"] if level != "note"]
+        if loud or row["error"]:
+            print(f"  {row['name']}: {row['error']}{'; '.join(loud)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The planted bugs and the healthy models, and how one of them is examined."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import io
+import logging
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 240
+"""After which an examination is given up."""
+
+
+def items(sets: list[str], only: list[str]) -> list[tuple[str, str]]:
+    """Every (set, name)."""
+    found = [(kind, name) for kind in sets for name in names(kind)]
+    return [item for item in found if not only or item[1] in only]
+
+
+def names(kind: str) -> list[str]:
+    if kind == "zoo":
+        return list(zoo())
+    return sorted(path.stem for path in (HERE / kind).glob("*.py") if path.stem != "__init__")
+
+
+@functools.cache
+def zoo() -> dict[str, Any]:
+    """Every healthy model by name; those whose package is not installed are left out."""
+    found: dict[str, Any] = {}
+    for path in sorted((HERE / "zoo").glob("*.py")):
+        if path.stem in ("__init__", "common"):
+            continue
+        try:
+            found |= importlib.import_module(f"benchmarks.doctor.zoo.{path.stem}").MODELS
+        except ImportError as error:
+            print(f"zoo/{path.name} is left out: {error}")
+    return found
+
+
+def made(kind: str, name: str) -> tuple[Any, Any, Any]:
+    """The task, its loaders, and a function that makes the loader of train again."""
+    if kind == "zoo":
+        make = zoo()[name]
+        task, splits = make()
+        return task, splits, None
+    own = loaded(HERE / kind / f"{name}.py")
+    splits = own.data()
+    return own.Task(), splits, lambda: own.data().train
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def one(kind: str, name: str, how: str) -> dict[str, Any]:
+    """Examine one; what goes wrong with that is part of the result."""
+    import torch
+
+    import forge
+
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"name": f"{kind}/{name}", "how": how, "findings": [], "error": "", "skipped": {}}
+    try:
+        with limited(SECONDS), tempfile.TemporaryDirectory() as folder, quiet():
+            os.chdir(folder)
+            forge.seed(0)
+            task, splits, again = made(kind, name)
+            look = by_doctor if how == "doctor" else by_fit
+            row |= look(task, splits, again)
+            os.chdir(HERE)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:300]
+    return row
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def by_doctor(task: Any, splits: Any, again: Any) -> dict[str, Any]:
+    import forge
+
+    report = forge.doctor(task, splits.train, splits.val, rebuild=again)
+    found = [(finding.level, finding.name, finding.message) for finding in report.findings]
+    return {"findings": found, "skipped": report.skipped, "seconds": round(report.seconds, 1)}
+
+
+def by_fit(task: Any, splits: Any, again: Any) -> dict[str, Any]:
+    """What a fit with the recipe `default` warns of by name, or refuses."""
+    import forge
+    from forge.errors import ForgeError
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record)
+    logging.getLogger("forge").addHandler(handler)
+    found: list[tuple[str, str, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            forge.Trainer(max_epochs=2, device="cpu", run_dir="run").fit(task, splits.train, splits.val)
+        except ForgeError as error:
+            found.append(("error", error.finding or "refused", str(error)))
+    logging.getLogger("forge").removeHandler(handler)
+    found += [
+        ("warning", finding, str(item.message)) for item in caught if (finding := getattr(item.message, "finding", ""))
+    ]
+    found += [
+        ("warning", finding, record.getMessage()) for record in records if (finding := getattr(record, "finding", ""))
+    ]
+    return {"findings": found}

@@ -1,0 +1,437 @@
+"""Text models of transformers in tiny configurations, with attention masks and ignored labels of -100."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+import forge
+from benchmarks.doctor.zoo.common import (
+    Entry,
+    OwnLoss,
+    accuracy,
+    adamw,
+    dict_loaders,
+    generator,
+    tensor_loaders,
+    topics,
+    walks,
+)
+from forge.data import Splits
+
+MODELS: dict[str, Entry] = {}
+WORDS = 32
+SMALL = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+}
+
+
+class Sentences(OwnLoss):
+    """A sequence classifier with its accuracy."""
+
+    def training_step(self, batch):
+        out = self(batch)
+        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
+
+    validation_step = training_step
+
+
+class Tokens(OwnLoss):
+    """A model with one prediction per token; a batch counts by its labelled tokens."""
+
+    def training_step(self, batch):
+        out = self(batch)
+        return {"loss": out.loss, "accuracy": accuracy(out.logits, batch["labels"])}
+
+    validation_step = training_step
+
+    def num_items(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+class Causal(OwnLoss):
+    """A language model: the model itself shifts the labels by one."""
+
+    def num_items(self, batch):
+        return (batch["labels"][:, 1:] != -100).sum()
+
+
+def topic_data() -> Splits:
+    tokens, mask, labels = topics(vocabulary=WORDS)
+    return dict_loaders({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+
+
+def lengths_of(count: int, length: int, seed: int) -> Tensor:
+    lengths = torch.randint(length // 2, length + 1, (count,), generator=generator(seed))
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def walk_data(padded: bool = True, length: int = 16) -> Splits:
+    """For language models: the labels are the tokens, and -100 where there is padding."""
+    tokens = walks(240, length, WORDS)
+    mask = lengths_of(240, length, 1) if padded else torch.ones_like(tokens)
+    labels = tokens.masked_fill(mask == 0, -100)
+    return dict_loaders({"input_ids": tokens * mask, "attention_mask": mask, "labels": labels})
+
+
+def masked_data() -> Splits:
+    """BERT's recipe: of 15 % of the tokens 80 % are masked, 10 % random, 10 % kept; only they have labels."""
+    g = generator(2)
+    tokens, mask = walks(400, 16, WORDS), lengths_of(400, 16, 1)
+    chosen = (torch.rand(tokens.shape, generator=g) < 0.15) & (mask == 1)
+    chosen[:, 1] = True
+    fate = torch.rand(tokens.shape, generator=g)
+    shown = torch.where(chosen & (fate < 0.8), 3, tokens)
+    shown = torch.where(chosen & (fate >= 0.9), torch.randint(4, WORDS, tokens.shape, generator=g), shown)
+    labels = tokens.masked_fill(~chosen, -100)
+    return dict_loaders({"input_ids": shown * mask, "attention_mask": mask, "labels": labels})
+
+
+def translation_data() -> Splits:
+    """Copy a sentence with every word replaced by its translation."""
+    tokens, mask = walks(240, 10, WORDS), lengths_of(240, 10, 1)
+    target = 4 + (tokens * 5 + 3) % (WORDS - 4)
+    target = torch.where(mask.bool(), target, -100)
+    return dict_loaders({"input_ids": tokens * mask, "attention_mask": mask, "labels": target})
+
+
+def add(name: str, task: type[OwnLoss], model: Callable[[], nn.Module], data: Callable[[], Splits], lr=2e-3) -> None:
+    MODELS[name] = lambda: (task(model(), lr), data())
+
+
+def built(model: type, config: type, **options) -> Callable[[], nn.Module]:
+    return lambda: model(config(**options))
+
+
+three = SMALL | {"num_labels": 3, "initializer_range": 0.1}
+add("bert_classify", Sentences, built(hf.BertForSequenceClassification, hf.BertConfig, **three), topic_data)
+add("bert_masked_lm", Tokens, built(hf.BertForMaskedLM, hf.BertConfig, **SMALL), masked_data)
+add(
+    "roberta_classify",
+    Sentences,
+    built(hf.RobertaForSequenceClassification, hf.RobertaConfig, **three, pad_token_id=0),
+    topic_data,
+)
+add(
+    "electra_classify",
+    Sentences,
+    built(hf.ElectraForSequenceClassification, hf.ElectraConfig, embedding_size=16, **three),
+    topic_data,
+)
+add(
+    "albert_shared_layers",
+    Sentences,
+    built(hf.AlbertForSequenceClassification, hf.AlbertConfig, embedding_size=16, **three),
+    topic_data,
+)
+add(
+    "deberta_classify",
+    Sentences,
+    built(
+        hf.DebertaV2ForSequenceClassification,
+        hf.DebertaV2Config,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        **three,
+    ),
+    topic_data,
+)
+add(
+    "fnet_fourier",
+    Sentences,
+    built(hf.FNetForSequenceClassification, hf.FNetConfig, **three),
+    lambda: without_mask(topic_data()),
+)
+add(
+    "modernbert_classify",
+    Sentences,
+    built(
+        hf.ModernBertForSequenceClassification,
+        hf.ModernBertConfig,
+        pad_token_id=0,
+        cls_token_id=1,
+        sep_token_id=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        **three,
+    ),
+    topic_data,
+)
+small_distil = {"vocab_size": WORDS, "initializer_range": 0.1, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+add(
+    "distilbert_classify",
+    Sentences,
+    built(hf.DistilBertForSequenceClassification, hf.DistilBertConfig, num_labels=3, **small_distil),
+    topic_data,
+)
+
+small_gpt = {
+    "vocab_size": WORDS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+add("gpt2_tied", Causal, built(hf.GPT2LMHeadModel, hf.GPT2Config, **small_gpt), walk_data)
+add(
+    "gpt2_classify_last_token",
+    Sentences,
+    built(hf.GPT2ForSequenceClassification, hf.GPT2Config, num_labels=3, pad_token_id=0, **small_gpt),
+    topic_data,
+)
+special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+grouped = SMALL | {"num_key_value_heads": 2} | special
+add("llama_grouped_queries", Causal, built(hf.LlamaForCausalLM, hf.LlamaConfig, **grouped), walk_data)
+add("mistral_window", Causal, built(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=8, **grouped), walk_data)
+add("qwen2_tied", Causal, built(hf.Qwen2ForCausalLM, hf.Qwen2Config, tie_word_embeddings=True, **grouped), walk_data)
+add(
+    "gemma2_softcap",
+    Causal,
+    built(hf.Gemma2ForCausalLM, hf.Gemma2Config, head_dim=8, sliding_window=8, **grouped),
+    walk_data,
+)
+add(
+    "mixtral_top2",
+    Causal,
+    built(
+        hf.MixtralForCausalLM,
+        hf.MixtralConfig,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        **grouped,
+    ),
+    walk_data,
+)
+add(
+    "opt_relu",
+    Causal,
+    built(
+        hf.OPTForCausalLM,
+        hf.OPTConfig,
+        vocab_size=WORDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=64,
+        max_position_embeddings=32,
+        word_embed_proj_dim=32,
+        **special,
+    ),
+    walk_data,
+)
+add("gpt_neox_parallel", Causal, built(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, **SMALL), walk_data)
+add(
+    "bloom_alibi",
+    Causal,
+    built(hf.BloomForCausalLM, hf.BloomConfig, vocab_size=WORDS, hidden_size=32, n_layer=2, n_head=4, **special),
+    walk_data,
+)
+add(
+    "mamba",
+    Causal,
+    built(
+        hf.MambaForCausalLM,
+        hf.MambaConfig,
+        vocab_size=WORDS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        **special,
+    ),
+    lambda: without_mask(walk_data(padded=False)),
+)
+
+small_t5 = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+add("t5_translate", Tokens, built(hf.T5ForConditionalGeneration, hf.T5Config, **small_t5), translation_data, 5e-3)
+add(
+    "switch_top1_experts",
+    Tokens,
+    built(
+        hf.SwitchTransformersForConditionalGeneration,
+        hf.SwitchTransformersConfig,
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        **small_t5,
+    ),
+    translation_data,
+    5e-3,
+)
+add(
+    "bart_translate",
+    Tokens,
+    built(
+        hf.BartForConditionalGeneration,
+        hf.BartConfig,
+        vocab_size=WORDS,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=32,
+        encoder_layerdrop=0.1,
+        decoder_start_token_id=2,
+        forced_eos_token_id=2,
+        **special,
+    ),
+    translation_data,
+)
+
+
+def without_mask(splits: Splits) -> Splits:
+    """For models that take no attention mask."""
+    for loader in (splits.train, splits.val):
+        for sample in loader.dataset.samples:
+            del sample["attention_mask"]
+    return splits
+
+
+def tags() -> tuple[forge.TaskModule, Splits]:
+    """A tag per word; padding and the first token of a sentence have the label -100."""
+    tokens, mask, _ = topics(vocabulary=WORDS)
+    previous = torch.roll(tokens, 1, 1)
+    labels = (tokens // 7 + (previous > tokens)) % 4
+    labels = labels.masked_fill(mask == 0, -100)
+    labels[:, 0] = -100
+    data = dict_loaders({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return Tokens(hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_labels=4)), 2e-3), data
+
+
+class Spans(OwnLoss):
+    """Extractive question answering: where does the marked span begin and end?"""
+
+    def training_step(self, batch):
+        out = self(batch)
+        right = out.start_logits.argmax(-1) == batch["start_positions"]
+        return {"loss": out.loss, "start_accuracy": right.float().mean()}
+
+    validation_step = training_step
+
+
+def spans() -> tuple[forge.TaskModule, Splits]:
+    g = generator(5)
+    tokens = torch.randint(8, WORDS, (320, 16), generator=g)
+    start = torch.randint(1, 8, (320,), generator=g)
+    end = start + torch.randint(1, 7, (320,), generator=g)
+    rows = torch.arange(320)
+    tokens[:, 0], tokens[rows, start], tokens[rows, end] = 1, 4, 5
+    columns = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "start_positions": start}
+    model = hf.BertForQuestionAnswering(hf.BertConfig(**SMALL))
+    return Spans(model, 2e-3), dict_loaders(columns | {"end_positions": end})
+
+
+def labels_of_several() -> tuple[forge.TaskModule, Splits]:
+    """Multi-label: which of four words are in the text?"""
+    tokens, mask, _ = topics(400, vocabulary=WORDS)
+    labels = torch.stack([(tokens == word).any(1) for word in (5, 8, 20, 27)], 1).float()
+    model = hf.BertForSequenceClassification(
+        hf.BertConfig(**SMALL, num_labels=4, problem_type="multi_label_classification")
+    )
+    return OwnLoss(model, 2e-3), dict_loaders({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+
+
+class Instructed(forge.TaskModule):
+    """Fine-tuning on answers alone: the prompt has the label -100; the loss is a sum divided by the answer's tokens."""
+
+    def __init__(self, lr: float = 2e-3):
+        super().__init__()
+        self.lr = lr
+        self.model = hf.LlamaForCausalLM(hf.LlamaConfig(**grouped))
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, attention_mask=mask).logits
+
+    def training_step(self, batch):
+        logits = self(batch["input_ids"], batch["attention_mask"])[:, :-1]
+        labels = batch["labels"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return {"loss": total / self.num_items(batch), "accuracy": accuracy(logits, labels)}
+
+    validation_step = training_step
+
+    def num_items(self, batch):
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    def configure_optimizers(self):
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        free = [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": decayed}, {"params": free, "weight_decay": 0.0}], lr=self.lr)
+
+
+def instructed() -> tuple[forge.TaskModule, Splits]:
+    """Left-padded prompts; the answer repeats the prompt's second half."""
+    tokens = walks(240, 12, WORDS)
+    answer = tokens[:, 6:]
+    whole = torch.cat([tokens, torch.full((240, 1), 2), answer], 1)
+    labels = whole.clone()
+    labels[:, :13] = -100
+    missing = torch.randint(0, 5, (240,), generator=generator(3))
+    mask = (torch.arange(whole.size(1)) >= missing[:, None]).long()
+    return Instructed(), dict_loaders({"input_ids": whole * mask, "attention_mask": mask, "labels": labels})
+
+
+class Preferred(forge.TaskModule):
+    """DPO: a policy learns from pairs of answers against a frozen copy of its start; the first loss is log 2."""
+
+    def __init__(self, beta: float = 0.5, lr: float = 5e-4):
+        super().__init__()
+        self.beta, self.lr = beta, lr
+        config = hf.GPT2Config(**(small_gpt | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}))
+        self.policy = hf.GPT2LMHeadModel(config)
+        self.reference = hf.GPT2LMHeadModel(config)
+        self.reference.load_state_dict(self.policy.state_dict())
+        self.reference.requires_grad_(False)
+
+    @staticmethod
+    def score(model: nn.Module, tokens: Tensor) -> Tensor:
+        scores = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+        return scores.gather(-1, tokens[:, 1:, None]).squeeze(-1)[:, 5:].sum(1)
+
+    def forward(self, better: Tensor, worse: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = self.score(self.reference, better) - self.score(self.reference, worse)
+        return self.beta * (self.score(self.policy, better) - self.score(self.policy, worse) - before)
+
+    def training_step(self, batch):
+        margin = self(*batch)
+        return {"loss": -F.logsigmoid(margin).mean(), "preferred": (margin > 0).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return adamw(self.policy.parameters(), self.lr, 0.0)
+
+
+def preferred() -> tuple[forge.TaskModule, Splits]:
+    better = walks(240, 12, WORDS)
+    worse = better.clone()
+    worse[:, 6:] = torch.randint(4, WORDS, (240, 6), generator=generator(8))
+    return Preferred(), tensor_loaders(better, worse)
+
+
+MODELS["bert_tags_ignored_labels"] = tags
+MODELS["bert_spans"] = spans
+MODELS["bert_multi_label"] = labels_of_several
+MODELS["llama_answers_only"] = instructed
+MODELS["gpt2_dpo_frozen_reference"] = preferred

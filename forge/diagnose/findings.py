@@ -1,0 +1,139 @@
+"""Finding: one thing that is wrong with a training, by a name that stays; and the table of all names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LEVELS = ("error", "warning", "note")
+"""An error cannot be meant; a warning is nearly always wrong; a note is worth a look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, where, by which numbers, and what to do."""
+
+    name: str
+    "A key of FINDINGS."
+    message: str
+    "What is wrong."
+    where: str = ""
+    "The user's line, or the name of a module, a parameter or a loader."
+    evidence: dict[str, Any] = field(default_factory=dict)
+    "The numbers that show it."
+    cure: str = ""
+    "What to do; by default what FINDINGS says."
+    level: str = ""
+    "By default the level that FINDINGS gives."
+
+    def __post_init__(self) -> None:
+        level, cure = FINDINGS[self.name]
+        object.__setattr__(self, "level", self.level or level)
+        object.__setattr__(self, "cure", self.cure or cure)
+
+
+class FindingWarning(UserWarning):
+    """A warning of a fit that is a finding."""
+
+    def __init__(self, message: str, finding: str = ""):
+        super().__init__(message)
+        self.finding = finding
+
+
+FINDINGS = {
+    # the graph of the first losses
+    "refused": ("error", "Change what the message names: a fit stops there too."),
+    "unregistered_parameters": (
+        "error",
+        "Assign layers to attributes of a module in __init__; nn.ModuleList and nn.ModuleDict hold several.",
+    ),
+    "unused_parameters": ("warning", "Use the module in the loss, delete it, or freeze it: requires_grad_(False)."),
+    "unused_module": ("note", "Delete the module, or freeze it, if it is not meant to train."),
+    "no_gradient": (
+        "warning",
+        "Remove torch.no_grad(), .detach(), .data or .item() on the way to the loss; freeze what is not to be trained.",
+    ),
+    "not_in_optimizer": ("warning", "Give the parameters to the optimizer, or freeze them: requires_grad_(False)."),
+    "target_has_gradient": ("warning", "Detach the target: the loss trains whatever made it, too."),
+    "backward_in_step": ("error", "Return the loss and remove .backward(): the Trainer runs it."),
+    "mode_changed": ("warning", "Remove .train() and .eval() from the step: the Trainer sets the mode."),
+    "batch_changed": ("warning", "Copy before changing in place: x = x + noise instead of x += noise."),
+    "trained_in_eval_mode": (
+        "warning",
+        "Remove .eval(), or an overridden train(): dropout and batch statistics are off while it trains.",
+    ),
+    "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
+    "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
+    # losses and their inputs
+    "activation_before_loss": ("error", "Pass raw logits: the loss applies its own softmax or sigmoid."),
+    "relu_before_loss": ("warning", "Remove the ReLU after the last layer: logits may be negative."),
+    "output_range": ("error", "Remove the last activation, or scale the targets into its range."),
+    "wrong_dimension": ("warning", "Name the dimension of classes: dim=1, or dim=-1."),
+    "label_values": ("error", "Use labels of -1 and 1: 2 * y - 1."),
+    "class_ids_in_regression": ("warning", "Use cross_entropy with one output per class."),
+    "sum_reduction": ("warning", "Use reduction='mean', or divide by the number of samples."),
+    "mixed_reductions": ("warning", "Reduce all terms of the loss in one way: all means, or all sums per sample."),
+    "broadcast_loss": ("error", "Give predictions and targets one shape: prediction.squeeze(1), or y.unsqueeze(1)."),
+    "padding_in_loss": ("warning", "Pass ignore_index, or mask the padded positions out of the mean."),
+    "weights_reversed": (
+        "warning",
+        "Weigh rare classes more: total / (classes * counts); pos_weight: negatives / positives.",
+    ),
+    "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
+    # independence
+    "batch_dependence": (
+        "error",
+        "Keep samples apart: look for view or reshape across the batch, a missing batch_first, statistics over dim 0.",
+    ),
+    "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
+    "padding_dependence": ("warning", "Pass a mask or lengths, and leave padding out of means and attention."),
+    "random_evaluation": (
+        "warning",
+        "Use self.training: F.dropout(x, p, self.training); draw noise in training alone.",
+    ),
+    "input_ignored": ("error", "Follow the input through forward: it is overwritten, or multiplied by zero."),
+    "metric_by_batch": ("note", "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums."),
+    # data
+    "leakage": ("warning", "Split before anything else, by groups where samples belong together."),
+    "val_is_train": ("error", "Validate on samples that are not trained on."),
+    "duplicates": ("warning", "Look at __getitem__ and the sampler: one sample is served many times."),
+    "constant_input": ("error", "Look at how inputs are read: all of them are one value."),
+    "unscaled_inputs": ("warning", "Standardise inputs: (x - mean) / std; bytes / 255."),
+    "feature_scales": ("warning", "Standardise each column by its own mean and deviation."),
+    "split_statistics": ("warning", "Prepare train and val in one way, by the statistics of train."),
+    "target_scale": ("warning", "Standardise the targets, and undo it in predict_step."),
+    "label_in_features": ("warning", "Remove the column, or make sure that it is known when predicting."),
+    "not_shuffled": ("warning", "Pass shuffle=True to the loader of train."),
+    "dropped_data": ("warning", "Remove drop_last=True, or take a smaller batch."),
+    "imbalance": ("warning", "Weigh the classes, sample them evenly, and watch a metric by class."),
+    "missing_class": ("warning", "Number labels from 0, without gaps, and give the last layer as many outputs."),
+    "unseeded": ("warning", "Seed the generator, or draw from torch's global one, which the Trainer seeds."),
+    # start and motion
+    "initial_loss": ("warning", "Look at the initialisation and the scale of the last layer."),
+    "equal_rows": ("warning", "Initialise with random numbers: equal rows get equal gradients for ever."),
+    "dead_units": ("warning", "Look at biases and learning rate; units that are never active do not train."),
+    "saturated": ("warning", "Scale weights and inputs down: a saturated unit passes no gradient."),
+    "vanishing_gradient": ("warning", "Use ReLU or GELU, normalisation, skip connections, or another initialisation."),
+    "exploding_gradient": ("warning", "Use normalisation, or a smaller gain in the initialisation."),
+    "no_activation": ("warning", "Put an activation between the layers: without one they are a single linear layer."),
+    "schedule_zero": ("warning", "Look at integer division and at the start factor: nothing trains at a rate of 0."),
+    "schedule_spent": ("warning", "Step it per epoch, (optimizer, schedule, '1 epoch'), or plan it over all updates."),
+    "schedule_rises": ("warning", "Set T_max to the number of times that it is stepped: self.trainer.planned_updates."),
+    "schedule_dropped": ("warning", "Return (optimizer, schedule) from configure_optimizers."),
+    "schedule_still": ("warning", "Plan it over this run's length, or leave it out."),
+    "learning_rate_high": ("warning", "Take a smaller rate: `forge tune lr` measures one."),
+    "learning_rate_low": ("warning", "Take a larger rate: `forge tune lr` measures one."),
+    "weight_decay": ("warning", "Decay by 0.01 to 0.1 (AdamW), or 1e-5 to 1e-3 (as a penalty)."),
+    "optimizer_options": ("warning", "Use the optimizer's defaults for these options, unless you mean it."),
+    "batch_norm_momentum": ("warning", "Use the default of 0.1: a momentum of 0 never learns the statistics."),
+    "dropout_rate": ("warning", "Drop 0.1 to 0.5 of the units."),
+    "diverges": ("warning", "Take a smaller learning rate; look at the loss and the initialisation."),
+    "clips_always": ("warning", "Raise max_norm: the clip decides the size of each update, not the learning rate."),
+    # learning, and long runs
+    "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
+    "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
+    "state_not_saved": ("warning", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
+    "method_name": ("warning", "Rename the method: forge never calls it by this name."),
+    "no_validation": ("note", "Pass a loader of held-out samples as val."),
+}
+"""Every finding by name: its level, and what to do."""

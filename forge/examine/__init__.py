@@ -1,0 +1,7 @@
+"""Examining a training before it runs for long: `forge doctor`, and `forge.doctor` in Python."""
+
+from __future__ import annotations
+
+from forge.examine.doctor import DoctorReport, doctor
+
+__all__ = ["DoctorReport", "doctor"]

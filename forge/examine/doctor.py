@@ -1,0 +1,431 @@
+"""doctor: run every probe on copies of a task and its data, and report what is wrong, with evidence and a cure.
+
+::
+
+    report = forge.doctor(MyTask(), train, val)
+    print(report)
+    assert not report.errors
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from forge.contract.hooks import hookimpl
+from forge.contract.plugin import Plugin
+from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
+from forge.diagnose.findings import LEVELS, Finding
+from forge.engine.trainer import Plugins, Trainer
+from forge.errors import ForgeError, TaskError
+from forge.examine.patient import Patient, first, loss_of, no_trace, parameters, tensors
+from forge.examine.probes import data, graph, independence, losses, motion, start
+from forge.optim.optimizers import Optimizers
+from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
+from forge.util.walk import is_librarys
+
+BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "what the loss reaches": graph.reach,
+    "what a step changes": graph.purity,
+    "modes while training": graph.modes,
+    "hand-written gradients": graph.finite_differences,
+    "inputs of losses": losses.inputs,
+    "dimensions of metrics": losses.evaluation_inputs,
+    "weights of classes": losses.weights,
+    "reduction of the loss": losses.reduction,
+    "padding in the loss": losses.padding,
+    "independence of samples": independence.samples,
+    "order of time": independence.future,
+    "padding in the model": independence.padded,
+    "inputs are read": independence.reads_its_input,
+    "evaluation twice": independence.repeated_evaluation,
+    "copies of samples": data.copies,
+    "scales of the data": data.scales,
+    "train against val": data.splits,
+    "class labels": data.labels,
+    "order of samples": data.order,
+    "samples that are left out": data.dropped,
+    "labels among the features": data.giveaways,
+    "seeds of the data": data.generator,
+    "first loss": start.first_loss,
+    "activations": start.activations,
+    "layers": start.layers,
+    "options of the optimizer": start.optimizer,
+    "schedule, rehearsed": start.schedules,
+    "names of methods": start.methods,
+}
+"""Probes of the task as it is, in this order."""
+
+AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "inputs are read, after updates": independence.reads_its_input,
+    "rows of weights": start.equal_rows,
+    "activations between layers": start.linear,
+    "size of updates": motion.rates,
+    "gradients by layer": motion.gradients,
+    "clipping": motion.clipping,
+    "graphs that are kept": motion.kept,
+    "losses of the first updates": motion.losses,
+}
+"""Probes after a few updates."""
+
+UPDATES = 12
+"""Updates of the short run."""
+ONE_BATCH = 80
+"""Updates on one batch."""
+SAMPLES = 3000
+"""Samples of each split that are looked at."""
+BATCHES = 4
+"""Batches of train that the graph is looked at on."""
+GRAPHS_AT = (5, 10)
+LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard"})
+"""What plugins that the examination leaves out provide: they save, or stop the run."""
+
+
+@dataclass
+class DoctorReport:
+    """What was found, and what was examined."""
+
+    findings: list[Finding] = field(default_factory=list)
+    "Errors first."
+    silenced: list[Finding] = field(default_factory=list)
+    "Findings that `task.expected` names."
+    good: list[str] = field(default_factory=list)
+    "What was examined and found good."
+    skipped: dict[str, str] = field(default_factory=dict)
+    "What could not be examined, and why."
+    seconds: float = 0.0
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "warning"]
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "findings": [asdict(finding) for finding in self.findings],
+            "silenced": [asdict(finding) for finding in self.silenced],
+            "good": self.good,
+            "skipped": self.skipped,
+            "seconds": round(self.seconds, 2),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{finding.level}: {finding.name}: {finding.message}" for finding in self.findings]
+        return "\n".join(lines or ["Nothing was found."])
+
+
+def doctor(
+    task: TaskModule,
+    train: Any,
+    val: Any = None,
+    *,
+    plugins: Plugins = (),
+    budget: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+    rebuild: Callable[[], Any] | None = None,
+    **trainer: Any,
+) -> DoctorReport:
+    """Examine a task and its data, and return a report; the task, the data and all generators stay as they are.
+
+    `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
+    without a length it is 10 epochs. `budget` is the number of updates on one batch (80); 0 omits them. `tell` is
+    called with the name of each part. `rebuild` makes the loader of train anew, to see whether it is seeded.
+    """
+    began = time.perf_counter()
+    report = DoctorReport()
+    settings = {"seed": 0, "validate_every": None, "log_every": 10_000, **trainer, "run_dir": False, "resume": None}
+    if not {"max_epochs", "max_updates"} & {key for key in settings if settings[key]}:
+        settings["max_epochs"] = 10
+    device = torch.device("cpu")
+    with no_trace(device):
+        examination = Examination(report, train, val, tell, rebuild)
+        _run(examination, _copy(task), train, plugins, settings, report)
+        if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
+            tell("learning one batch")
+            _learn_one_batch(examination.patient, task, plugins, settings, budget or ONE_BATCH, report)
+    _sort(report, getattr(task, "expected", ()))
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _copy(task: TaskModule) -> TaskModule:
+    try:
+        return copy.deepcopy(task)
+    except Exception as error:
+        raise TaskError(
+            f"{type(task).__name__} cannot be copied ({type(error).__name__}: {error}), and forge doctor works on "
+            "copies. Make what cannot be copied in a method, or define __deepcopy__."
+        ) from error
+
+
+def _run(
+    examination: Examination, task: TaskModule, train: Any, plugins: Plugins, settings: Any, report: DoctorReport
+) -> None:
+    """A short run of the user's own stack, with the examination in it."""
+    try:
+        trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
+        for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
+            trainer.stack.remove(plugin.name)
+        trainer.stack.add(examination)
+        trainer.fit(task, train, examination.given[1])
+    except ForgeError as error:
+        report.skipped["the run"] = str(error).splitlines()[0]
+        named = getattr(error, "finding", "") or "refused"
+        if not any(finding.name == named for finding in report.findings):
+            report.findings.append(Finding(named, str(error), level="error"))
+    except Exception as error:
+        report.skipped["the run"] = f"{type(error).__name__}: {error}"
+        report.findings.append(Finding("refused", f"Training ends in {type(error).__name__}: {error}"))
+
+
+def is_left_out(plugin: Plugin) -> bool:
+    """Return whether an examination leaves a plugin out. One that builds loaders stays."""
+    only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
+    saves = getattr(plugin, "forge_save", None) is not None
+    return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))
+
+
+class Examination(Plugin):
+    """Runs the probes inside a short run, which has the device, the optimizers and the plan."""
+
+    def __init__(self, report: DoctorReport, train: Any, val: Any, tell: Any, rebuild: Any):
+        super().__init__()
+        self.name = "forge.examine.examination"
+        self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
+        self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
+        self.patient: Patient | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._hidden: dict[str, str] = {}
+        self._graphs: set[int] = set()
+
+    @hookimpl
+    def forge_start(self, trainer: Trainer) -> None:
+        self._hidden = fingerprint_hidden(trainer)
+        self.patient = admitted(trainer, *self.given)
+        self.patient.rebuild = self.rebuild
+        with no_trace(trainer.env.device):
+            self._probe(self.first_probes)
+        self._keep_weights()
+
+    def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
+        assert self.patient is not None
+        for what, probe in probes.items():
+            self.tell(what)
+            before = len(self.report.findings)
+            try:
+                self.report.findings.extend(probe(self.patient))
+            except Exception as error:
+                self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            else:
+                if len(self.report.findings) == before:
+                    self.report.good.append(what)
+
+    def _keep_weights(self) -> None:
+        assert self.patient is not None
+        self._weights = {name: p.detach().clone() for name, p in parameters(self.patient.task).items()}
+
+    @hookimpl
+    def forge_step_end(self, step: Any) -> None:
+        patient = self.patient
+        assert patient is not None
+        tables = {id(m.weight) for m in patient.task.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        for name, p in parameters(patient.task).items():
+            before = self._weights.get(name)
+            if before is None or before.shape != p.shape or p.ndim < 2 or p.numel() < 2 or id(p) in tables:
+                continue
+            size = float(before.float().norm())
+            moved = float((p.detach().float() - before.float()).norm())
+            if moved:
+                patient.moved.add(name)
+            if size > 1e-6:
+                patient.ratios.setdefault(name, []).append(moved / size)
+        self._keep_weights()
+        patient.updates = step.index + 1
+        if patient.updates in GRAPHS_AT:
+            self._count_graphs(patient)
+        if patient.updates >= self.updates:
+            step.trainer.max_updates = patient.updates
+
+    def _count_graphs(self, patient: Patient) -> None:
+        gc.collect()
+        alive = {
+            id(thing) for thing in gc.get_objects() if issubclass(type(thing), Tensor) and thing.grad_fn is not None
+        }
+        if patient.updates == GRAPHS_AT[0]:
+            self._graphs = alive
+        else:
+            patient.graphs_kept = max(0, len(alive) - len(self._graphs))
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Any, batch: Any) -> Any:
+        output = yield
+        if step.stage == "train" and self.patient is not None:
+            found = loss_of(output)
+            if isinstance(found, Tensor) and found.numel() == 1:
+                self.patient.losses.append(float(found.detach()))
+        return output
+
+    @hookimpl
+    def forge_end(self, trainer: Trainer) -> None:
+        patient = self.patient
+        if patient is None or not patient.updates:
+            return
+        with no_trace(trainer.env.device):
+            self._probe(self.last_probes)
+        now = fingerprint_hidden(trainer)
+        changed = sorted(
+            {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
+        )
+        changed = [path for path in changed if path.startswith("task") and not _is_a_librarys(trainer, path)]
+        if changed:
+            self.report.findings.append(
+                Finding(
+                    "state_not_saved",
+                    f"{', '.join(changed[:4])} changes during training and is in no checkpoint: a resumed run begins "
+                    "with its first value.",
+                    changed[0],
+                    {"attributes": changed[:8]},
+                )
+            )
+
+
+def _is_a_librarys(trainer: Trainer, path: str) -> bool:
+    """Whether an attribute belongs to a module of an installed package."""
+    owner: Any = trainer.task
+    for name in path.split(".")[1:-1]:
+        owner = getattr(owner, name, owner)
+    return is_a_librarys(trainer, path) or is_librarys(owner)
+
+
+def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
+    """Read the first batches and samples, on the run's device."""
+    device = trainer.env.device
+    loader = next(iter(val.values())) if isinstance(val, dict) else val
+    served, samples = _served(train)
+    val_served, val_samples = _served(loader)
+    move = lambda tree: pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, tree)  # noqa: E731
+    patient = Patient(
+        trainer.task, trainer, train, val, [move(b) for b in served[:BATCHES]], [move(b) for b in val_served[:2]]
+    )
+    patient.samples, patient.val_samples = samples, val_samples
+    patient.order = _order_of_modules(patient)
+    patient.headroom = _headroom(trainer)
+    return patient
+
+
+def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
+    """The first batches, and their samples one by one."""
+    if loader is None:
+        return [], []
+    kept: list[Any] = []
+    samples: list[tuple[Tensor, ...]] = []
+    for batch in loader:
+        if len(kept) < BATCHES:
+            kept.append(batch)
+        size = batch_size(batch)
+        rows = [x for x in tensors(batch) if x.ndim and len(x) == size]
+        samples.extend(zip(*(x.detach().cpu().unbind() for x in rows), strict=True) if rows else ())
+        if len(samples) >= SAMPLES or (not rows and len(kept) >= BATCHES):
+            break
+    return kept or first(loader, BATCHES), samples[:SAMPLES]
+
+
+def _order_of_modules(patient: Patient) -> list[str]:
+    """The classes of modules in the order in which a step calls them, those with parameters alone."""
+    order: list[str] = []
+    task = patient.clone()
+    for module in task.modules():
+        if any(True for _ in module.parameters(recurse=False)) and module is not task:
+            module.register_forward_pre_hook(lambda module, args: order.append(type(module).__name__))
+    with torch.no_grad():
+        try:
+            patient.run(task, patient.batches[0])
+        except Exception:  # the fit itself will say
+            return order
+    return order
+
+
+def _headroom(trainer: Trainer) -> float:
+    """How many times the present rates the schedule's highest is."""
+    best = 1.0
+    for entry in trainer.optimizers.entries.values():
+        now = max(float(group["lr"]) for group in entry.optimizer.param_groups)
+        for scheduled in entry.schedules:
+            try:
+                peak = max(start.rehearse(entry.optimizer, scheduled.schedule, 1000))
+            except Exception:  # one that needs a metric, or ends
+                continue
+            best = max(best, peak / now if now > 0 else 1e6)
+        if any(float(group.get("initial_lr", 0)) > now for group in entry.optimizer.param_groups):
+            best = max(best, 1e6 if now <= 0 else best)
+    return best
+
+
+class OneBatch(Plugin):
+    """Trains on one batch at the optimizer's own rate, and keeps the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "forge.examine.one_batch"
+        self.losses: list[float] = []
+
+    @hookimpl(wrapper=True)
+    def forge_build_optimizers(self) -> Any:
+        built: Optimizers = yield
+        for entry in built.entries.values():
+            entry.schedules.clear()
+            for group in entry.optimizer.param_groups:
+                if "initial_lr" in group and not isinstance(group["lr"], Tensor):
+                    group["lr"] = float(group["initial_lr"])
+        built.has_schedules = False
+        return built
+
+    @hookimpl(wrapper=True)
+    def forge_forward(self, step: Any, batch: Any) -> Any:
+        output = yield
+        self.losses.append(float(loss_of(output).detach()))
+        return output
+
+
+def _learn_one_batch(
+    patient: Patient, task: TaskModule, plugins: Plugins, settings: Any, updates: int, report: DoctorReport
+) -> None:
+    if not patient.is_supervised:
+        return
+    keeper = OneBatch()
+    options = {**settings, "max_updates": updates, "max_epochs": None}
+    try:
+        trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
+        for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin) or plugin.name == "schedule"]:
+            trainer.stack.remove(plugin.name)
+        trainer.stack.add(keeper)
+        trainer.fit(_copy(task), [copy.deepcopy(first(patient.train, 1)[0]) for _ in range(updates)])
+    except Exception as error:
+        report.skipped["learning one batch"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return
+    patient.overfitted = keeper.losses
+    found = list(motion.one_batch(patient))
+    report.findings.extend(found)
+    if not found:
+        report.good.append("learning one batch")
+
+
+def _sort(report: DoctorReport, expected: Any) -> None:
+    """Order findings by level, each name and place once, and set those apart that are meant."""
+    seen: set[tuple[str, str]] = set()
+    unique = [f for f in report.findings if (f.name, f.where) not in seen and not seen.add((f.name, f.where))]
+    report.silenced = [finding for finding in unique if finding.name in expected]
+    kept = [finding for finding in unique if finding.name not in expected]
+    report.findings = sorted(kept, key=lambda finding: LEVELS.index(finding.level))

@@ -1,0 +1,200 @@
+"""Patient: a task, its data and its plan as a fit would use them; probes work on copies and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from forge.contract.task import TaskModule, defines
+from forge.data.windows import batch_size
+from forge.engine.trainer import Trainer
+from forge.examine.watch import StepWatch
+from forge.rng import RNGState, seed_all
+
+SEED = 20
+"""With which each step of a probe begins, so that two of them draw the same numbers."""
+
+
+@dataclass
+class Patient:
+    """What is examined. `trainer` runs nothing: it is there for a task that asks its length and its device."""
+
+    task: TaskModule
+    trainer: Trainer
+    train: Any
+    val: Any
+    batches: list[Any]
+    "The first batches of train, prepared."
+    val_batches: list[Any]
+    samples: list[tuple[Tensor, ...]] = field(default_factory=list)
+    "Training samples one by one, in the order in which they are served."
+    val_samples: list[tuple[Tensor, ...]] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    "Classes of the modules with parameters, in the order of their calls."
+    rebuild: Any = None
+    "Makes the loader of train anew; None where it cannot be."
+    headroom: float = 1.0
+    "How many times the first rate the schedule reaches."
+    updates: int = 0
+    losses: list[float] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
+    "Parameters that have changed."
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    "Each update's size against its weights', by parameter."
+    graphs_kept: int = 0
+    ignores: bool = False
+    "Whether the loss stayed when inputs were exchanged, at the last look."
+    overfitted: list[float] = field(default_factory=list)
+    "Losses of updates on one batch."
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the losses of the first updates fall all the same."""
+        return len(self.losses) > 4 and self.losses[-1] < 0.9 * self.losses[0]
+
+    @cached_property
+    def is_supervised(self) -> bool:
+        """Whether a loss of torch's compares outputs with a tensor of the batch."""
+        given = tensors(self.batches[0])
+        for call in self.watched.losses:
+            y = call.target
+            plain = isinstance(y, Tensor) and not y.requires_grad and len(self.names) == 1
+            if plain and any(x.numel() == y.numel() and bool((x.flatten().to(y) == y.flatten()).all()) for x in given):
+                return True
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.env.device
+
+    @cached_property
+    def names(self) -> list[str | None]:
+        """The optimizers' names; [None] for one optimizer."""
+        return list(self.trainer.optimizers.entries) if self.trainer.optimizers.named else [None]
+
+    def clone(self) -> TaskModule:
+        """Return a copy of the task, in training mode, that knows the run."""
+        twin = copy.deepcopy(self.task)
+        twin.trainer = self.trainer
+        return twin.train()
+
+    def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None) -> Any:
+        """Return the output of a step, with the same random numbers every time."""
+        seed_all(SEED)
+        if stage == "train":
+            name = self.names[0] if name is None else name
+            return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
+        return task.validation_step(batch)
+
+    def loss(self, task: TaskModule, batch: Any, name: str | None = None) -> Tensor:
+        return loss_of(self.run(task, batch, "train", name))
+
+    @cached_property
+    def can_validate(self) -> bool:
+        return bool(self.val_batches) and defines(self.task, "validation_step")
+
+    @cached_property
+    def watched(self) -> StepWatch:
+        """The calls of the first training step."""
+        watch = StepWatch(batch_size(self.batches[0]))
+        with watch:
+            self.run(self.clone(), self.batches[0])
+        return watch
+
+    @cached_property
+    def labels(self) -> Tensor | None:
+        """Class labels of all samples in order, where each has one and the loss is one of classes."""
+        place = self.label_position
+        if place is None or not self.samples:
+            return None
+        found = [sample[place] for sample in self.samples]
+        return torch.stack(found).flatten().long().cpu() if all(x.numel() == 1 for x in found) else None
+
+    @cached_property
+    def class_loss(self) -> Any:
+        """The first loss over class labels, one of each sample; None where there is none."""
+        for call in self.watched.losses:
+            y = call.target
+            if not isinstance(y, Tensor) or not len(y.shape):
+                continue
+            whole = y.ndim == 1 and not y.is_floating_point()
+            if call.name in ("cross_entropy", "nll_loss", "multi_margin_loss") and whole:
+                return call
+            if call.name.startswith("binary") and y.numel() == len(y) and bool(((y == 0) | (y == 1)).all()):
+                return call
+        return None
+
+    @cached_property
+    def label_position(self) -> int | None:
+        """The place of the class labels among the tensors of a sample."""
+        call = self.class_loss
+        if call is None:
+            return None
+        y = call.target.flatten()
+        for place, x in enumerate(tensors(self.batches[0])):
+            if x.numel() == y.numel() and bool((x.flatten().to(y) == y).all()):
+                return place
+        return None
+
+    def inputs(self, batch: Any) -> list[Tensor]:
+        """The floating point tensors of a batch with a sample in each row, without the targets of its losses."""
+        size = batch_size(batch)
+        targets = [call.target for call in self.watched.losses if isinstance(call.target, Tensor)]
+        return [
+            x
+            for x in tensors(batch)
+            if x.is_floating_point() and x.ndim > 1 and len(x) == size and not any(_is_same(x, y) for y in targets)
+        ]
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.numel() == y.numel() and x.data_ptr() == y.data_ptr()
+
+
+def loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def with_rows(tree: Any, size: int, change: Any) -> Any:
+    """Apply a change to the tensors that have a sample in each of `size` rows."""
+    return pytree.tree_map(lambda x: change(x) if isinstance(x, Tensor) and x.ndim and len(x) == size else x, tree)
+
+
+def first(loader: Any, count: int) -> list[Any]:
+    """The first batches of a loader."""
+    return list(itertools.islice(iter(loader), count)) if loader is not None else []
+
+
+@contextmanager
+def no_trace(device: torch.device) -> Iterator[None]:
+    """Restore every global generator and the grad mode, and silence warnings: a probe repeats what a fit has said."""
+    rng = RNGState.capture(device)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        rng.restore(device)
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in task.named_parameters() if p.requires_grad}

@@ -1,0 +1,326 @@
+"""Probes of the data: copies, splits, scales, labels and order."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.diagnose.findings import Finding
+from forge.examine.patient import Patient
+from forge.examine.watch import REGRESSION
+
+Sample = tuple[Tensor, ...]
+
+
+def copies(patient: Patient) -> Iterator[Finding]:
+    """Samples that occur more than once, within train and across the splits."""
+    train, val = _hashes(patient.samples), _hashes(patient.val_samples)
+    counts = Counter(train)
+    if not train:
+        return
+    repeated = 1 - len(counts) / len(train)
+    again = sum(1 for key in train if counts[key] > 1) / len(train)
+    draws_again = "Weighted" in _sampler(patient) or getattr(
+        getattr(patient.train, "sampler", None), "replacement", False
+    )
+    whole = all(not x.is_floating_point() for x in patient.samples[0])
+    if len(train) >= 16 and repeated > (0.8 if draws_again else 0.6 if whole else 0.3):
+        top = max(counts.values())
+        yield Finding(
+            "duplicates",
+            f"{repeated:.0%} of {len(train)} training samples are copies of others in the same epoch; one occurs {top} "
+            "times.",
+            "train",
+            {"samples": len(train), "different": len(counts), "most": top},
+            level="error" if len(counts) <= 2 else "warning",
+        )
+    both = sum(1 for key in val if key in counts)
+    shared = both / len(val) if val else 0.0
+    if both < 3 or len(counts) <= 4 or shared < 3 * again + 0.02:
+        return
+    yield Finding(
+        "val_is_train" if shared > 0.5 else "leakage",
+        f"{shared:.0%} of {len(val)} validation samples are training samples.",
+        "val",
+        {"share": shared, "samples": both},
+    )
+
+
+def _hashes(samples: list[Sample]) -> list[bytes]:
+    return [
+        hashlib.blake2b(b"".join(_bytes(x) for x in sample), digest_size=12).digest() for sample in samples if sample
+    ]
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def scales(patient: Patient) -> Iterator[Finding]:
+    """The values of inputs and targets."""
+    for place, x in _stacked(patient, patient.samples).items():
+        if _is_target(patient, place) or not x.is_floating_point() or x.ndim < 2:
+            continue
+        x = x.float()
+        deviation, centre = float(x.std()), float(x.mean())
+        where = f"train, tensor {place} of a sample"
+        if float(x.max()) == float(x.min()):
+            yield Finding("constant_input", f"All inputs are {float(x.max()):g}.", where, {"value": float(x.max())})
+            continue
+        if (deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)) and not _normalises(patient):
+            yield Finding(
+                "unscaled_inputs",
+                f"Inputs have mean {centre:.4g} and deviation {deviation:.4g}; networks want about 0 and 1.",
+                where,
+                {"mean": centre, "deviation": deviation, "lowest": float(x.min()), "highest": float(x.max())},
+            )
+        elif x.ndim == 2 and 1 < x.shape[1] <= 4096 and not _normalises(patient):
+            columns = x.std(0)
+            moving = columns[columns > 0]
+            if len(moving) > 1 and float(moving.max() / moving.median()) > 300:
+                yield Finding(
+                    "feature_scales",
+                    f"Columns of the inputs have deviations from {float(moving.min()):.3g} to "
+                    f"{float(moving.max()):.3g}: the largest drown the others.",
+                    where,
+                    {"smallest": float(moving.min()), "largest": float(moving.max())},
+                )
+    yield from _first_layer(patient)
+    for call in patient.watched.losses:
+        if call.name in REGRESSION and isinstance(call.target, Tensor) and call.target.numel() > 1:
+            y = call.target.detach().float()
+            spread = float(y.std()) if y.numel() > 1 else 0.0
+            if spread > 50 or abs(float(y.mean())) > 200 * max(spread, 1e-3):
+                yield Finding(
+                    "target_scale",
+                    f"Targets of {call.name} have mean {float(y.mean()):.4g} and deviation {spread:.4g}; an untrained "
+                    "network predicts about 0.",
+                    call.where,
+                    {"mean": float(y.mean()), "deviation": spread},
+                )
+                return
+
+
+def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: Any) -> None:
+    seen.append((path, args[0].detach()))
+
+
+def _first_layer(patient: Patient) -> Iterator[Finding]:
+    """Whole numbers that reach the first layer as they are."""
+    seen: list[tuple[str, Tensor]] = []
+    task = patient.clone()
+    for path, module in task.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            module.register_forward_pre_hook(functools.partial(_note, seen, path))
+    with torch.no_grad():
+        patient.run(task, patient.batches[0])
+    if not seen or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
+        return
+    path, x = seen[0]
+    if float(x.float().std()) > 15 and not _normalises(patient):
+        yield Finding(
+            "unscaled_inputs",
+            f"{path}, the first layer, gets inputs of mean {float(x.float().mean()):.4g} and deviation "
+            f"{float(x.float().std()):.4g}; networks want about 0 and 1.",
+            path,
+            {"mean": float(x.float().mean()), "deviation": float(x.float().std())},
+        )
+
+
+def _normalises(patient: Patient) -> bool:
+    """Whether the first layer that is called with inputs normalises them."""
+    first = next((name for name in patient.order if name), "")
+    return "Norm" in first
+
+
+def _stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
+    """Samples by place, where all have one shape."""
+    found: dict[int, Tensor] = {}
+    for place in range(len(samples[0]) if samples else 0):
+        rows = [sample[place] for sample in samples if len(sample) > place]
+        if len({row.shape for row in rows}) == 1:
+            found[place] = torch.stack(rows)
+    return found
+
+
+def _is_target(patient: Patient, place: int) -> bool:
+    """Whether a tensor of a sample is the target of a loss."""
+    from forge.examine.patient import tensors
+
+    x = tensors(patient.batches[0])[place] if place < len(tensors(patient.batches[0])) else None
+    for call in patient.watched.losses:
+        y = call.target
+        if x is None or not isinstance(y, Tensor) or x.numel() != y.numel():
+            continue
+        if bool((x.flatten().float() == y.flatten().float()).all()):
+            return True
+    return False
+
+
+def splits(patient: Patient) -> Iterator[Finding]:
+    """Inputs of val against those of train."""
+    if not patient.val_samples:
+        return
+    train, val = _stacked(patient, patient.samples), _stacked(patient, patient.val_samples)
+    for place, x in train.items():
+        y = val.get(place)
+        if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or _is_target(patient, place):
+            continue
+        if x.ndim < 2 or len(y) < 20:
+            continue
+        x, y = (
+            x.float().flatten(2).mean(2) if x.ndim > 2 else x.float(),
+            y.float().flatten(2).mean(2) if y.ndim > 2 else y.float(),
+        )
+        spread = x.std(0).clamp_min(1e-6)
+        error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
+        shift = ((x.mean(0) - y.mean(0)).abs() / spread).mean()
+        certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
+        factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
+        if (certain and float(shift) > 0.5) or factor > 2 or factor < 0.5:
+            yield Finding(
+                "split_statistics",
+                f"Inputs of val differ from those of train: means by {float(shift):.2g} deviations, deviations by a "
+                f"factor of {factor:.3g}.",
+                "val",
+                {"shift": float(shift), "factor": factor},
+            )
+            return
+
+
+def labels(patient: Patient) -> Iterator[Finding]:
+    """Class labels: their counts, their order, and features that give them away."""
+    labels, call = patient.labels, patient.class_loss
+    if labels is None or call is None or len(labels) < 30:
+        return
+    used = labels[labels != call.given.get("ignore_index", -100)]
+    is_binary = call.name.startswith("binary")
+    outputs = 2 if is_binary else call.input.shape[1] if call.input.ndim > 1 else 0
+    counts = torch.bincount(used[used >= 0], minlength=outputs)
+    absent = [i for i in range(outputs) if not counts[i]]
+    if absent and outputs <= 200 and len(used) >= 40 * outputs:
+        yield Finding(
+            "missing_class",
+            f"{outputs} outputs, but {len(absent)} of the classes never occur in {len(used)} training labels: "
+            f"{', '.join(map(str, absent[:6]))}. Labels run from {int(used.min())} to {int(used.max())}.",
+            call.where,
+            {"absent": absent[:20], "counts": counts.tolist()[:50]},
+        )
+    share = float(counts.max()) / max(1, len(used))
+    weighted = call.given.get("weight") is not None or call.given.get("pos_weight") is not None
+    weighted = weighted or "Weighted" in _sampler(patient)
+    if share >= 0.95 and not weighted and len(used) >= 100:
+        yield Finding(
+            "imbalance",
+            f"{share:.1%} of the training labels are class {int(counts.argmax())}: always answering it scores "
+            f"{share:.1%}.",
+            "train",
+            {"share": share, "counts": counts.tolist()[:20]},
+        )
+    if int((counts > 0).sum()) > 1:
+        yield from _order(used, counts)
+
+
+def _order(labels: Tensor, counts: Tensor) -> Iterator[Finding]:
+    changes = int((labels[1:] != labels[:-1]).sum())
+    share = (counts / counts.sum()).pow(2).sum()
+    expected = float((1 - share) * (len(labels) - 1))
+    if expected > 20 and changes < 0.15 * expected:
+        yield Finding(
+            "not_shuffled",
+            f"Neighbouring training samples have one label: {changes} changes in {len(labels)} samples, where a "
+            f"shuffled order has about {expected:.0f}.",
+            "train",
+            {"changes": changes, "expected": expected},
+        )
+
+
+def order(patient: Patient) -> Iterator[Finding]:
+    """Regression targets that come sorted."""
+    if patient.labels is not None:
+        return
+    for place, y in _stacked(patient, patient.samples).items():
+        if _is_target(patient, place) and y.is_floating_point() and y[0].numel() == 1 and len(y) > 60:
+            steps = y.flatten()[1:] - y.flatten()[:-1]
+            if len(y.unique()) > 20 and bool(
+                ((steps >= 0).float().mean() > 0.97) | ((steps <= 0).float().mean() > 0.97)
+            ):
+                yield Finding("not_shuffled", "The targets of train come sorted.", "train")
+            return
+
+
+def _sampler(patient: Patient) -> str:
+    return type(getattr(patient.train, "sampler", None)).__name__
+
+
+def dropped(patient: Patient) -> Iterator[Finding]:
+    """Samples that drop_last leaves out."""
+    loader = patient.train
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
+        return
+    sampler = getattr(loader, "sampler", None)
+    count = len(sampler) if sampler is not None and hasattr(sampler, "__len__") else len(dataset)
+    left = count % size
+    if count and left / count > 0.1:
+        yield Finding(
+            "dropped_data",
+            f"drop_last leaves out {left} of {count} samples in every epoch, at a batch size of {size}.",
+            "train",
+            {"dropped": left, "samples": count},
+        )
+
+
+def giveaways(patient: Patient) -> Iterator[Finding]:
+    """A column of the inputs that is the label."""
+    stacked = _stacked(patient, patient.samples)
+    targets = [y for place, y in stacked.items() if _is_target(patient, place) and y[0].numel() == 1]
+    for place, x in stacked.items():
+        if x.ndim != 2 or not x.is_floating_point() or _is_target(patient, place) or len(x) < 60 or not targets:
+            continue
+        y = targets[0].flatten().float()
+        if float(y.std()) == 0:
+            continue
+        columns = (x.float() - x.float().mean(0)) / x.float().std(0).clamp_min(1e-9)
+        related = (columns * ((y - y.mean()) / y.std())[:, None]).mean(0).abs()
+        best = int(related.argmax())
+        if float(related[best]) > 0.98 and x.shape[1] > 1:
+            yield Finding(
+                "label_in_features",
+                f"Column {best} of the inputs is the label: their correlation is {float(related[best]):.4f}.",
+                f"train, tensor {place}, column {best}",
+                {"column": best, "correlation": float(related[best])},
+            )
+
+
+def generator(patient: Patient) -> Iterator[Finding]:
+    """Serve a few samples twice with the same seeds: generators of the dataset's own differ."""
+    from forge.rng import seed_all
+
+    again = patient.rebuild
+    if again is None:
+        return
+    served: list[Any] = []
+    for _ in range(2):
+        seed_all(1)
+        loader = again()
+        served.append(_hashes(_some(loader)))
+    if served[0] and served[0] != served[1]:
+        yield Finding(
+            "unseeded",
+            "Two loaders that are made with the same seed serve different batches: something draws from a generator "
+            "that nothing seeds.",
+            "train",
+        )
+
+
+def _some(loader: Any) -> list[Sample]:
+    from forge.examine.patient import first, tensors
+
+    return [tuple(tensors(batch)) for batch in first(loader, 2)]

@@ -1,0 +1,300 @@
+"""Probes of the graph of the first losses: what it reaches, what a step changes, and hand-written gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge.contract.task import TaskModule
+from forge.diagnose.findings import Finding
+from forge.examine.patient import Patient, named, parameters, tensors
+from forge.util.walk import is_librarys
+
+
+def reach(patient: Patient) -> Iterator[Finding]:
+    """Parameters that the loss reaches and torch does not know, and the other way round."""
+    task = patient.clone()
+    called, without = _calls_noted(task)
+    known = {id(p): name for name, p in task.named_parameters()}
+    trained = _trained(patient, task)
+    reached: set[int] = set()
+    hidden: dict[int, Tensor] = {}
+    for batch in patient.batches:
+        for name in patient.names:
+            loss = patient.loss(task, batch, name)
+            for leaf in leaves(loss):
+                reached.add(id(leaf))
+                if id(leaf) not in known:
+                    hidden[id(leaf)] = leaf
+    inputs = {id(x) for batch in patient.batches for x in tensors(batch)}
+    hidden = {key: leaf for key, leaf in hidden.items() if key not in inputs and isinstance(leaf, nn.Parameter)}
+    if hidden:
+        shapes = [str(tuple(leaf.shape)) for leaf in hidden.values()]
+        yield Finding(
+            "unregistered_parameters",
+            f"The loss depends on {len(hidden)} parameters that {type(task).__name__}.named_parameters() does not "
+            f"have, of shapes {named(shapes)}: no optimizer, device move or checkpoint sees them.",
+            type(task).__name__,
+            {"parameters": len(hidden), "shapes": shapes[:8]},
+        )
+    missing = [name for name, p in parameters(task).items() if id(p) not in reached]
+    yield from _unreached(task, missing, called, without, trained)
+    ours = {id(p): name for name, p in parameters(task).items() if id(p) in reached}
+    outside = [name for name in ours.values() if name not in trained]
+    if outside:
+        yield Finding(
+            "not_in_optimizer",
+            f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}.",
+            outside[0],
+            {"parameters": outside[:8]},
+        )
+
+
+def _is_of_a_package(task: nn.Module, name: str) -> bool:
+    """Whether the module around a parameter is a model of an installed package, which may have outputs to spare."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = task.get_submodule(name)
+        if not type(module).__module__.startswith("torch.nn"):
+            return is_librarys(module)
+    return False
+
+
+def _unreached(
+    task: nn.Module, missing: list[str], called: set[str], without: set[str], trained: set[str]
+) -> Iterator[Finding]:
+    """Sort parameters without a gradient by whether their module ran, and with a graph."""
+    ran = [name for name in missing if name.rpartition(".")[0] in called and name in trained]
+    cut = [name for name in ran if name.rpartition(".")[0] in without]
+    lost = [name for name in ran if name not in cut]
+    idle = [name for name in missing if name.rpartition(".")[0] not in called and name in trained]
+    if cut:
+        yield Finding(
+            "no_gradient",
+            f"{len(cut)} parameters that the optimizer has are used without a gradient: {named(cut)}. Their modules "
+            "run under torch.no_grad().",
+            cut[0],
+            {"parameters": cut[:8]},
+        )
+    if lost:
+        yield Finding(
+            "no_gradient",
+            f"{len(lost)} parameters take part in forward, and no loss reaches them: {named(lost)}.",
+            lost[0],
+            {"parameters": lost[:8]},
+            level="note" if all(_is_of_a_package(task, name) for name in lost) else "warning",
+        )
+    if idle:
+        yield Finding(
+            "unused_module",
+            f"{len(idle)} trainable parameters are never used: {named(idle)}.",
+            idle[0],
+            {"parameters": idle[:8]},
+        )
+
+
+def _trained(patient: Patient, task: TaskModule) -> set[str]:
+    """The names of the parameters that optimizers have."""
+    mine = {id(p): name for name, p in patient.trainer.task.named_parameters()}
+    return {mine[id(p)] for p in patient.trainer.optimizers.parameters(None) if id(p) in mine}
+
+
+def _calls_noted(task: nn.Module) -> tuple[set[str], set[str]]:
+    """Names of modules that have run, and of those that ran without a graph alone."""
+    called: set[str] = set()
+    with_graph: set[str] = set()
+    without: set[str] = set()
+
+    def hook(path: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            called.add(path)
+            (with_graph if torch.is_grad_enabled() else without).add(path)
+            if path in with_graph:
+                without.discard(path)
+
+        return note
+
+    for path, module in task.named_modules():
+        module.register_forward_hook(hook(path))
+    return called, without
+
+
+def leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors at which a graph ends."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        todo.extend(child for child, _ in node.next_functions)
+
+
+def purity(patient: Patient) -> Iterator[Finding]:
+    """What a step does besides returning a loss."""
+    for stage, batch in (
+        ("train", patient.batches[0]),
+        ("val", patient.val_batches[0] if patient.can_validate else None),
+    ):
+        if batch is None:
+            continue
+        task = patient.clone().train(stage == "train")
+        modes = {path: module.training for path, module in task.named_modules()}
+        given = copy.deepcopy(batch)
+        before = [x.clone() for x in tensors(given)]
+        with torch.set_grad_enabled(stage == "train"):
+            patient.run(task, given, stage)
+        method = "training_step" if stage == "train" else "validation_step"
+        where = f"{type(task).__name__}.{method}"
+        if any(p.grad is not None for p in task.parameters()):
+            yield Finding(
+                "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
+            )
+        changed = [path or "the task" for path, module in task.named_modules() if module.training != modes[path]]
+        if changed:
+            yield Finding(
+                "mode_changed",
+                f"{where} changes the mode of {len(changed)} modules, of {named(changed)}, for all later steps.",
+                where,
+                {"modules": changed[:8]},
+            )
+        rows = [i for i, (x, y) in enumerate(zip(tensors(given), before, strict=True)) if not _equal(x, y)]
+        if rows:
+            yield Finding(
+                "batch_changed",
+                f"{where} changes its batch in place: tensor {rows[0]} of the batch is another afterwards. A dataset "
+                "in memory is changed with it.",
+                where,
+                {"tensors": rows},
+            )
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
+
+
+def modes(patient: Patient) -> Iterator[Finding]:
+    """Modules that are trained in evaluation mode."""
+    task = patient.clone()
+    off: dict[str, bool] = {}
+
+    def hook(path: str) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            off[path] = not module.training
+
+        return note
+
+    for path, module in task.named_modules():
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
+            module.register_forward_pre_hook(hook(path))
+    patient.run(task, patient.batches[0])
+    wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
+    if wrong:
+        yield Finding(
+            "trained_in_eval_mode",
+            f"{len(wrong)} modules run in evaluation mode while training: {named(wrong)}.",
+            wrong[0],
+            {"modules": wrong[:8]},
+        )
+
+
+def _is_trained(task: nn.Module, path: str) -> bool:
+    """Whether a module, or for one without parameters the module around it, has parameters that train."""
+    module: nn.Module = task.get_submodule(path)
+    while not any(True for _ in module.parameters()) and path:
+        path = path.rpartition(".")[0]
+        module = task.get_submodule(path)
+    return any(p.requires_grad for p in module.parameters(recurse=True))
+
+
+def finite_differences(patient: Patient) -> Iterator[Finding]:
+    """Hand-written backwards against differences of their own forwards, in float64.
+
+    A function whose forward does nothing, or is flat, was written for its backward: a reversed gradient, or one that
+    goes straight through.
+    """
+    functions = {type(node)._forward_cls for node in own_functions(patient.loss(patient.clone(), patient.batches[0]))}
+    for kind in functions:
+        given = _arguments_of(kind, patient)
+        if given is None:
+            continue
+        place = next((i for i, x in enumerate(given) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        result = _compare(kind, given, place) if place is not None else None
+        if result is not None:
+            expected, found = result
+            yield Finding(
+                "wrong_gradient",
+                f"{kind.__name__}.backward gives {expected:.4g} in a random direction, and differences of its forward "
+                f"give {found:.4g}.",
+                kind.__name__,
+                {"backward": expected, "differences": found},
+            )
+
+
+def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
+    """The arguments of a function's first call in a step, in float64."""
+    seen: list[list[Any]] = []
+    forward = kind.__dict__["forward"]
+    plain = forward.__func__ if isinstance(forward, staticmethod) else forward
+    has_context = kind.setup_context.__qualname__ != f"{kind.__qualname__}.setup_context"
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(list(args[1:] if has_context else args))
+        return plain(*args, **kwargs)
+
+    kind.forward = staticmethod(noting)
+    try:
+        patient.run(patient.clone(), patient.batches[0])
+    finally:
+        kind.forward = forward
+    if not seen:
+        return None
+    return [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in seen[0]]
+
+
+def _compare(kind: Any, given: list[Any], place: int) -> tuple[float, float] | None:
+    """What backward and differences give in a random direction; None where they agree, or are not meant to."""
+    generator = torch.Generator().manual_seed(0)
+    x = given[place].clone().requires_grad_()
+    call = lambda x: kind.apply(*given[:place], x, *given[place + 1 :])  # noqa: E731
+    out = call(x)
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return None
+    direction = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(x.device)
+    if out.shape == x.shape and torch.allclose(out, x):
+        return None
+    (gradient,) = torch.autograd.grad((out * weight).sum(), x)
+    expected = float((gradient * direction).sum())
+    steps = []
+    with torch.no_grad():
+        for step in (1e-5, 1e-6):
+            steps.append(float(((call(x + step * direction) - call(x - step * direction)) * weight).sum() / (2 * step)))
+    found = steps[0]
+    scale = max(abs(found), abs(expected), 1e-12)
+    is_rough = abs(steps[0] - steps[1]) > 0.01 * max(abs(steps[0]), 1e-12)  # computed in float32, or at a kink
+    if abs(found) < 1e-9 * scale or is_rough or abs(expected - found) <= 0.02 * scale:
+        return None
+    return expected, found
+
+
+def own_functions(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a graph that are torch.autograd.Functions of the user's."""
+    seen: set[Any] = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield node
+        todo.extend(child for child, _ in node.next_functions)

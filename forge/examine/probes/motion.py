@@ -1,0 +1,140 @@
+"""Probes after a few updates: how far weights moved, gradients by layer, and what a run keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from forge.diagnose.findings import Finding
+from forge.examine.patient import Patient, parameters
+
+
+def rates(patient: Patient) -> Iterator[Finding]:
+    """Updates against weights."""
+    ratios = [value for values in patient.ratios.values() for value in values[:1]]
+    largest = [max(values) for values in patient.ratios.values() if values]
+    if not largest:
+        return
+    typical = median(largest)
+    if typical > 0.5 and not patient.shrinks:
+        yield Finding(
+            "learning_rate_high",
+            f"One update changes half of the matrices by {typical:.2g} times their size or more.",
+            "configure_optimizers",
+            {"ratio": typical},
+        )
+    elif max(largest) * patient.headroom < 2e-6 and ratios:
+        yield Finding(
+            "learning_rate_low",
+            f"No update changes a matrix by more than {max(largest):.2g} of its size in {patient.updates} updates.",
+            "configure_optimizers",
+            {"ratio": max(largest)},
+        )
+    for entry in patient.trainer.optimizers.entries.values():
+        still = [group for group in entry.optimizer.param_groups if float(group.get("initial_lr", group["lr"])) == 0]
+        if still and len(still) < len(entry.optimizer.param_groups):
+            yield Finding(
+                "learning_rate_low",
+                f"{len(still)} of {len(entry.optimizer.param_groups)} parameter groups have a learning rate of 0.",
+                "configure_optimizers",
+            )
+
+
+def gradients(patient: Patient) -> Iterator[Finding]:
+    """Gradients of the first layers against those of the last, relative to their weights."""
+    task = patient.clone()
+    patient.loss(task, patient.batches[0]).backward()
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    found: list[tuple[str, float]] = []
+    for path, module in task.named_modules():
+        weight = getattr(module, "weight", None)
+        if (
+            isinstance(module, kinds)
+            and isinstance(weight, Tensor)
+            and weight.grad is not None
+            and weight.requires_grad
+        ):
+            size = float(weight.detach().double().norm())
+            if size > 0:
+                found.append((path, float(weight.grad.double().norm()) / size))
+    if len(found) < 5:
+        return
+    third = max(1, len(found) // 3)
+    start, end = [value for _, value in found[:third]], [value for _, value in found[-third:]]
+    low, high = median(start), median(end)
+    if low < 1e-4 * high and high > 0:
+        yield Finding(
+            "vanishing_gradient",
+            f"Gradients shrink on their way back: relative to its weights {found[0][0]} gets {low:.2g}, "
+            f"{found[-1][0]} {high:.2g}.",
+            found[0][0],
+            {"first": low, "last": high},
+        )
+    elif low > 1e4 * max(high, 1e-30) or max(value for _, value in found) > 1e4:
+        yield Finding(
+            "exploding_gradient",
+            f"Gradients grow on their way back: relative to its weights {found[0][0]} gets {low:.2g}, "
+            f"{found[-1][0]} {high:.2g}.",
+            found[0][0],
+            {"first": low, "last": high},
+        )
+
+
+def clipping(patient: Patient) -> Iterator[Finding]:
+    """A clip that decides each update."""
+    clip = next((plugin for plugin in patient.trainer.stack if plugin.name == "clip"), None)
+    limit = getattr(getattr(clip, "config", None), "max_norm", None)
+    if not limit:
+        return
+    task = patient.clone()
+    patient.loss(task, patient.batches[0]).backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters(task).values() if p.grad is not None]))
+    if norm > 1000 * float(limit):
+        yield Finding(
+            "clips_always",
+            f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}.",
+            "clip.max_norm",
+            {"norm": norm, "max_norm": float(limit)},
+        )
+
+
+def kept(patient: Patient) -> Iterator[Finding]:
+    """Tensors that outlive their update with their graph."""
+    if patient.graphs_kept >= 3:
+        yield Finding(
+            "graphs_kept",
+            f"{patient.graphs_kept} tensors of earlier updates are alive with their graphs: memory grows with every "
+            "update.",
+            type(patient.task).__name__,
+            {"tensors": patient.graphs_kept},
+        )
+
+
+def losses(patient: Patient) -> Iterator[Finding]:
+    """Losses that leave all bounds within a few updates."""
+    found = patient.losses
+    if len(found) > 3 and (any(loss != loss for loss in found) or found[-1] > 10 * abs(found[0]) + 10):
+        yield Finding(
+            "diverges",
+            f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates.",
+            type(patient.task).__name__,
+            {"losses": found[:10]},
+        )
+
+
+def one_batch(patient: Patient) -> Iterator[Finding]:
+    """One batch, trained on again and again with the user's own optimizer."""
+    found = patient.overfitted
+    if len(found) < 60 or not patient.is_supervised or len(patient.watched.losses) > 1:
+        return
+    before, after = found[0], sum(found[-5:]) / 5
+    if after != after or after > 0.97 * before:
+        yield Finding(
+            "cannot_learn_a_batch",
+            f"{len(found)} updates on one batch take its loss from {before:.4g} to {after:.4g}.",
+            type(patient.task).__name__,
+            {"before": before, "after": after, "updates": len(found)},
+        )

@@ -1,0 +1,198 @@
+"""Watch the calls of torch's functions in a step: losses with their inputs, and operations that mix up dimensions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from forge.diagnose.checks.user_line import users_frame
+from forge.util.text import short_path
+
+LOSSES = {
+    F.cross_entropy: "cross_entropy",
+    F.nll_loss: "nll_loss",
+    F.kl_div: "kl_div",
+    F.binary_cross_entropy: "binary_cross_entropy",
+    F.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+    F.mse_loss: "mse_loss",
+    F.l1_loss: "l1_loss",
+    F.smooth_l1_loss: "smooth_l1_loss",
+    F.huber_loss: "huber_loss",
+    F.gaussian_nll_loss: "gaussian_nll_loss",
+    F.poisson_nll_loss: "poisson_nll_loss",
+    F.soft_margin_loss: "soft_margin_loss",
+    F.hinge_embedding_loss: "hinge_embedding_loss",
+    F.margin_ranking_loss: "margin_ranking_loss",
+    F.cosine_embedding_loss: "cosine_embedding_loss",
+    F.multi_margin_loss: "multi_margin_loss",
+    F.multilabel_soft_margin_loss: "multilabel_soft_margin_loss",
+    F.triplet_margin_loss: "triplet_margin_loss",
+}
+REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+PAIRWISE = {"sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "div"}
+PAIRWISE |= {"__truediv__", "pow", "__pow__", "where", "minimum", "maximum"}
+OVER_DIM = {"softmax", "log_softmax", "argmax", "argmin", "_softmax", "_log_softmax"}
+DATA = Tensor.data.__get__  # pyright: ignore[reportAttributeAccessIssue]
+VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "T"}
+VIEWS |= {"ToCopy", "Alias", "Clone", "Expand", "AsStrided", "Index", "MaskedSelect", "Unbind", "SqueezeMultiple"}
+
+
+@dataclass(frozen=True, slots=True)
+class LossCall:
+    """One call of a loss of torch's."""
+
+    name: str
+    given: dict[str, Any]
+    "Arguments by name, defaults included."
+    where: str
+
+    @property
+    def input(self) -> Any:
+        return next(iter(self.given.values()))
+
+    @property
+    def target(self) -> Any:
+        return self.given.get("target")
+
+
+@dataclass(frozen=True, slots=True)
+class Oddity:
+    """A call that mixes up dimensions."""
+
+    kind: str
+    text: str
+    where: str
+
+
+class StepWatch(TorchFunctionMode):
+    """Notes losses, broadcasts and dimensions while it is entered. `batch` is the number of samples."""
+
+    def __init__(self, batch: int | None):
+        super().__init__()
+        self.batch = batch
+        self.losses: list[LossCall] = []
+        self.oddities: list[Oddity] = []
+        self.terms: list[tuple[float, str]] = []
+        "Scalars with a gradient that are added up, with their lines."
+        self.dropped: list[Tensor] = []
+        "Outputs of dropout."
+        self._inside = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        self._inside = True
+        try:
+            self._look(func, name, args, kwargs)
+        except Exception:  # a look must not fail: values may be unreadable, as under vmap
+            pass
+        finally:
+            self._inside = False
+        result = func(*args, **kwargs)
+        if "dropout" in name and isinstance(result, Tensor) and result is not args[0]:
+            self.dropped.append(result)
+        return result
+
+    def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        if func in LOSSES:
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            self.losses.append(LossCall(LOSSES[func], dict(given.arguments), where()))
+        elif func == DATA and args[0].grad_fn is not None:
+            text = f"The step computes with .data of a tensor of shape {tuple(args[0].shape)}, which has a graph"
+            self.oddities.append(Oddity("hidden_from_autograd", text, where()))
+        elif name in PAIRWISE and len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
+            self._look_at_pair(name, args[0], args[1])
+        elif name in OVER_DIM and args and isinstance(args[0], Tensor):
+            self._look_at_dimension(name, args[0], kwargs.get("dim", args[1] if len(args) > 1 else None))
+
+    def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
+        if not a.ndim and not b.ndim:
+            if "add" in name and (a.requires_grad or b.requires_grad):
+                self.terms += [(float(x.detach()), where()) for x in (a, b) if x.requires_grad]
+            return
+        short, long = sorted((a, b), key=lambda x: x.ndim)
+        n = self.batch
+        crossed = n is not None and n > 1 and tuple(short.shape) == (n,) and tuple(long.shape) == (n, 1)
+        if crossed and a.requires_grad != b.requires_grad:
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+            text = f"{name.strip('_')} of shapes {shapes} gives {n} x {n} numbers: each prediction meets every target"
+            self.oddities.append(Oddity("broadcast_loss", text, where()))
+
+    def _look_at_dimension(self, name: str, x: Tensor, dim: Any) -> None:
+        n = self.batch
+        if "softmax" in name and x.ndim in (3, 4) and dim in (x.ndim - 2, -2) and x.shape[-1] == x.shape[-2] > 1:
+            text = f"{name.strip('_')} of shape {tuple(x.shape)} runs over queries: a query's weights do not sum to 1"
+            self.oddities.append(Oddity("wrong_dimension", text, where()))
+        if dim == 0 and x.ndim == 2 and n is not None and n > 1 and x.shape[0] == n and x.shape[1] not in (1, n):
+            text = f"{name.strip('_')} of shape {tuple(x.shape)} runs over dimension 0, the batch"
+            self.oddities.append(Oddity("wrong_dimension", text, where()))
+
+
+def where() -> str:
+    """Return the user's current line."""
+    frame = users_frame()
+    return "" if frame is None else f"{short_path(Path(frame.f_code.co_filename))}:{frame.f_lineno}"
+
+
+def origin(tensor: Tensor) -> str:
+    """Return the name of the operation that computed a tensor, past views and casts: "Softmax", "Relu", "Addmm"."""
+    node = tensor.grad_fn
+    while node is not None:
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        if name not in VIEWS:
+            return name
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterCall:
+    """A module that a step called, outside all other modules, with what went in and came out."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
+    """Note calls of modules that are not made by another module's forward."""
+    calls: list[OuterCall] = []
+    depth = 0
+    handles = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(path: str) -> Any:
+        def noted(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal depth
+            depth -= 1
+            if not depth:
+                calls.append(OuterCall(path, args, kwargs, output))
+
+        return noted
+
+    for path, module in task.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave(path), with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,397 @@
+"""Each probe names its mistake, and says nothing about a healthy neighbour."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from forge.diagnose.findings import FINDINGS, LEVELS
+from forge.examine.doctor import AFTER, BEFORE
+from forge.examine.probes import data, graph, independence, losses, motion, start
+from tests.support.patients import Healthy, found, loader, numbers, splits
+
+
+def test_a_healthy_task_is_left_in_peace() -> None:
+    assert found(Healthy(), *BEFORE.values()) == {}
+    assert found(Healthy(), *AFTER.values(), after=8) == {}
+
+
+def test_every_finding_has_a_level_and_a_cure() -> None:
+    assert all(level in LEVELS and cure.endswith(".") for level, cure in FINDINGS.values())
+
+
+# -- the graph --------------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(8, 8)
+
+
+class HiddenLayer(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.holder.layer(x))
+
+
+class Cut(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.backbone(x)
+        return self.net(h)
+
+
+class Frozen(Cut):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+
+class Half(Healthy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net[2].parameters())
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [(HiddenLayer, "unregistered_parameters"), (Cut, "no_gradient"), (Half, "not_in_optimizer")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_loss_reaches(task: type[Healthy], name: str) -> None:
+    assert name in found(task(), graph.reach)
+
+
+def test_a_frozen_backbone_is_meant() -> None:
+    assert found(Frozen(), graph.reach) == {}
+
+
+class Noisy(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        x += 0.1
+        return self.loss(self(x), y)
+
+
+class Sleeps(Healthy):
+    def validation_step(self, batch: Any) -> Any:
+        self.net.train()
+        return super().validation_step(batch)
+
+
+@pytest.mark.parametrize(("task", "name"), [(Noisy, "batch_changed"), (Sleeps, "mode_changed")])
+def test_what_a_step_changes(task: type[Healthy], name: str) -> None:
+    assert name in found(task(), graph.purity)
+
+
+class Asleep(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.net.eval()
+        return self
+
+
+def test_training_in_evaluation_mode_is_found() -> None:
+    assert "trained_in_eval_mode" in found(Asleep(), graph.modes)
+
+
+class Square(torch.autograd.Function):
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return Square.factor * x * gradients[0]
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+class Squares(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(Reversed.apply(Square.apply(self.net[0](x)[:, :8])))
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.0])
+def test_a_wrong_backward_is_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Square, "factor", factor)
+    assert set(found(Squares(), graph.finite_differences)) == (set() if factor == 2 else {"wrong_gradient"})
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+def task_with(loss: Any, outputs: int = 4) -> Healthy:
+    task = Healthy()
+    task.loss = loss  # pyright: ignore[reportAttributeAccessIssue]
+    task.net[2] = nn.Linear(16, outputs)
+    task.check_first_batch = False
+    return task
+
+
+LOSSES = {
+    "activation_before_loss": lambda s, y: F.cross_entropy(s.softmax(1), y, label_smoothing=0.1),
+    "relu_before_loss": lambda s, y: F.cross_entropy(s.relu(), y),
+    "wrong_dimension": lambda s, y: F.nll_loss(s.log_softmax(0), y),
+    "dropout_on_output": lambda s, y: F.cross_entropy(F.dropout(s, 0.5), y),
+    "output_range": lambda s, y: F.mse_loss(s[:, 0].relu(), y.float() - 1.5),
+    "class_ids_in_regression": lambda s, y: F.mse_loss(s[:, 0], y.float()),
+    "broadcast_loss": lambda s, y: ((s[:, :1] - y.float()) ** 2).mean(),
+    "label_values": lambda s, y: F.soft_margin_loss(s[:, 0], (y > 1).float()),
+    "hidden_from_autograd": lambda s, y: F.cross_entropy(s + s.data.mean(), y),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_inputs_of_a_loss(name: str) -> None:
+    assert name in found(task_with(LOSSES[name]), losses.inputs)
+
+
+QUIET = {
+    "pairs of one tensor": lambda s, y: F.cross_entropy(s, y) + (s[:, 0].unsqueeze(1) - s[:, 0]).abs().mean(),
+    "regression": lambda s, y: F.mse_loss(s[:, 0].relu(), y.float() + 0.5),
+    "logits": lambda s, y: F.binary_cross_entropy_with_logits(s[:, 0], (y > 1).float()),
+    "plus and minus one": lambda s, y: F.soft_margin_loss(s[:, 0], 2 * (y > 1).float() - 1),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_right_inputs_of_a_loss_are_left_in_peace(name: str) -> None:
+    assert found(task_with(QUIET[name]), losses.inputs, losses.reduction) == {}
+
+
+def test_sums_and_mixtures_are_told_from_means() -> None:
+    summed = task_with(lambda s, y: F.cross_entropy(s, y, reduction="sum"))
+    mixed = task_with(lambda s, y: F.cross_entropy(s, y) + (s**2).sum())
+    assert set(found(summed, losses.reduction)) == {"sum_reduction"}
+    assert set(found(mixed, losses.reduction)) == {"mixed_reductions"}
+
+
+def test_weights_of_classes_that_are_reversed() -> None:
+    x, y = numbers(400)
+    keep = (y == 0) | (torch.arange(400) % 6 == 0)
+    served = loader(x[keep], y[keep]), splits()[1]
+    counts = torch.bincount(y[keep], minlength=4).float()
+    for weight, names in ((counts, {"weights_reversed"}), (1 / counts, set())):
+        task = task_with(lambda s, y, weight=weight: F.cross_entropy(s, y, weight))
+        assert set(found(task, losses.weights, data=served)) == names
+
+
+# -- independence -----------------------------------------------------------------------------------------------------
+
+
+class OverTheBatch(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - x.mean(0)) / (x.std(0) + 1e-5))
+
+
+class Normalised(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net)
+
+
+@pytest.mark.parametrize(("task", "names"), [(OverTheBatch, {"batch_dependence"}), (Normalised, set())])
+def test_samples_are_independent(task: type[Healthy], names: set[str]) -> None:
+    assert set(found(task(), independence.samples)) == names
+
+
+class Ignores(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(torch.zeros_like(x))
+
+
+def test_an_input_that_is_not_read() -> None:
+    probe = independence.reads_its_input
+    again = lambda patient: probe(patient)  # noqa: E731
+    assert set(found(Ignores(), probe, again)) == {"input_ignored"}
+
+
+class AlwaysDrops(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(x, 0.3))
+
+
+def test_dropout_in_evaluation() -> None:
+    assert found(AlwaysDrops(), independence.repeated_evaluation)["random_evaluation"].level == "warning"
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_leaks_are_found() -> None:
+    x, y = numbers()
+    assert "val_is_train" in found(Healthy(), data.copies, data=(loader(x, y), loader(x[:48], y[:48])))
+    assert "leakage" in found(Healthy(), data.copies, data=(loader(x, y), loader(*mixed(x, y))))
+    assert "duplicates" in found(Healthy(), data.copies, data=(loader(x[:4].repeat(40, 1), y[:4].repeat(40)), None))
+    assert found(Healthy(), data.copies) == {}
+
+
+def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    other, labels = numbers(40, seed=9)
+    return torch.cat([x[:8], other]), torch.cat([y[:8], labels])
+
+
+def test_scales_are_judged() -> None:
+    x, y = numbers()
+    assert "unscaled_inputs" in found(Healthy(), data.scales, data=(loader(100 * x + 130, y), None))
+    assert "constant_input" in found(Healthy(), data.scales, data=(loader(torch.ones_like(x), y), None))
+    regression = task_with(lambda s, y: F.mse_loss(s[:, 0], 1e5 + 1e4 * y.float()))
+    assert "target_scale" in found(regression, data.scales)
+
+
+def test_labels_are_judged() -> None:
+    x, y = numbers(400)
+    order = y.argsort()
+    assert "not_shuffled" in found(Healthy(), data.labels, data=(loader(x[order], y[order], shuffle=False), None))
+    rare = torch.where(torch.arange(400) % 50 == 0, 1, 0)
+    assert "imbalance" in found(Healthy(), data.labels, data=(loader(x, rare), None))
+    five = Healthy()
+    five.net[2] = nn.Linear(16, 5)
+    assert "missing_class" in found(five, data.labels, data=(loader(x, y + 1), None))
+    leaky = torch.cat([x[:, :7], y[:, None].float()], 1)
+    assert "label_in_features" in found(Healthy(), data.giveaways, data=(loader(leaky, y), None))
+
+
+def test_what_drop_last_drops() -> None:
+    x, y = numbers(100)
+    assert "dropped_data" in found(Healthy(), data.dropped, data=(loader(x, y, batch=60, drop_last=True), None))
+    assert found(Healthy(), data.dropped, data=(loader(x, y, batch=16, drop_last=True), None)) == {}
+
+
+def test_val_that_was_prepared_otherwise() -> None:
+    x, y = numbers(48, seed=5)
+    assert "split_statistics" in found(Healthy(), data.splits, data=(splits()[0], loader(x * 5, y)))
+
+
+# -- start and motion -------------------------------------------------------------------------------------------------
+
+
+class Scheduled(Healthy):
+    make: Any = None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return optimizer, type(self).make(optimizer)
+
+
+SCHEDULES = {
+    "schedule_zero": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: n // 50),
+    "schedule_spent": lambda o: torch.optim.lr_scheduler.StepLR(o, 5, 0.1),
+    "schedule_rises": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "schedule_still": lambda o: torch.optim.lr_scheduler.StepLR(o, 10_000, 0.1),
+    "": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 100),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduled, "make", staticmethod(SCHEDULES[name]))
+    assert set(found(Scheduled(), start.schedules)) == ({name} - {""})
+
+
+def changed(**options: Any) -> Healthy:
+    task = Healthy()
+    task.configure_optimizers = lambda: torch.optim.Adam(task.parameters(), **options)  # pyright: ignore[reportAttributeAccessIssue]
+    return task
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"weight_decay": 1.0}, "weight_decay"),
+        ({"betas": (0.999, 0.9)}, "optimizer_options"),
+        ({"eps": 1.0}, "optimizer_options"),
+    ],
+)
+def test_options_of_the_optimizer(options: dict[str, Any], name: str) -> None:
+    assert name in found(changed(**options), start.optimizer)
+
+
+@pytest.mark.parametrize(("lr", "name"), [(3.0, "learning_rate_high"), (1e-10, "learning_rate_low")])
+def test_the_size_of_updates(lr: float, name: str) -> None:
+    assert name in found(changed(lr=lr), motion.rates, after=4)
+
+
+def test_layers_that_do_nothing() -> None:
+    task = Healthy()
+    task.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.95), nn.BatchNorm1d(16, momentum=0.0), nn.Linear(16, 4))
+    assert set(found(task, start.layers)) == {"dropout_rate", "batch_norm_momentum"}
+    task.net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    assert set(found(task, start.linear)) == {"no_activation"}
+
+
+def test_weights_that_start_wrong() -> None:
+    task = Healthy()
+    for p in task.parameters():
+        nn.init.constant_(p, 0.1)
+    assert "equal_rows" in found(task, start.equal_rows, after=3)
+    dead = Healthy()
+    nn.init.constant_(dead.net[0].bias, -50.0)  # pyright: ignore[reportArgumentType]
+    assert "dead_units" in found(dead, start.activations)
+    huge = Healthy()
+    nn.init.normal_(huge.net[2].weight, std=100.0)  # pyright: ignore[reportArgumentType]
+    assert "initial_loss" in found(huge, start.first_loss)
+
+
+def test_gradients_that_vanish() -> None:
+    deep = Healthy()
+    deep.net = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.Sigmoid())), nn.Linear(8, 4))
+    assert "vanishing_gradient" in found(deep, motion.gradients, after=2)
+
+
+class Keeps(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        self.history.append(loss)
+        return loss
+
+
+class Misnamed(Healthy):
+    def evaluation_ends(self, stage: str) -> dict[str, Any]:
+        return {}
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+def test_methods_with_nearly_the_right_name() -> None:
+    messages = [finding.message for finding in start.methods(SimpleNamespace(task=Misnamed()))]  # pyright: ignore[reportArgumentType]
+    assert messages[0] == "forge never calls Misnamed.evaluation_ends: did you mean evaluation_end?"
+    assert messages[1].startswith("forge never calls Misnamed.on_train_epoch_end: it is one of Lightning's")
+
+
+def test_losses_that_are_kept_with_their_graphs() -> None:
+    assert "graphs_kept" in found(Keeps(), motion.kept, after=10)
+    assert found(Healthy(), motion.kept, after=10) == {}

@@ -1,0 +1,75 @@
+"""Small tasks for the probes of `forge doctor`: a healthy one, and variants with one mistake each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import forge
+from forge.diagnose.findings import Finding
+from forge.engine.trainer import Trainer
+from forge.examine.doctor import DoctorReport, Examination
+from forge.examine.patient import Patient
+
+Probe = Callable[[Patient], Iterator[Finding]]
+
+
+class Healthy(forge.TaskModule):
+    """Four classes from eight numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.loss(self(x), y)
+
+    def validation_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        return {"loss": F.cross_entropy(scores, y), "accuracy": (scores.argmax(1) == y).float().mean()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def numbers(count: int = 160, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(8, 4, generator=generator)
+    x = torch.randn(count, 8, generator=generator.manual_seed(seed + 1))
+    return x, (x @ teacher).argmax(1)
+
+
+def loader(*tensors: Tensor, shuffle: bool = True, batch: int = 16, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*tensors), batch, shuffle=shuffle, **options)
+
+
+def splits() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return loader(*numbers()), loader(*numbers(48, seed=5), shuffle=False)
+
+
+def found(task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0) -> dict[str, Finding]:
+    """What probes find, by name; those run after `after` updates where it is not 0."""
+    train, val = data or splits()
+    report = DoctorReport()
+    examination = Examination(report, train, val, lambda what: None, None)
+    chosen = {probe.__name__: probe for probe in probes}
+    examination.first_probes, examination.last_probes = ({}, chosen) if after else (chosen, {})
+    examination.updates = after or 1
+    trainer = Trainer(plugins=[], run_dir=False, seed=0, max_epochs=10, validate_every=None)
+    trainer.stack.add(examination)
+    trainer.fit(task, train, val)
+    assert not report.skipped
+    return {finding.name: finding for finding in report.findings}
