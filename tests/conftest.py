@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -39,6 +40,7 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
+atexit.register(gc.unfreeze)  # for those who look at the end of a process for what was never freed
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
