@@ -201,7 +201,7 @@ class EmaVQVAE(VQVAE):
     """The codebook is a buffer: moving averages of what was assigned to a code, without any gradient."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(lr=3e-3)
         g = generator(4)
         del self.codebook
         self.register_buffer("vectors", 0.1 * torch.randn(32, 8, generator=g))
@@ -283,6 +283,12 @@ class WGANGP(GAN):
 
     def takes_turn(self, name, update):
         return name == "critic" or update % 5 == 4
+
+    def configure_optimizers(self):
+        return {
+            "critic": torch.optim.Adam(self.critic.parameters(), lr=1e-3, betas=(0.0, 0.9)),
+            "generator": torch.optim.Adam(self.generator.parameters(), lr=5e-4, betas=(0.0, 0.9)),
+        }
 
 
 @entry
