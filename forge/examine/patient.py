@@ -88,16 +88,16 @@ class Patient:
         twin.trainer = self.trainer
         return twin.train()
 
-    def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None) -> Any:
-        """Return the output of a step, with the same random numbers every time."""
-        seed_all(SEED)
+    def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
+        """Return the output of a step, with the same random numbers every time, unless a seed is given."""
+        seed_all(seed)
         if stage == "train":
             name = self.names[0] if name is None else name
             return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
         return task.validation_step(batch)
 
-    def loss(self, task: TaskModule, batch: Any, name: str | None = None) -> Tensor:
-        return loss_of(self.run(task, batch, "train", name))
+    def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
+        return loss_of(self.run(task, batch, "train", name, seed))
 
     @cached_property
     def can_validate(self) -> bool:

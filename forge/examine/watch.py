@@ -148,13 +148,17 @@ def where() -> str:
 
 def origin(tensor: Tensor) -> str:
     """Return the name of the operation that computed a tensor, past views and casts: "Softmax", "Relu", "Addmm"."""
+    return next(origins(tensor), "")
+
+
+def origins(tensor: Tensor) -> Iterator[str]:
+    """Yield the names of the operations on the way back from a tensor, along their first inputs, without views."""
     node = tensor.grad_fn
     while node is not None:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         if name not in VIEWS:
-            return name
+            yield name
         node = next((child for child, _ in node.next_functions if child is not None), None)
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,17 +61,29 @@ class Frozen(Cut):
         self.backbone.requires_grad_(False)
 
 
+class Idle(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
 class Half(Healthy):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.net[2].parameters())
 
 
-@pytest.mark.parametrize(
-    ("task", "name"), [(HiddenLayer, "unregistered_parameters"), (Cut, "no_gradient"), (Half, "not_in_optimizer")]
-)
+REACH = {
+    "unregistered_parameters": HiddenLayer,
+    "no_gradient": Cut,
+    "not_in_optimizer": Half,
+    "unused_parameters": Idle,
+}
+
+
+@pytest.mark.parametrize("name", REACH)
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_loss_reaches(task: type[Healthy], name: str) -> None:
-    assert name in found(task(), graph.reach)
+def test_what_the_loss_reaches(name: str) -> None:
+    assert name in found(REACH[name](), graph.reach)
 
 
 def test_a_frozen_backbone_is_meant() -> None:
@@ -219,7 +231,15 @@ class Normalised(Healthy):
         self.net = nn.Sequential(nn.BatchNorm1d(8), *self.net)
 
 
-@pytest.mark.parametrize(("task", "names"), [(OverTheBatch, {"batch_dependence"}), (Normalised, set())])
+class PlaceInTheBatch(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + torch.arange(len(x))[:, None])
+
+
+DEPENDENT: list[Any] = [(task, {"batch_dependence"}) for task in (OverTheBatch, PlaceInTheBatch)]
+
+
+@pytest.mark.parametrize(("task", "names"), [*DEPENDENT, (Normalised, set())])
 def test_samples_are_independent(task: type[Healthy], names: set[str]) -> None:
     assert set(found(task(), independence.samples)) == names
 
@@ -242,6 +262,34 @@ class AlwaysDrops(Healthy):
 
 def test_dropout_in_evaluation() -> None:
     assert found(AlwaysDrops(), independence.repeated_evaluation)["random_evaluation"].level == "warning"
+
+
+class Words(Healthy):
+    """The next of eight words, from those before it; or from all of them."""
+
+    sees_all = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.net = nn.Embedding(8, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(self.words(x))[0]
+        return self.net(h + h.mean(1, keepdim=True) if type(self).sees_all else h)
+
+    def training_step(self, batch: Any) -> Any:
+        [words] = batch
+        return F.cross_entropy(self(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize("sees_all", [False, True])
+def test_a_model_that_sees_what_it_predicts(sees_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Words, "sees_all", sees_all)
+    words = torch.randint(8, (64, 12), generator=torch.Generator().manual_seed(0))
+    expected = {"sees_the_future"} if sees_all else set()
+    assert set(found(Words(), independence.future, data=(loader(words), loader(words)))) == expected
 
 
 # -- data -------------------------------------------------------------------------------------------------------------

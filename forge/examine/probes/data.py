@@ -170,26 +170,25 @@ def splits(patient: Patient) -> Iterator[Finding]:
     train, val = _stacked(patient, patient.samples), _stacked(patient, patient.val_samples)
     for place, x in train.items():
         y = val.get(place)
-        if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or _is_target(patient, place):
+        if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or len(y) < 20:
             continue
-        if x.ndim < 2 or len(y) < 20:
+        is_target = _is_target(patient, place)
+        if x.ndim < 2 and not is_target:
             continue
-        x, y = (
-            x.float().flatten(2).mean(2) if x.ndim > 2 else x.float(),
-            y.float().flatten(2).mean(2) if y.ndim > 2 else y.float(),
-        )
+        x, y = (z.float().flatten(2).mean(2) if z.ndim > 2 else z.float() for z in (x, y))
         spread = x.std(0).clamp_min(1e-6)
         error = spread * (1 / len(x) + 1 / len(y)) ** 0.5
-        shift = ((x.mean(0) - y.mean(0)).abs() / spread).mean()
+        shift = float(((x.mean(0) - y.mean(0)).abs() / spread).mean())
         certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
         factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
-        if (certain and float(shift) > 0.5) or factor > 2 or factor < 0.5:
+        most = 4.0 if is_target else 2.0
+        if (certain and shift > most / 4) or not 1 / most <= factor <= most:
             yield Finding(
                 "split_statistics",
-                f"Inputs of val differ from those of train: means by {float(shift):.2g} deviations, deviations by a "
-                f"factor of {factor:.3g}.",
+                f"{'Targets' if is_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
+                f"deviations, deviations by a factor of {factor:.3g}.",
                 "val",
-                {"shift": float(shift), "factor": factor},
+                {"shift": shift, "factor": factor},
             )
             return
 

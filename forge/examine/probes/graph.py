@@ -23,9 +23,9 @@ def reach(patient: Patient) -> Iterator[Finding]:
     trained = _trained(patient, task)
     reached: set[int] = set()
     hidden: dict[int, Tensor] = {}
-    for batch in patient.batches:
+    for number, batch in enumerate(2 * patient.batches):  # layers that are dropped at random come in some of them
         for name in patient.names:
-            loss = patient.loss(task, batch, name)
+            loss = patient.loss(task, batch, name, seed=number)
             for leaf in leaves(loss):
                 reached.add(id(leaf))
                 if id(leaf) not in known:
@@ -64,6 +64,16 @@ def _is_of_a_package(task: nn.Module, name: str) -> bool:
     return False
 
 
+def _is_one_of_several(task: nn.Module, name: str, called: set[str]) -> bool:
+    """Whether a module stands in a list in which others run: an expert that no sample was sent to."""
+    while name:
+        name = name.rpartition(".")[0]
+        around = name.rpartition(".")[0]
+        if name and isinstance(task.get_submodule(around), nn.ModuleList):
+            return any(path.startswith(f"{around}.") for path in called)
+    return False
+
+
 def _unreached(
     task: nn.Module, missing: list[str], called: set[str], without: set[str], trained: set[str]
 ) -> Iterator[Finding]:
@@ -89,8 +99,9 @@ def _unreached(
             level="note" if all(_is_of_a_package(task, name) for name in lost) else "warning",
         )
     if idle:
+        spare = all(_is_of_a_package(task, name) or _is_one_of_several(task, name, called) for name in idle)
         yield Finding(
-            "unused_module",
+            "unused_module" if spare else "unused_parameters",
             f"{len(idle)} trainable parameters are never used: {named(idle)}.",
             idle[0],
             {"parameters": idle[:8]},

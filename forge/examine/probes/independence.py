@@ -31,6 +31,17 @@ def samples(patient: Patient) -> Iterator[Finding]:
     half = size // 2
     for call in networks(patient, task, batch):
         before = _again(task, call, call.args, call.kwargs)
+        turned = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
+        worst = max((_difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
+        if worst > NEAR:
+            yield Finding(
+                "batch_dependence",
+                f"The outputs of {call.path or type(task).__name__} change by {worst:.2g} of their deviation when the "
+                "order of the samples in a batch is reversed, in evaluation mode.",
+                call.path or type(task).__name__,
+                {"difference": worst},
+            )
+            return
         for kept, change in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
             after = _again(task, call, *with_rows((call.args, call.kwargs), size, change))
             worst = max((_difference(x[kept], y[kept]) for x, y in _paired(before, after, size)), default=0.0)
@@ -115,7 +126,7 @@ def future(patient: Patient) -> Iterator[Finding]:
     """Where labels are the inputs moved by one position, an output must not change with what follows it."""
     batch = patient.batches[0]
     size = batch_size(batch)
-    inputs = shifted(batch)
+    inputs = shifted(batch, [call.target for call in patient.watched.losses if isinstance(call.target, Tensor)])
     if inputs is None or size is None:
         return
     task = patient.clone().eval()
@@ -146,13 +157,16 @@ def future(patient: Patient) -> Iterator[Finding]:
                     return
 
 
-def shifted(batch: Any) -> Tensor | None:
-    """The ids of a batch whose other tensor holds them moved by one position, or the only ids of a batch."""
+def shifted(batch: Any, targets: list[Tensor]) -> Tensor | None:
+    """The ids of a batch that another tensor of it, or the target of a loss, holds moved by one position."""
     ids = [x for x in tensors(batch) if not x.is_floating_point() and x.ndim == 2 and x.shape[1] > 3]
     for x in ids:
         for y in ids:
             if x is not y and x.shape == y.shape and float((x[:, 1:] == y[:, :-1]).float().mean()) > 0.95:
                 return x
+        for y in targets:
+            if y.numel() == x[:, 1:].numel() and bool((y.flatten() == x[:, 1:].flatten()).all()):
+                return x[:, :-1]
     return None
 
 

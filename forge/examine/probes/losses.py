@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +14,7 @@ from torch import Tensor
 from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.examine.patient import Patient, tensors, with_rows
-from forge.examine.watch import REGRESSION, LossCall, Oddity, StepWatch, origin
+from forge.examine.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
 LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
 LOGARITHMS = ("nll_loss", "kl_div")
@@ -79,6 +80,8 @@ def _look(call: LossCall) -> Iterator[Finding]:
             call.where,
             cure="Use log_softmax in place of softmax.",
         )
+    elif call.name == "binary_cross_entropy" and [*itertools.islice(origins(x), 2)] == ["Sigmoid", "Sigmoid"]:
+        yield Finding("activation_before_loss", f"{call.name} gets the sigmoid of a sigmoid.", call.where)
     elif call.name in (*LOGITS, "nll_loss") and made == "Relu":
         yield Finding("relu_before_loss", f"{call.name} gets the output of a ReLU: no logit is negative.", call.where)
     if call.name in (*LOGITS, *LOGARITHMS) and made == "LogSoftmax" and x.ndim == 2:
