@@ -141,7 +141,7 @@ def doctor(
 
     `plugins` and other arguments of `forge.Trainer` (`recipe`, `max_epochs`, `device`) describe the planned run;
     without a length it is 10 epochs. `budget` is the number of updates on one batch (80); 0 omits them. `tell` is
-    called with the name of each part. `rebuild` makes the loader of train anew, to see whether it is seeded.
+    called with the name of each part. `rebuild` makes another loader of train, to see whether it is seeded.
     """
     began = time.perf_counter()
     report = DoctorReport()

@@ -42,7 +42,7 @@ class Patient:
     order: list[str] = field(default_factory=list)
     "Classes of the modules with parameters, in the order of their calls."
     rebuild: Any = None
-    "Makes the loader of train anew; None where it cannot be."
+    "A function that makes another loader of train; None if there is no such function."
     headroom: float = 1.0
     "How many times the first rate the schedule reaches."
     updates: int = 0
@@ -122,7 +122,7 @@ class Patient:
 
     @cached_property
     def class_loss(self) -> Any:
-        """The first loss over class labels, one of each sample; None where there is none."""
+        """The first loss over class labels, one of each sample, or None."""
         for call in self.watched.losses:
             y = call.target
             if not isinstance(y, Tensor) or not len(y.shape):

@@ -108,6 +108,16 @@ def test_what_a_step_changes(task: type[Healthy], name: str) -> None:
     assert name in found(task(), graph.purity)
 
 
+class Backward(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        super().training_step(batch).backward()
+        return super().training_step(batch)
+
+
+def test_a_step_that_calls_backward() -> None:
+    assert "backward_in_step" in found(Backward(), graph.purity)
+
+
 class Asleep(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +225,69 @@ def test_weights_of_classes_that_are_reversed() -> None:
     for weight, names in ((counts, {"weights_reversed"}), (1 / counts, set())):
         task = task_with(lambda s, y, weight=weight: F.cross_entropy(s, y, weight))
         assert set(found(task, losses.weights, data=served)) == names
+
+
+def padded_words() -> Tensor:
+    """Rows of words 1 to 7 of different lengths, padded with 0."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(1, 8, (64, 12), generator=generator)
+    lengths = torch.randint(3, 11, (64, 1), generator=generator)
+    return torch.where(torch.arange(12) < lengths, words, 0)
+
+
+class Tagger(Healthy):
+    """A tag for each word; `ignored` is the label that its loss leaves out."""
+
+    ignored = -100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.net = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.words(x))
+
+    def training_step(self, batch: Any) -> Any:
+        words, tags = batch
+        return F.cross_entropy(self(words).flatten(0, 1), tags.flatten(), ignore_index=type(self).ignored)
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize(("ignored", "names"), [(-100, {"padding_in_loss"}), (0, set())])
+def test_padding_in_the_loss(ignored: int, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tagger, "ignored", ignored)
+    served = loader(padded_words(), padded_words())
+    assert set(found(Tagger(), losses.padding, data=(served, served))) == names
+
+
+class Pooled(Tagger):
+    """One class for a row of words, from their mean; `masked` leaves padding out of it."""
+
+    masked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (x != 0).float().unsqueeze(2) if type(self).masked else torch.ones(*x.shape, 1)
+        return self.net((self.words(x) * weight).sum(1) / weight.sum(1))
+
+    def training_step(self, batch: Any) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1][:, 0])
+
+    validation_step = training_step
+
+
+@pytest.mark.parametrize(("masked", "names"), [(False, {"padding_dependence"}), (True, set())])
+def test_padding_in_the_model(masked: bool, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pooled, "masked", masked)
+    served = loader(padded_words(), padded_words())
+    assert set(found(Pooled(), independence.padded, data=(served, served))) == names
+
+
+def test_a_target_that_carries_a_gradient() -> None:
+    task = task_with(lambda s, y: F.kl_div(s.log_softmax(1), s.flip(1).softmax(1), reduction="batchmean"))
+    fixed = task_with(lambda s, y: F.kl_div(s.log_softmax(1), s.flip(1).softmax(1).detach(), reduction="batchmean"))
+    assert "target_has_gradient" in found(task, losses.inputs)
+    assert found(fixed, losses.inputs) == {}
 
 
 # -- independence -----------------------------------------------------------------------------------------------------
@@ -408,6 +481,23 @@ def test_weights_that_start_wrong() -> None:
     huge = Healthy()
     nn.init.normal_(huge.net[2].weight, std=100.0)  # pyright: ignore[reportArgumentType]
     assert "initial_loss" in found(huge, start.first_loss)
+
+
+def test_units_that_are_saturated() -> None:
+    task = Healthy()
+    task.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    assert found(task, start.activations) == {}
+    nn.init.normal_(task.net[0].weight, std=50.0)  # pyright: ignore[reportArgumentType]
+    assert "saturated" in found(task, start.activations)
+
+
+def test_targets_that_come_sorted() -> None:
+    x, _ = numbers()
+    y = x[:, 0]
+    task = task_with(lambda s, y: F.mse_loss(s[:, 0], y))
+    order = y.argsort()
+    assert "not_shuffled" in found(task, data.order, data=(loader(x[order], y[order], shuffle=False), None))
+    assert found(task, data.order, data=(loader(x, y, shuffle=False), None)) == {}
 
 
 def test_gradients_that_vanish() -> None:
