@@ -25,10 +25,10 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.diagnose.findings import LEVELS, Finding
+from forge.diagnose.patient import Patient, first, loss_of, no_trace, parameters, tensors
+from forge.diagnose.probes import data, graph, independence, losses, motion, start
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
-from forge.examine.patient import Patient, first, loss_of, no_trace, parameters, tensors
-from forge.examine.probes import data, graph, independence, losses, motion, start
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
 from forge.util.walk import is_librarys

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import forge
 from forge.diagnose.findings import Finding
+from forge.diagnose.patient import Patient
 from forge.engine.trainer import Trainer
 from forge.examine.doctor import DoctorReport, Examination
-from forge.examine.patient import Patient
 
 Probe = Callable[[Patient], Iterator[Finding]]
 

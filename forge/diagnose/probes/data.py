@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from forge.diagnose.findings import Finding
-from forge.examine.patient import Patient
-from forge.examine.watch import REGRESSION
+from forge.diagnose.patient import Patient
+from forge.diagnose.watch import REGRESSION
 
 Sample = tuple[Tensor, ...]
 
@@ -151,7 +151,7 @@ def _stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
 
 def _is_target(patient: Patient, place: int) -> bool:
     """Whether a tensor of a sample is the target of a loss."""
-    from forge.examine.patient import tensors
+    from forge.diagnose.patient import tensors
 
     x = tensors(patient.batches[0])[place] if place < len(tensors(patient.batches[0])) else None
     for call in patient.watched.losses:
@@ -320,6 +320,6 @@ def generator(patient: Patient) -> Iterator[Finding]:
 
 
 def _some(loader: Any) -> list[Sample]:
-    from forge.examine.patient import first, tensors
+    from forge.diagnose.patient import first, tensors
 
     return [tuple(tensors(batch)) for batch in first(loader, 2)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forge.contract.task import TaskModule
 from forge.diagnose.findings import Finding
-from forge.examine.patient import Patient, named, parameters, tensors
+from forge.diagnose.patient import Patient, named, parameters, tensors
 from forge.util.walk import is_librarys
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
-from forge.examine.patient import Patient, tensors, with_rows
-from forge.examine.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
+from forge.diagnose.patient import Patient, tensors, with_rows
+from forge.diagnose.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
 LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
 LOGARITHMS = ("nll_loss", "kl_div")

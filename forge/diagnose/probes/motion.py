@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.diagnose.findings import Finding
-from forge.examine.patient import Patient, parameters
+from forge.diagnose.patient import Patient, parameters
 
 
 def rates(patient: Patient) -> Iterator[Finding]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forge.diagnose.findings import FINDINGS, LEVELS
+from forge.diagnose.probes import data, graph, independence, losses, motion, start
 from forge.examine.doctor import AFTER, BEFORE
-from forge.examine.probes import data, graph, independence, losses, motion, start
 from tests.support.patients import Healthy, found, loader, numbers, splits
 
 

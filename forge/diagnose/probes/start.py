@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from forge.contract.task import TaskModule
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.findings import Finding
-from forge.examine.patient import Patient, named, tensors
-from forge.examine.probes.independence import networks
-from forge.examine.watch import where
+from forge.diagnose.patient import Patient, named, tensors
+from forge.diagnose.probes.independence import networks
+from forge.diagnose.watch import where
 
 MOST_STEPS = 50_000
 """Steps of a schedule that are rehearsed."""

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
-from forge.examine.patient import SEED, Patient, loss_of, tensors, with_rows
-from forge.examine.probes.losses import padding_value
-from forge.examine.watch import OuterCall, outermost_calls
+from forge.diagnose.patient import SEED, Patient, loss_of, tensors, with_rows
+from forge.diagnose.probes.losses import padding_value
+from forge.diagnose.watch import OuterCall, outermost_calls
 from forge.rng import seed_all
 
 NEAR = 1e-4
@@ -269,7 +269,7 @@ class DropoutWatch(torch.overrides.TorchFunctionMode):
     line = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from forge.examine.watch import where
+        from forge.diagnose.watch import where
 
         name, given = getattr(func, "__name__", ""), {**(kwargs or {})}
         if "dropout" in name and not self.line:

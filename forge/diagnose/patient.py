@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.windows import batch_size
-from forge.engine.trainer import Trainer
-from forge.examine.watch import StepWatch
+from forge.diagnose.watch import StepWatch
 from forge.rng import RNGState, seed_all
 
 SEED = 20
@@ -30,7 +30,7 @@ class Patient:
     """What is examined. `trainer` runs nothing: it is there for a task that asks its length and its device."""
 
     task: TaskModule
-    trainer: Trainer
+    trainer: Run
     train: Any
     val: Any
     batches: list[Any]
