@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.windows import batch_size
-from forge.diagnose.watch import StepWatch
+from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
 from forge.rng import RNGState, seed_all
 
 SEED = 20
@@ -98,6 +98,12 @@ class Patient:
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         return loss_of(self.run(task, batch, "train", name, seed))
+
+    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
+        """The modules that a step calls itself."""
+        with torch.no_grad(), outermost_calls(task) as calls:
+            self.run(task, batch, stage)
+        return calls
 
     @cached_property
     def can_validate(self) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge.contract.task import TaskModule
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, parameters, tensors
 from forge.util.walk import is_librarys
@@ -18,40 +18,83 @@ from forge.util.walk import is_librarys
 def reach(patient: Patient) -> Iterator[Finding]:
     """Parameters that the loss reaches and torch does not know, and the other way round."""
     task = patient.clone()
-    called, without = _calls_noted(task)
-    known = {id(p): name for name, p in task.named_parameters()}
-    trained = _trained(patient, task)
-    reached: set[int] = set()
-    hidden: dict[int, Tensor] = {}
-    for number, batch in enumerate(2 * patient.batches):  # layers that are dropped at random come in some of them
-        for name in patient.names:
-            loss = patient.loss(task, batch, name, seed=number)
-            for leaf in leaves(loss):
-                reached.add(id(leaf))
-                if id(leaf) not in known:
-                    hidden[id(leaf)] = leaf
-    inputs = {id(x) for batch in patient.batches for x in tensors(batch)}
-    hidden = {key: leaf for key, leaf in hidden.items() if key not in inputs and isinstance(leaf, nn.Parameter)}
-    if hidden:
-        shapes = [str(tuple(leaf.shape)) for leaf in hidden.values()]
-        yield Finding(
-            "unregistered_parameters",
-            f"The loss depends on {len(hidden)} parameters that {type(task).__name__}.named_parameters() does not "
-            f"have, of shapes {named(shapes)}: no optimizer, device move or checkpoint sees them.",
-            type(task).__name__,
-            {"parameters": len(hidden), "shapes": shapes[:8]},
-        )
-    missing = [name for name, p in parameters(task).items() if id(p) not in reached]
-    yield from _unreached(task, missing, called, without, trained)
-    ours = {id(p): name for name, p in parameters(task).items() if id(p) in reached}
-    outside = [name for name in ours.values() if name not in trained]
-    if outside:
-        yield Finding(
-            "not_in_optimizer",
-            f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}.",
-            outside[0],
-            {"parameters": outside[:8]},
-        )
+    graphs = Graphs(task)
+    with graphs.watching():
+        for number, batch in enumerate(2 * patient.batches):  # layers that are dropped at random come in some of them
+            for name in patient.names:
+                graphs.add(patient.loss(task, batch, name, seed=number), batch)
+    yield from graphs.unregistered()
+    yield from graphs.unreached(_trained(patient))
+    yield from graphs.outside(_trained(patient))
+
+
+class Graphs:
+    """What several losses of a task reach, and which of its modules have run."""
+
+    def __init__(self, task: nn.Module):
+        self.task = task
+        self.reached: set[int] = set()
+        self.hidden: dict[int, Tensor] = {}
+        "Parameters that the losses reach and the task does not have."
+        self.called: set[str] = set()
+        self.without: set[str] = set()
+        "Modules that ran without a graph alone."
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the modules that run."""
+        with_graph: set[str] = set()
+
+        def hook(path: str) -> Any:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                self.called.add(path)
+                (with_graph if torch.is_grad_enabled() else self.without).add(path)
+
+            return note
+
+        handles = [module.register_forward_hook(hook(path)) for path, module in self.task.named_modules()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.without -= with_graph
+
+    def add(self, loss: Tensor, batch: Any) -> None:
+        known = {id(p) for p in self.task.parameters()} | {id(x) for x in tensors(batch)}
+        for leaf in leaves(loss):
+            self.reached.add(id(leaf))
+            if id(leaf) not in known and isinstance(leaf, nn.Parameter):
+                self.hidden[id(leaf)] = leaf
+
+    def unregistered(self) -> Iterator[Finding]:
+        if self.hidden:
+            shapes = [str(tuple(leaf.shape)) for leaf in self.hidden.values()]
+            kind = type(self.task).__name__
+            yield Finding(
+                "unregistered_parameters",
+                f"The loss depends on {len(self.hidden)} parameters that {kind}.named_parameters() does not have, of "
+                f"shapes {named(shapes)}: no optimizer, device move or checkpoint sees them.",
+                kind,
+                {"parameters": len(self.hidden), "shapes": shapes[:8]},
+            )
+
+    def unreached(self, trained: set[str]) -> Iterator[Finding]:
+        """Parameters that optimizers have and no loss reaches."""
+        missing = [name for name, p in parameters(self.task).items() if id(p) not in self.reached]
+        yield from _unreached(self.task, missing, self.called, self.without, trained)
+
+    def outside(self, trained: set[str]) -> Iterator[Finding]:
+        """Parameters that a loss reaches and no optimizer has."""
+        reached = [name for name, p in parameters(self.task).items() if id(p) in self.reached]
+        outside = [name for name in reached if name not in trained]
+        if outside:
+            yield Finding(
+                "not_in_optimizer",
+                f"{len(outside)} trainable parameters get a gradient but are in no optimizer: {named(outside)}.",
+                outside[0],
+                {"parameters": outside[:8]},
+            )
 
 
 def _is_of_a_package(task: nn.Module, name: str) -> bool:
@@ -108,30 +151,10 @@ def _unreached(
         )
 
 
-def _trained(patient: Patient, task: TaskModule) -> set[str]:
+def _trained(patient: Patient) -> set[str]:
     """The names of the parameters that optimizers have."""
     mine = {id(p): name for name, p in patient.trainer.task.named_parameters()}
     return {mine[id(p)] for p in patient.trainer.optimizers.parameters(None) if id(p) in mine}
-
-
-def _calls_noted(task: nn.Module) -> tuple[set[str], set[str]]:
-    """Names of modules that have run, and of those that ran without a graph alone."""
-    called: set[str] = set()
-    with_graph: set[str] = set()
-    without: set[str] = set()
-
-    def hook(path: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            called.add(path)
-            (with_graph if torch.is_grad_enabled() else without).add(path)
-            if path in with_graph:
-                without.discard(path)
-
-        return note
-
-    for path, module in task.named_modules():
-        module.register_forward_hook(hook(path))
-    return called, without
 
 
 def leaves(loss: Tensor) -> Iterator[Tensor]:
@@ -158,18 +181,29 @@ def purity(patient: Patient) -> Iterator[Finding]:
         if batch is None:
             continue
         task = patient.clone().train(stage == "train")
-        modes = {path: module.training for path, module in task.named_modules()}
-        given = copy.deepcopy(batch)
-        before = [x.clone() for x in tensors(given)]
+        traces = Traces(task, given := copy.deepcopy(batch), stage)
         with torch.set_grad_enabled(stage == "train"):
             patient.run(task, given, stage)
-        method = "training_step" if stage == "train" else "validation_step"
-        where = f"{type(task).__name__}.{method}"
-        if any(p.grad is not None for p in task.parameters()):
+        yield from traces.found()
+
+
+class Traces:
+    """The modes, the gradients and the batch before a step, to be compared with those after it."""
+
+    def __init__(self, task: nn.Module, batch: Any, stage: str = "train"):
+        self.task, self.batch = task, batch
+        self.where = f"{type(task).__name__}.{'training_step' if stage == 'train' else 'validation_step'}"
+        self._modes = {path: module.training for path, module in task.named_modules()}
+        self._values = [x.clone() for x in tensors(batch)]
+        self._has_gradients = any(p.grad is not None for p in task.parameters())
+
+    def found(self) -> Iterator[Finding]:
+        task, where = self.task, self.where
+        if not self._has_gradients and any(p.grad is not None for p in task.parameters()):
             yield Finding(
                 "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
             )
-        changed = [path or "the task" for path, module in task.named_modules() if module.training != modes[path]]
+        changed = [path or "the task" for path, module in task.named_modules() if _differs(self._modes, path, module)]
         if changed:
             yield Finding(
                 "mode_changed",
@@ -177,7 +211,7 @@ def purity(patient: Patient) -> Iterator[Finding]:
                 where,
                 {"modules": changed[:8]},
             )
-        rows = [i for i, (x, y) in enumerate(zip(tensors(given), before, strict=True)) if not _equal(x, y)]
+        rows = [i for i, (x, y) in enumerate(zip(tensors(self.batch), self._values, strict=True)) if not _equal(x, y)]
         if rows:
             yield Finding(
                 "batch_changed",
@@ -188,6 +222,10 @@ def purity(patient: Patient) -> Iterator[Finding]:
             )
 
 
+def _differs(modes: dict[str, bool], path: str, module: nn.Module) -> bool:
+    return modes.get(path, module.training) != module.training
+
+
 def _equal(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
 
@@ -195,6 +233,14 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 def modes(patient: Patient) -> Iterator[Finding]:
     """Modules that are trained in evaluation mode."""
     task = patient.clone()
+    with modes_noted(task) as off:
+        patient.run(task, patient.batches[0])
+    yield from wrong_modes(task, off)
+
+
+@contextmanager
+def modes_noted(task: nn.Module) -> Iterator[dict[str, bool]]:
+    """Note which layers that behave differently in evaluation run in evaluation mode."""
     off: dict[str, bool] = {}
 
     def hook(path: str) -> Any:
@@ -203,10 +249,19 @@ def modes(patient: Patient) -> Iterator[Finding]:
 
         return note
 
-    for path, module in task.named_modules():
-        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)):
-            module.register_forward_pre_hook(hook(path))
-    patient.run(task, patient.batches[0])
+    handles = [
+        module.register_forward_pre_hook(hook(path))
+        for path, module in task.named_modules()
+        if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd))
+    ]
+    try:
+        yield off
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
     wrong = [path for path, is_off in off.items() if is_off and _is_trained(task, path)]
     if wrong:
         yield Finding(

@@ -14,7 +14,7 @@ from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient, loss_of, tensors, with_rows
 from forge.diagnose.probes.losses import padding_value
-from forge.diagnose.watch import OuterCall, outermost_calls
+from forge.diagnose.watch import OuterCall
 from forge.rng import seed_all
 
 NEAR = 1e-4
@@ -80,11 +80,9 @@ def networks(patient: Patient, task: TaskModule, batch: Any) -> list[OuterCall]:
     """The outermost modules that a step calls with the batch's rows, and that return a row for each."""
     size = batch_size(batch)
     stage = "val" if patient.can_validate else "train"
-    with torch.no_grad(), outermost_calls(task) as calls:
-        patient.run(task, batch, stage)
     return [
         call
-        for call in calls
+        for call in patient.outer_calls(task, batch, stage)
         if any(x.ndim and len(x) == size for x in tensors((call.args, call.kwargs)))
         and any(x.ndim and len(x) == size and x.is_floating_point() for x in tensors(_plain(call.output)))
         and not isinstance(task.get_submodule(call.path), nn.modules.loss._Loss)
@@ -130,11 +128,9 @@ def future(patient: Patient) -> Iterator[Finding]:
     if inputs is None or size is None:
         return
     task = patient.clone().eval()
-    with torch.no_grad(), outermost_calls(task) as calls:
-        patient.run(task, batch)
     length = inputs.shape[1]
     cut = length // 2
-    for call in calls:
+    for call in patient.outer_calls(task, batch):
         given = [x for x in tensors((call.args, call.kwargs)) if _begins_as(x, inputs)]
         if not given:
             continue
