@@ -58,7 +58,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
     """How evaluation treats gradients: `inference_mode()`, `no_grad()`, or with gradients on ("grad")."""
     check_first_batch: ClassVar[bool] = True
     """Look at the first batch's loss and labels for the classic mistakes, and refuse them by name."""
-
+    expected: ClassVar[set[str] | frozenset[str]] = frozenset()
+    """Names of findings that are meant: `forge doctor` and a fit keep quiet about them."""
     init_args: dict[str, Any]
     """The arguments this task was made with."""
     trainer: Run | None = None

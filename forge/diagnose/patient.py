@@ -60,7 +60,7 @@ class Patient:
     @property
     def shrinks(self) -> bool:
         """Whether the losses of the first updates fall all the same."""
-        return len(self.losses) > 4 and self.losses[-1] < 0.9 * self.losses[0]
+        return len(self.losses) >= 4 and self.losses[-1] < 0.9 * self.losses[0]
 
     @cached_property
     def is_supervised(self) -> bool:
@@ -72,6 +72,19 @@ class Patient:
             if plain and any(x.numel() == y.numel() and bool((x.flatten().to(y) == y.flatten()).all()) for x in given):
                 return True
         return False
+
+    def note_motion(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+        """Note by how much an update changed each matrix; rows of a table move when they are used."""
+        tables = {id(m.weight) for m in self.task.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        for name, p in parameters(self.task).items():
+            old, new = before.get(name), now.get(name)
+            if old is None or new is None or old.shape != new.shape or p.ndim < 2 or p.numel() < 2 or id(p) in tables:
+                continue
+            size, moved = float(old.float().norm()), float((new.float() - old.float()).norm())
+            if moved:
+                self.moved.add(name)
+            if size > 1e-6:
+                self.ratios.setdefault(name, []).append(moved / size)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +111,10 @@ class Patient:
 
     def loss(self, task: TaskModule, batch: Any, name: str | None = None, seed: int = SEED) -> Tensor:
         return loss_of(self.run(task, batch, "train", name, seed))
+
+    def again(self, task: TaskModule) -> list[Tensor]:
+        """Run the first training step once more, on a copy; return what has a graph."""
+        return [self.loss(task, self.batches[0])]
 
     def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
         """The modules that a step calls itself."""
@@ -176,6 +193,13 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def rows(batch: Any) -> list[tuple[Tensor, ...]]:
+    """The samples of a batch: a row of each tensor that has one for each."""
+    size = batch_size(batch)
+    whole = [x.detach().cpu().unbind() for x in tensors(batch) if x.ndim and len(x) == size]
+    return list(zip(*whole, strict=True))
+
+
 def with_rows(tree: Any, size: int, change: Any) -> Any:
     """Apply a change to the tensors that have a sample in each of `size` rows."""
     return pytree.tree_map(lambda x: change(x) if isinstance(x, Tensor) and x.ndim and len(x) == size else x, tree)
@@ -204,3 +228,8 @@ def named(names: Sequence[str], most: int = 4) -> str:
 
 def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in task.named_parameters() if p.requires_grad}
+
+
+def copied(task: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trainable parameters."""
+    return {name: p.detach().clone() for name, p in parameters(task).items()}

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from forge.diagnose.checks.user_line import users_frame
 from forge.util.text import short_path
@@ -171,9 +172,14 @@ class OuterCall:
     output: Any
 
 
+def _cloned(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
+
+
 @contextmanager
-def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
-    """Note calls of modules that are not made by another module's forward."""
+def outermost_calls(task: nn.Module, copy: bool = False) -> Iterator[list[OuterCall]]:
+    """Note calls of modules that are not made by another module's forward; `copy` the tensors that go in."""
+    given: list[Any] = []
     calls: list[OuterCall] = []
     depth = 0
     handles = []
@@ -181,13 +187,16 @@ def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal depth
         depth += 1
+        if depth == 1:
+            given[:] = [_cloned((args, kwargs)) if copy else (args, kwargs)]
 
     def leave(path: str) -> Any:
         def noted(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal depth
             depth -= 1
             if not depth:
-                calls.append(OuterCall(path, args, kwargs, output))
+                before = given.pop()
+                calls.append(OuterCall(path, before[0], before[1], output))
 
         return noted
 

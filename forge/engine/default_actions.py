@@ -15,6 +15,7 @@ from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
 from forge.data.windows import check_loader
 from forge.diagnose import checks
+from forge.diagnose.first_look import FirstLook
 from forge.engine import evaluation
 from forge.env import Env
 from forge.optim.optimizers import Optimizers
@@ -31,8 +32,7 @@ class Core(Plugin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.looked_at: set[str | None] = set()
-        "Names of optimizers whose first batch has been checked."
+        self.first_look = FirstLook()
 
     @default
     def forge_setup_env(self, trainer: Run) -> Env:
@@ -78,9 +78,8 @@ class Core(Plugin):
     @default
     def forge_micro_step(self, step: Step, batch: Any) -> bool:
         trainer, plugged = step.trainer, step.trainer.hooks.plugged
-        if step.name not in self.looked_at:
-            output = checks.first_forward(step, batch)
-            self.looked_at.add(step.name)
+        if step.name not in self.first_look.done:
+            output = self.first_look(step, batch)
         elif plugged.forward is None:
             output = trainer.model(batch, step.stage, step.name)
         else:

@@ -17,15 +17,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
 from forge.diagnose.findings import LEVELS, Finding
-from forge.diagnose.patient import Patient, first, loss_of, no_trace, parameters, tensors
+from forge.diagnose.patient import Patient, copied, first, loss_of, no_trace, rows
 from forge.diagnose.probes import data, graph, independence, losses, motion, start
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
@@ -155,7 +154,7 @@ def doctor(
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
             _learn_one_batch(examination.patient, task, plugins, settings, budget or ONE_BATCH, report)
-    _sort(report, getattr(task, "expected", ()))
+    _sort(report, task.expected)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -217,7 +216,7 @@ class Examination(Plugin):
         self.patient.rebuild = self.rebuild
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
-        self._keep_weights()
+        self._weights = copied(self.patient.task)
 
     def _probe(self, probes: dict[str, Callable[[Patient], Iterator[Finding]]]) -> None:
         assert self.patient is not None
@@ -232,26 +231,13 @@ class Examination(Plugin):
                 if len(self.report.findings) == before:
                     self.report.good.append(what)
 
-    def _keep_weights(self) -> None:
-        assert self.patient is not None
-        self._weights = {name: p.detach().clone() for name, p in parameters(self.patient.task).items()}
-
     @hookimpl
     def forge_step_end(self, step: Any) -> None:
         patient = self.patient
         assert patient is not None
-        tables = {id(m.weight) for m in patient.task.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-        for name, p in parameters(patient.task).items():
-            before = self._weights.get(name)
-            if before is None or before.shape != p.shape or p.ndim < 2 or p.numel() < 2 or id(p) in tables:
-                continue
-            size = float(before.float().norm())
-            moved = float((p.detach().float() - before.float()).norm())
-            if moved:
-                patient.moved.add(name)
-            if size > 1e-6:
-                patient.ratios.setdefault(name, []).append(moved / size)
-        self._keep_weights()
+        now = copied(patient.task)
+        patient.note_motion(self._weights, now)
+        self._weights = now
         patient.updates = step.index + 1
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
@@ -321,7 +307,7 @@ def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:
     )
     patient.samples, patient.val_samples = samples, val_samples
     patient.order = _order_of_modules(patient)
-    patient.headroom = _headroom(trainer)
+    patient.headroom = start.headroom(trainer)
     return patient
 
 
@@ -334,10 +320,9 @@ def _served(loader: Any) -> tuple[list[Any], list[tuple[Tensor, ...]]]:
     for batch in loader:
         if len(kept) < BATCHES:
             kept.append(batch)
-        size = batch_size(batch)
-        rows = [x for x in tensors(batch) if x.ndim and len(x) == size]
-        samples.extend(zip(*(x.detach().cpu().unbind() for x in rows), strict=True) if rows else ())
-        if len(samples) >= SAMPLES or (not rows and len(kept) >= BATCHES):
+        fresh = rows(batch)
+        samples.extend(fresh)
+        if len(samples) >= SAMPLES or (not fresh and len(kept) >= BATCHES):
             break
     return kept or first(loader, BATCHES), samples[:SAMPLES]
 
@@ -355,22 +340,6 @@ def _order_of_modules(patient: Patient) -> list[str]:
         except Exception:  # the fit itself will say
             return order
     return order
-
-
-def _headroom(trainer: Trainer) -> float:
-    """How many times the present rates the schedule's highest is."""
-    best = 1.0
-    for entry in trainer.optimizers.entries.values():
-        now = max(float(group["lr"]) for group in entry.optimizer.param_groups)
-        for scheduled in entry.schedules:
-            try:
-                peak = max(start.rehearse(entry.optimizer, scheduled.schedule, 1000))
-            except Exception:  # one that needs a metric, or ends
-                continue
-            best = max(best, peak / now if now > 0 else 1e6)
-        if any(float(group.get("initial_lr", 0)) > now for group in entry.optimizer.param_groups):
-            best = max(best, 1e6 if now <= 0 else best)
-    return best
 
 
 class OneBatch(Plugin):

@@ -139,6 +139,7 @@ def _warn(paths: list[str]) -> None:
         "%s changes during training and is in no checkpoint: a resumed run begins with its first value. %s.",
         _listed(paths),
         ". ".join(dict.fromkeys(map(_cure, paths))),
+        extra={"finding": "state_not_saved"},
     )
 
 

@@ -25,7 +25,7 @@ def first_forward(step: Step, batch: Any) -> Any:
     task, hooks = step.trainer.task, step.trainer.hooks
     where = f"{type(task).__name__}.{STAGE_METHODS[step.stage]}"
     before = dict(task.named_parameters()) if step.stage == "train" else {}
-    look = task.check_first_batch and not _is_compiled(step.trainer.model)
+    look = task.check_first_batch and not is_compiled(step.trainer.model)
     with noted_draws(step, by_call=look), LossWatch() if look else nullcontext():
         output = hooks.forge_forward(step, batch)
     if step.stage == "train":
@@ -100,7 +100,7 @@ def warn_of_new_parameters(task: TaskModule, before: Mapping[str, nn.Parameter],
         )
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: nn.Module) -> bool:
     # a mode around a compiled module would make it compile twice
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 from forge.diagnose.findings import FindingWarning
 from forge.errors import TaskError
 from forge.util.frames import LIBRARIES
+
+_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+
+
+@contextmanager
+def saying(names: set[str]) -> Iterator[None]:
+    """Warn of each finding once, and of none of these; the names are added to."""
+    token = _said.set(names)
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
+def _is_said(finding: str) -> bool:
+    said = _said.get()
+    if not finding or said is None:
+        return False
+    known = finding in said
+    said.add(finding)
+    return known
 
 
 def refuse(message: str, finding: str = "") -> None:
@@ -22,6 +46,8 @@ def refuse(message: str, finding: str = "") -> None:
 
 def warn(message: str, finding: str = "") -> None:
     """Warn at the user's current line."""
+    if _is_said(finding):
+        return
     frame = users_frame()
     given = FindingWarning(message, finding)
     if frame is None:
@@ -34,6 +60,8 @@ def warn(message: str, finding: str = "") -> None:
 
 def warn_of(function: Any, message: str, finding: str = "") -> None:
     """Warn at the first line of a user's function."""
+    if _is_said(finding):
+        return
     code = getattr(function, "__code__", None)
     given = FindingWarning(message, finding)
     if code is None:

@@ -24,8 +24,8 @@ def reach(patient: Patient) -> Iterator[Finding]:
             for name in patient.names:
                 graphs.add(patient.loss(task, batch, name, seed=number), batch)
     yield from graphs.unregistered()
-    yield from graphs.unreached(_trained(patient))
-    yield from graphs.outside(_trained(patient))
+    yield from graphs.unreached(trained(patient))
+    yield from graphs.outside(trained(patient))
 
 
 class Graphs:
@@ -151,7 +151,7 @@ def _unreached(
         )
 
 
-def _trained(patient: Patient) -> set[str]:
+def trained(patient: Patient) -> set[str]:
     """The names of the parameters that optimizers have."""
     mine = {id(p): name for name, p in patient.trainer.task.named_parameters()}
     return {mine[id(p)] for p in patient.trainer.optimizers.parameters(None) if id(p) in mine}
@@ -287,7 +287,8 @@ def finite_differences(patient: Patient) -> Iterator[Finding]:
     A function whose forward does nothing, or is flat, was written for its backward: a reversed gradient, or one that
     goes straight through.
     """
-    functions = {type(node)._forward_cls for node in own_functions(patient.loss(patient.clone(), patient.batches[0]))}
+    made = patient.again(patient.clone())
+    functions = {type(node)._forward_cls for output in made for node in own_functions(output)}
     for kind in functions:
         given = _arguments_of(kind, patient)
         if given is None:
@@ -318,7 +319,7 @@ def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
 
     kind.forward = staticmethod(noting)
     try:
-        patient.run(patient.clone(), patient.batches[0])
+        patient.again(patient.clone())
     finally:
         kind.forward = forward
     if not seen:

@@ -31,6 +31,8 @@ def samples(patient: Patient) -> Iterator[Finding]:
     half = size // 2
     for call in networks(patient, task, batch):
         before = _again(task, call, call.args, call.kwargs)
+        if _draws(task, call, before):
+            continue
         turned = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
         worst = max((_difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
         if worst > NEAR:
@@ -94,10 +96,56 @@ def _plain(output: Any) -> Any:
     return dict(output) if hasattr(output, "items") else output
 
 
-def _again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any) -> list[Tensor]:
-    seed_all(SEED)
+def _again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any, seed: int = SEED) -> list[Tensor]:
+    seed_all(seed)
     with torch.no_grad():
         return tensors(_plain(task.get_submodule(call.path)(*args, **kwargs)))
+
+
+def _draws(task: nn.Module, call: OuterCall, before: list[Tensor]) -> bool:
+    """Whether a module gives another output with other random numbers."""
+    other = _again(task, call, call.args, call.kwargs, SEED + 1)
+    return any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(before, other, strict=True))
+
+
+def random_modules(patient: Patient) -> Iterator[Finding]:
+    """Dropout that is on in evaluation mode."""
+    task = patient.clone().eval()
+    for call in networks(patient, task, _batch(patient)):
+        with DropoutWatch() as watch:
+            before = _again(task, call, call.args, call.kwargs)
+        if watch.line and _draws(task, call, before):
+            yield Finding(
+                "random_evaluation",
+                f"{call.path or type(task).__name__} gives other outputs each time in evaluation mode: dropout is on "
+                f"there, at {watch.line}.",
+                watch.line,
+            )
+            return
+
+
+def ignored(patient: Patient) -> Iterator[Finding]:
+    """After a few updates, give all samples the input of the first: the outputs of a network must change."""
+    batch = patient.batches[0]
+    size = batch_size(batch)
+    if size is None or size < 4:
+        return
+    task = patient.clone().eval()
+    for call in networks(patient, task, batch):
+        floats = [x for x in tensors((call.args, call.kwargs)) if x.is_floating_point() and x.ndim > 1]
+        if not floats or all(x.ndim and len(x) == size and bool((x == x[:1]).all()) for x in floats):
+            continue
+        before = _again(task, call, call.args, call.kwargs)
+        after = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x[:1].expand_as(x).clone()))
+        pairs = _paired(before, after, size)
+        if pairs and all(_difference(x, y) < 1e-7 for x, y in pairs) and not _draws(task, call, before):
+            yield Finding(
+                "input_ignored",
+                f"The outputs of {call.path or type(task).__name__} stay when all samples get the input of the first: "
+                "the model does not read it.",
+                call.path or type(task).__name__,
+            )
+            return
 
 
 def _paired(before: list[Tensor], after: list[Tensor], size: int) -> list[tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forge.data.windows import batch_size
@@ -58,6 +59,11 @@ def evaluation_inputs(patient: Patient) -> Iterator[Finding]:
     watch = StepWatch(batch_size(patient.val_batches[0]))
     with torch.no_grad(), watch:
         patient.run(patient.clone().eval(), patient.val_batches[0], "val")
+    yield from mixed_up(watch)
+
+
+def mixed_up(watch: StepWatch) -> Iterator[Finding]:
+    """The first dimension that a watched evaluation mixes up."""
     for odd in watch.oddities:
         if odd.kind == "wrong_dimension":
             yield Finding(odd.kind, f"{odd.text}.", odd.where)
@@ -223,6 +229,23 @@ def reduction(patient: Patient) -> Iterator[Finding]:
                 line,
                 {"terms": [round(x, 6) for x, _ in terms_a], "same samples twice": [round(y, 6) for y, _ in terms_b]},
             )
+
+
+def summed(patient: Patient) -> Iterator[Finding]:
+    """A loss of torch's that is told to sum over the batch, where the step returns it as it is."""
+    size = batch_size(patient.batches[0])
+    for call in patient.watched.losses:
+        is_whole = isinstance(call.input, Tensor) and call.input.ndim and len(call.input) == size
+        if call.given.get("reduction") == "sum" and is_whole and size and len(patient.watched.losses) == 1:
+            made = float(getattr(F, call.name)(**call.given).detach())
+            if patient.losses and abs(made - patient.losses[0]) <= 1e-5 * abs(made):
+                yield Finding(
+                    "sum_reduction",
+                    f"{call.name} sums over the batch, so the learning rate grows with the batch size.",
+                    call.where,
+                    {"loss": made},
+                    level=_level_of_sum(patient, size),
+                )
 
 
 def _level_of_sum(patient: Patient, size: int) -> str:

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
+from forge.contract.run import Run
 from forge.contract.task import TaskModule
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.findings import Finding
@@ -221,6 +222,22 @@ def rehearse(optimizer: Any, schedule: Any, steps: int) -> list[float]:
         rates.append(max(float(group["lr"]) for group in twin.param_groups))
         plan.step()
     return rates
+
+
+def headroom(trainer: Run) -> float:
+    """How many times the present rates the schedule's highest is."""
+    best = 1.0
+    for entry in trainer.optimizers.entries.values():
+        now = max(float(group["lr"]) for group in entry.optimizer.param_groups)
+        for scheduled in entry.schedules:
+            try:
+                peak = max(rehearse(entry.optimizer, scheduled.schedule, 1000))
+            except Exception:  # one that needs a metric, or ends
+                continue
+            best = max(best, peak / now if now > 0 else 1e6)
+        if any(float(group.get("initial_lr", 0)) > now for group in entry.optimizer.param_groups):
+            best = max(best, 1e6 if now <= 0 else best)
+    return best
 
 
 def judge(rates: list[float], kind: str, cycles: bool) -> Iterator[Finding]:

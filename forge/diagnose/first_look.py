@@ -1,0 +1,266 @@
+"""FirstLook: watch the first updates of a fit as they run, and warn of what the probes find in them.
+
+No step runs for it: the calls, the graph, the batch and the weights of the fit's own steps are looked at. The modules
+of a small task run a few more times, on a copy, with every generator restored.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
+
+from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
+from forge.diagnose.checks.first_batch import first_forward, is_compiled
+from forge.diagnose.checks.user_line import saying, warn_of
+from forge.diagnose.findings import Finding
+from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
+from forge.diagnose.probes import data, graph, independence, losses, motion, start
+from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
+
+if TYPE_CHECKING:
+    from forge.contract.run import Run
+    from forge.contract.step import Step
+
+logger = logging.getLogger("forge")
+
+LOOKS = 4
+"""Micro-batches of each optimizer that are looked at."""
+SMALL = 3_000_000
+"""Numbers in a task's weights, and in a batch, up to which modules run again on a copy."""
+SAMPLES = 2000
+"""Samples of a dataset in memory that are looked at."""
+
+
+FIRST_STEP = (
+    *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
+    *(start.schedules, start.methods, data.dropped),
+)
+"""Probes of the first step and of the plan."""
+MODULES_AGAIN = (
+    *(independence.random_modules, independence.samples, independence.future, independence.padded),
+    graph.finite_differences,
+)
+"""Probes that run modules again, on a copy."""
+FIRST_UPDATES = (
+    *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.gradients, motion.losses),
+    *(data.copies, data.scales, data.splits, data.labels, data.order, data.giveaways),
+)
+"""Probes after a few updates, and of the samples up to there."""
+
+
+class Unseen(Exception):
+    """A probe asks for a step that the fit has not made."""
+
+
+class Observed(Patient):
+    """A patient whose steps are those of its fit: no step runs for a probe."""
+
+    calls: list[OuterCall]
+    in_memory: bool
+    "Whether the samples are those of tensors in memory, rather than of the first batches."
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unseen
+
+    def again(self, task: TaskModule) -> list[Tensor]:
+        """Run the modules that the step called once more, in place of the step."""
+        made = [tensors(task.get_submodule(call.path)(*call.args, **call.kwargs)) for call in self.calls]
+        return [x for found in made for x in found if x.requires_grad and x.is_floating_point()]
+
+    def outer_calls(self, task: TaskModule, batch: Any, stage: str = "train") -> list[OuterCall]:
+        return self.calls
+
+
+class FirstLook:
+    """Runs the forward of the first micro-batches, and looks at them. `done` has the optimizers that need no more."""
+
+    def __init__(self) -> None:
+        self.done: set[str | None] = set()
+        self._counts: dict[str | None, int] = {}
+        self._has_evaluated = False
+        self._said: set[str] = set()
+        "Findings that were named, or need not be."
+        self._patient: Observed | None = None
+        self._weights: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._activations: list[Any] = []
+        self._graphs: graph.Graphs | None = None
+        self._losses: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, step: Step, batch: Any) -> Any:
+        """Run the forward of a training batch."""
+        count = self._counts[step.name] = self._counts.get(step.name, 0) + 1
+        forward = first_forward if count == 1 else step.trainer.hooks.forge_forward
+        reason = why_not(step)
+        if count == LOOKS or reason:
+            self.done.add(step.name)
+        if reason:
+            logger.debug("The first look at the steps is left out: %s.", reason)
+        self._said |= set(step.trainer.task.expected)
+        with saying(self._said):
+            return forward(step, batch) if reason else self._watched(step, batch, forward)
+
+    def _watched(self, step: Step, batch: Any, forward: Callable[[Step, Any], Any]) -> Any:
+        trainer, task = step.trainer, step.trainer.task
+        is_first = self._patient is None
+        graphs = self._graphs = self._graphs or graph.Graphs(task)
+        small = is_small(task, batch)
+        self._weigh(step, small)
+        traces = graph.Traces(task, batch) if is_first and small else None
+        watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
+        with ExitStack() as looks:
+            calls = looks.enter_context(outermost_calls(task, copy=True)) if is_first and small else []
+            off = looks.enter_context(graph.modes_noted(task))
+            looks.enter_context(graphs.watching())
+            for mode in (active, watch) if small else (watch,):
+                looks.enter_context(mode)
+            output = forward(step, batch)
+        loss = loss_of(output)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return output  # the check of the output says so
+        graphs.add(loss, batch)
+        self._activations.append(active.outputs)
+        self._losses.append(weakref.ref(loss))
+        if self._patient is None:
+            self._patient = observed(trainer, batch, watch, calls)
+            self._patient.losses.append(float(loss.detach()))
+            probes: list[Any] = [traces.found] if traces is not None else []
+            self._tell(step, [*probes, lambda: graph.wrong_modes(task, off), *self._at_first(small)])
+        else:
+            self._patient.losses.append(float(loss.detach()))
+        if small and not self._patient.in_memory:
+            self._patient.samples.extend(rows(batch))
+        if step.name in self.done and len(self.done) == len(self._patient.names):
+            self._tell(step, self._at_last(graphs, small))
+        return output
+
+    def evaluate(self, step: Step, batch: Any) -> Any:
+        """Run the forward of the first batch of an evaluation, and look at the first evaluation of a fit."""
+        trainer, task = step.trainer, step.trainer.task
+        if self._has_evaluated or trainer.verb != "fit" or why_not(step):
+            return first_forward(step, batch)
+        self._has_evaluated = True
+        traces, watch = graph.Traces(task, batch, "val"), StepWatch(batch_size(batch))
+        with saying(self._said):
+            with watch:
+                output = first_forward(step, batch)
+            self._tell(step, [traces.found, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+        return output
+
+    def _compared(self, batch: Any) -> Iterator[Finding]:
+        """Compare the first batch of val with the samples that the fit has seen."""
+        patient = self._patient
+        if patient is not None and patient.samples and not patient.val_samples and is_small(patient.task, batch):
+            patient.val_samples = rows(batch)
+            yield from data.splits(patient)
+
+    def _weigh(self, step: Step, small: bool) -> None:
+        """Note by how much the last update changed the weights."""
+        index, before = self._weights
+        patient = self._patient
+        if not small or index == step.index:
+            return
+        now = copied(step.trainer.task)
+        if patient is not None and step.index == index + 1:
+            patient.note_motion(before, now)
+            patient.updates = step.index
+        self._weights = (step.index, now)
+
+    def _at_first(self, small: bool) -> Iterator[Any]:
+        for probe in (*FIRST_STEP, *(MODULES_AGAIN if small else ())):
+            yield lambda probe=probe: probe(self._patient)
+
+    def _at_last(self, graphs: graph.Graphs, small: bool) -> Iterator[Any]:
+        trained = graph.trained(self._patient) if self._patient is not None else set()
+        yield graphs.unregistered
+        yield lambda: graphs.unreached(trained)
+        if small:
+            yield lambda: start.idle_units(self._activations[:3])
+            for probe in FIRST_UPDATES:
+                yield lambda probe=probe: probe(self._patient)
+        yield self._kept
+
+    def _kept(self) -> Iterator[Finding]:
+        """Losses of earlier updates that are alive with their graphs."""
+        alive = sum(1 for found in self._losses[:-1] if (loss := found()) is not None and loss.grad_fn is not None)
+        if alive >= LOOKS - 1:
+            yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
+
+    def _tell(self, step: Step, probes: Any) -> None:
+        """Run probes, and warn of what they find. A probe must not fail."""
+        trainer, found = step.trainer, list[Finding]()
+        with no_trace(trainer.env.device):
+            for probe in probes:
+                try:
+                    found.extend(probe())
+                except Unseen:
+                    continue
+                except Exception as error:
+                    logger.debug("A probe of the first steps failed: %s: %s", type(error).__name__, error)
+        for finding in found:
+            if finding.level != "note":
+                warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)
+
+
+def as_warning(finding: Finding) -> str:
+    place = f" ({finding.where})" if ":" in finding.where else ""
+    return f"{finding.message}{place} {finding.cure} [{finding.name}]"
+
+
+def why_not(step: Step) -> str:
+    """Why the steps cannot be looked at; "" if they can."""
+    trainer = step.trainer
+    if not trainer.task.check_first_batch:
+        return "check_first_batch is False"
+    if is_compiled(trainer.model):
+        return "the model is compiled"
+    if trainer.env.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the step is captured as a CUDA graph"
+    if any(type(p.data) is not Tensor for p in trainer.task.parameters()):
+        return "the weights are sharded"
+    if trainer.resumed_from:
+        return "the run goes on from a checkpoint"
+    return "" if trainer.env.is_main else "another rank looks"
+
+
+def is_small(task: nn.Module, batch: Any) -> bool:
+    weights = sum(p.numel() for p in task.parameters())
+    return weights <= SMALL and sum(x.numel() for x in tensors(batch)) <= SMALL
+
+
+def observed(trainer: Run, batch: Any, watch: StepWatch, calls: list[OuterCall]) -> Observed:
+    train = trainer.given_loaders.get("train")
+    kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
+    patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
+    patient.calls, patient.headroom = calls, start.headroom(trainer)
+    vars(patient)["watched"] = watch
+    patient.samples = samples(train)
+    patient.in_memory = bool(patient.samples)
+    patient.val_samples = samples(patient.val) if patient.in_memory else []
+    return patient
+
+
+def samples(loader: Any) -> list[tuple[Tensor, ...]]:
+    """The samples of tensors in memory, as the sampler orders them; of other datasets none: reading may change them."""
+    loader = next(iter(loader.values()), None) if isinstance(loader, dict) else loader
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return []
+    dataset, places = loader.dataset, None
+    while type(dataset) is Subset:
+        places = list(dataset.indices) if places is None else [dataset.indices[i] for i in places]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return []
+    order = torch.arange(len(dataset)) if places is None else torch.as_tensor(places)
+    if type(loader.sampler) is not SequentialSampler:
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
+    order = order[:SAMPLES]
+    return list(zip(*(x[order.to(x.device)].cpu().unbind() for x in dataset.tensors), strict=True))
