@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
@@ -36,6 +37,7 @@ LOOKS = 4
 """Micro-batches of each optimizer that are looked at."""
 SMALL = 3_000_000
 """Numbers in a task's weights, and in a batch, up to which modules run again on a copy."""
+LAZY = "layers get their sizes from this batch"
 SAMPLES = 2000
 """Samples of a dataset in memory that are looked at."""
 
@@ -100,7 +102,7 @@ class FirstLook:
         count = self._counts[step.name] = self._counts.get(step.name, 0) + 1
         forward = first_forward if count == 1 else step.trainer.hooks.forge_forward
         reason = why_not(step)
-        if count == LOOKS or reason:
+        if count == LOOKS or (reason and reason != LAZY):
             self.done.add(step.name)
         if reason:
             logger.debug("The first look at the steps is left out: %s.", reason)
@@ -127,19 +129,26 @@ class FirstLook:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return output  # the check of the output says so
         graphs.add(loss, batch)
-        self._activations.append(active.outputs)
+        self._activations.append([*active.outputs])
         self._losses.append(weakref.ref(loss))
         if self._patient is None:
-            self._patient = observed(trainer, batch, watch, calls)
+            with no_trace(trainer.env.device):
+                self._patient = observed(trainer, batch, watch, calls)
             self._patient.losses.append(float(loss.detach()))
             probes: list[Any] = [traces.found] if traces is not None else []
             self._tell(step, [*probes, lambda: graph.wrong_modes(task, off), *self._at_first(small)])
+            watch.settle()
+            if not small:  # its scores may be the largest tensors of the step
+                self._patient.batches.clear()
+                watch.losses.clear()
         else:
             self._patient.losses.append(float(loss.detach()))
-        if small and not self._patient.in_memory:
+        if small and not self._patient.in_memory and step.name == self._patient.names[0]:
             self._patient.samples.extend(rows(batch))
         if step.name in self.done and len(self.done) == len(self._patient.names):
             self._tell(step, self._at_last(graphs, small))
+            self._patient.calls.clear()
+            self._activations.clear()
         return output
 
     def evaluate(self, step: Step, batch: Any) -> Any:
@@ -224,6 +233,8 @@ def why_not(step: Step) -> str:
         return "the model is compiled"
     if trainer.env.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the step is captured as a CUDA graph"
+    if any(isinstance(p, UninitializedParameter) for p in trainer.task.parameters()):
+        return LAZY
     if any(type(p.data) is not Tensor for p in trainer.task.parameters()):
         return "the weights are sharded"
     if trainer.resumed_from:

@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from forge.diagnose.checks.user_line import users_frame
 from forge.util.text import short_path
 
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
 LOSSES = {
     F.cross_entropy: "cross_entropy",
     F.nll_loss: "nll_loss",
@@ -105,7 +107,14 @@ class StepWatch(TorchFunctionMode):
             self.dropped.append(result)
         return result
 
+    def settle(self) -> None:
+        """Let go of every graph, and of what is not needed once the step is judged."""
+        self.losses = [LossCall(call.name, _detached(call.given), call.where) for call in self.losses]
+        self.dropped.clear()
+
     def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        if any(isinstance(x, Tensor) and is_wrapped(x) for x in args):  # under vmap or grad: values are unreadable
+            return
         if func in LOSSES:
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
@@ -172,6 +181,10 @@ class OuterCall:
     output: Any
 
 
+def _detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+
+
 def _cloned(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
 
@@ -196,7 +209,7 @@ def outermost_calls(task: nn.Module, copy: bool = False) -> Iterator[list[OuterC
             depth -= 1
             if not depth:
                 before = given.pop()
-                calls.append(OuterCall(path, before[0], before[1], output))
+                calls.append(OuterCall(path, before[0], before[1], _detached(output) if copy else output))
 
         return noted
 

@@ -30,7 +30,6 @@ from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.optim.optimizers import Optimizers
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
-from forge.util.walk import is_librarys
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "what the loss reaches": graph.reach,
@@ -274,7 +273,7 @@ class Examination(Plugin):
         changed = sorted(
             {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
         )
-        changed = [path for path in changed if path.startswith("task") and not _is_a_librarys(trainer, path)]
+        changed = [path for path in changed if path.startswith("task") and not is_a_librarys(trainer, path)]
         if changed:
             self.report.findings.append(
                 Finding(
@@ -285,14 +284,6 @@ class Examination(Plugin):
                     {"attributes": changed[:8]},
                 )
             )
-
-
-def _is_a_librarys(trainer: Trainer, path: str) -> bool:
-    """Whether an attribute belongs to a module of an installed package."""
-    owner: Any = trainer.task
-    for name in path.split(".")[1:-1]:
-        owner = getattr(owner, name, owner)
-    return is_a_librarys(trainer, path) or is_librarys(owner)
 
 
 def admitted(trainer: Trainer, train: Any, val: Any) -> Patient:

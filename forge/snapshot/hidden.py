@@ -125,7 +125,7 @@ def warn_of_changes(trainer: Run) -> None:
         _watches[trainer.feed] = Watch(now)
         _warn_of_copies(trainer)
         return
-    paths = [path for path, value in watch.first.items() if now.get(path) != value]
+    paths = [path for path, value in watch.first.items() if now.get(path, value) != value]
     watch.first = now | watch.first  # what is made at its first use counts from then on
     changed = dict.fromkeys(_attribute(path) for path in paths if not is_a_librarys(trainer, path))
     fresh = [path for path in changed if path not in watch.named]
@@ -182,7 +182,8 @@ def fingerprints(
     """Yield (path, digest) of every plain value inside objects; `known` are tensors to leave out."""
     for path, value in walk(roots, _is_looked_into):
         if isinstance(value, Tensor):
-            if id(value) not in known and not isinstance(value, nn.Parameter) and value.grad_fn is None:
+            is_made = value.grad_fn is not None or value.is_inference()  # by the last forward
+            if id(value) not in known and not isinstance(value, nn.Parameter) and not is_made:
                 yield path, of_tensor(value)
         elif isinstance(value, np.ndarray):
             yield path, of_array(value)
@@ -246,13 +247,19 @@ def _attribute(path: str) -> str:
 
 
 def is_a_librarys(trainer: Run, path: str) -> bool:
-    """Whether this is a private attribute of an object of an installed package."""
+    """Whether this is a private attribute of an object of an installed package, or tensors that its module keeps."""
     owner_path, private, _ = path.partition("._")
-    if not private:
-        return False
-    root, *names = owner_path.split(".")
+    root, *names = owner_path.partition("[")[0].split(".")
+    last = None if private else names.pop() if names else None
     owner = functools.reduce(lambda owner, name: getattr(owner, name, owner), names, trainer.task)
-    return root == "task" and is_librarys(owner)
+    if root != "task" or not is_librarys(owner):
+        return False
+    return bool(private) or (last is not None and _holds_tensors(getattr(owner, last, None)))
+
+
+def _holds_tensors(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return bool(items) and all(isinstance(item, Tensor) for item in items)
 
 
 def _listed(paths: Iterable[str]) -> str:

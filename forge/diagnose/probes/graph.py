@@ -81,8 +81,16 @@ class Graphs:
 
     def unreached(self, trained: set[str]) -> Iterator[Finding]:
         """Parameters that optimizers have and no loss reaches."""
-        missing = [name for name, p in parameters(self.task).items() if id(p) not in self.reached]
+        missing = [
+            name for name, p in parameters(self.task).items() if id(p) not in self.reached and not self._lends(name)
+        ]
         yield from _unreached(self.task, missing, self.called, self.without, trained)
+
+    def _lends(self, name: str) -> bool:
+        """Whether the module around a parameter never runs, and another of its parameters is used: a tied weight."""
+        path = name.rpartition(".")[0]
+        own = self.task.get_submodule(path).parameters(recurse=False)
+        return path not in self.called and any(id(p) in self.reached for p in own)
 
     def outside(self, trained: set[str]) -> Iterator[Finding]:
         """Parameters that a loss reaches and no optimizer has."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors, with_rows
+from forge.diagnose.probes.graph import leaves
 from forge.diagnose.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
 LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
@@ -125,7 +126,7 @@ def _wrong_log_softmax(call: LossCall, x: Tensor) -> Iterator[Finding]:
 
 
 def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator[Finding]:
-    if call.name in ASYMMETRIC and y.requires_grad:
+    if call.name in ASYMMETRIC and y.requires_grad and not (call.name == "kl_div" and _is_of_the_same(x, y)):
         yield Finding("target_has_gradient", f"The target of {call.name} carries a gradient.", call.where)
     if call.name in PLUS_MINUS and y.numel() and bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any()):
         yield Finding("label_values", f"{call.name} gets labels of 0 and 1; it wants -1 and 1.", call.where)
@@ -148,6 +149,11 @@ def _look_at_target(call: LossCall, x: Tensor, y: Tensor, made: str) -> Iterator
             call.where,
             {"values": int(y.max()) + 1},
         )
+
+
+def _is_of_the_same(x: Tensor, y: Tensor) -> bool:
+    """Whether a target comes from the parameters that the prediction comes from, as two passes that are to agree."""
+    return {id(leaf) for leaf in leaves(y)} <= {id(leaf) for leaf in leaves(x)}
 
 
 def _are_class_ids(y: Tensor) -> bool:

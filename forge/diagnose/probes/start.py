@@ -23,8 +23,8 @@ from forge.diagnose.patient import Patient, named, tensors
 from forge.diagnose.probes.independence import networks
 from forge.diagnose.watch import where
 
-MOST_STEPS = 50_000
-"""Steps of a schedule that are rehearsed."""
+FEWEST_STEPS, MOST_STEPS = 8, 50_000
+"""Steps of a schedule that are rehearsed; a shorter run is a trial."""
 
 
 def first_loss(patient: Patient) -> Iterator[Finding]:
@@ -205,7 +205,11 @@ def schedules(patient: Patient) -> Iterator[Finding]:
     for entry in patient.trainer.optimizers.entries.values():
         for scheduled in entry.schedules:
             steps = planned_steps(scheduled, patient.trainer)
-            if steps is None or not 4 <= steps <= MOST_STEPS or isinstance(scheduled.schedule, ReduceLROnPlateau):
+            if (
+                steps is None
+                or not FEWEST_STEPS <= steps <= MOST_STEPS
+                or isinstance(scheduled.schedule, ReduceLROnPlateau)
+            ):
                 continue
             rates = rehearse(entry.optimizer, scheduled.schedule, steps)
             kind = type(scheduled.schedule).__name__
