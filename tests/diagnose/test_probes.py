@@ -175,7 +175,7 @@ def task_with(loss: Any, outputs: int = 4) -> Healthy:
     task = Healthy()
     task.loss = loss  # pyright: ignore[reportAttributeAccessIssue]
     task.net[2] = nn.Linear(16, outputs)
-    task.check_first_batch = False
+    task.check_first_batch = False  # pyright: ignore[reportAttributeAccessIssue]
     return task
 
 

@@ -1,0 +1,235 @@
+"""Every fit looks at its first steps: what it finds, and that it changes nothing."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.diagnose.findings import FindingWarning
+from forge.diagnose.first_look import LOOKS, samples
+from tests.support.patients import Healthy, loader, numbers, splits
+
+
+def said(task: forge.TaskModule, train: Any = None, val: Any = None, **options: Any) -> list[str]:
+    """The names of the findings that a fit warns of."""
+    if train is None:
+        train, val = splits()
+    options = {"max_epochs": 1, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0} | options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forge.Trainer(**options).fit(task, train, val)
+    return [item.message.finding for item in caught if isinstance(item.message, FindingWarning)]
+
+
+def made(kind: type[forge.TaskModule]) -> Any:
+    torch.manual_seed(3)
+    return kind()
+
+
+class Relu(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores.relu(), y)
+
+
+class Equal(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            nn.init.constant_(p, 0.1)
+
+
+class Fast(Healthy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=3.0)
+
+
+class Unused(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+class Linear(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+class OverTheBatch(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x - x.mean(0))
+
+
+class Changes(Healthy):
+    def training_step(self, batch: Any) -> Any:
+        batch[0].mul_(0.5)
+        return super().training_step(batch)
+
+
+class Keeps(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        self.history.append(loss)
+        return loss
+
+
+class Trains(Healthy):
+    def validation_step(self, batch: Any) -> Any:
+        self.train()
+        return super().validation_step(batch)
+
+
+class OverTheBatchInEvaluation(Healthy):
+    def validation_step(self, batch: Any) -> Any:
+        return {"accuracy": (self(batch[0]).argmax(0)[:1] == batch[1][:1]).float().mean()}
+
+
+class Sums(Healthy):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores, y, reduction="sum")
+
+
+class Drops(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(x, 0.2))
+
+
+class Ignores(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(torch.zeros_like(x))
+
+
+class Misspelt(Healthy):
+    def evaluation_ends(self, stage: str) -> dict[str, float]:
+        return {}
+
+
+PLANTED: dict[type[forge.TaskModule], str] = {
+    Relu: "relu_before_loss",
+    Equal: "equal_rows",
+    Fast: "learning_rate_high",
+    Unused: "unused_parameters",
+    Linear: "no_activation",
+    OverTheBatch: "batch_dependence",
+    Changes: "batch_changed",
+    Keeps: "graphs_kept",
+    Trains: "mode_changed",
+    OverTheBatchInEvaluation: "wrong_dimension",
+    Sums: "sum_reduction",
+    Drops: "random_evaluation",
+    Ignores: "input_ignored",
+    Misspelt: "method_name",
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_bug_is_named(kind: type[forge.TaskModule]) -> None:
+    assert PLANTED[kind] in said(made(kind))
+
+
+def test_a_healthy_task_is_left_in_peace() -> None:
+    assert said(made(Healthy)) == []
+
+
+@pytest.mark.parametrize("kind", [Relu, Unused, Trains], ids=lambda kind: kind.__name__)
+def test_what_is_expected_is_not_said(kind: type[forge.TaskModule]) -> None:
+    task = made(kind)
+    type(task).expected = {PLANTED[kind]}
+    try:
+        assert said(task) == []
+    finally:
+        del type(task).expected
+
+
+def test_a_finding_is_said_once() -> None:
+    assert said(made(Relu), max_epochs=3).count("relu_before_loss") == 1
+
+
+def test_sorted_labels_and_copies_in_memory_are_named() -> None:
+    x, y = numbers(400)
+    order = y.argsort()
+    assert "not_shuffled" in said(made(Healthy), loader(x[order], y[order], shuffle=False))
+    assert "val_is_train" in said(made(Healthy), loader(x, y), loader(x, y, shuffle=False))
+
+
+class Counted(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [0, 0]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps[0] += 1
+        noise = torch.randn(batch[0].shape, generator=self.generator) + torch.randn(batch[0].shape)
+        return super().training_step([batch[0] + 0.1 * noise, batch[1]])
+
+    def validation_step(self, batch: Any) -> Any:
+        self.steps[1] += 1
+        return super().validation_step(batch)
+
+
+class Quiet(Counted):
+    check_first_batch = False
+
+
+def test_no_step_runs_for_it_and_the_bits_stay() -> None:
+    tasks = made(Counted), made(Quiet)
+    for task in tasks:
+        said(task, max_epochs=2)
+    assert tasks[0].steps == tasks[1].steps == [20, 6]
+    pairs = zip(tasks[0].state_dict().values(), tasks[1].state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_hooks_and_graphs_are_gone_after_it() -> None:
+    task = made(Healthy)
+    said(task, max_updates=LOOKS + 1)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in task.modules())
+
+
+class Wide(Relu):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 1600), nn.ReLU(), nn.Linear(1600, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x - x.mean(0))
+
+
+def test_of_a_large_task_nothing_runs_again() -> None:
+    assert said(made(Wide), max_updates=LOOKS + 1) == ["relu_before_loss"]
+
+
+def test_layers_without_a_size_are_looked_at_later() -> None:
+    class Lazy(Unused):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.Linear(16, 4))
+
+    assert "unused_parameters" in said(made(Lazy))
+
+
+def test_a_compiled_model_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "forge"):
+        task = made(Unused)
+        task.net.compile(backend="eager")
+        assert said(task) == []
+    assert "the model is compiled" in caplog.text
+
+
+def test_samples_are_read_from_memory_alone() -> None:
+    x, y = numbers(40)
+    ordered = samples(loader(x, y, shuffle=False))
+    assert torch.equal(torch.stack([sample[0] for sample in ordered]), x)
+    assert {tuple(row.tolist()) for row, _ in samples(loader(x, y))} == {tuple(row.tolist()) for row in x}
+    assert samples([(x, y)]) == samples(None) == []
