@@ -6,6 +6,7 @@ of a small task run a few more times, on a copy, with every generator restored.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
@@ -26,6 +27,7 @@ from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
 from forge.diagnose.probes import data, graph, independence, losses, motion, start
 from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
+from forge.util.outside import reaches_outside
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
@@ -73,6 +75,17 @@ class Observed(Patient):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         raise Unseen
 
+    def clone(self) -> TaskModule:
+        """Return a copy without the hooks of others: they would count its runs."""
+        if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
+            raise Unseen
+        twin = super().clone()
+        for module in twin.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
+                    del hooks[key]
+        return twin
+
     def again(self, task: TaskModule) -> list[Tensor]:
         """Run the modules that the step called once more, in place of the step."""
         made = [tensors(task.get_submodule(call.path)(*call.args, **call.kwargs)) for call in self.calls]
@@ -111,45 +124,58 @@ class FirstLook:
             return forward(step, batch) if reason else self._watched(step, batch, forward)
 
     def _watched(self, step: Step, batch: Any, forward: Callable[[Step, Any], Any]) -> Any:
-        trainer, task = step.trainer, step.trainer.task
-        is_first = self._patient is None
+        task, is_first = step.trainer.task, self._patient is None
         graphs = self._graphs = self._graphs or graph.Graphs(task)
-        small = is_small(task, batch)
-        self._weigh(step, small)
+        small = is_small(step.trainer, batch)
+        # after the first batch nothing waits for an accelerator
+        on_host = step.trainer.env.device.type == "cpu"
+        reads = small and (is_first or on_host)
+        self._weigh(step, small and on_host)
         traces = graph.Traces(task, batch) if is_first and small else None
         watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
         with ExitStack() as looks:
             calls = looks.enter_context(outermost_calls(task, copy=True)) if is_first and small else []
             off = looks.enter_context(graph.modes_noted(task))
             looks.enter_context(graphs.watching())
-            for mode in (active, watch) if small else (watch,):
+            for mode in [active] * reads + [watch] * is_first:
                 looks.enter_context(mode)
             output = forward(step, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return output  # the check of the output says so
         graphs.add(loss, batch)
-        self._activations.append([*active.outputs])
         self._losses.append(weakref.ref(loss))
         if self._patient is None:
-            with no_trace(trainer.env.device):
-                self._patient = observed(trainer, batch, watch, calls)
+            self._patient = self._judged(step, batch, watch, calls, loss, traces, off)
+        elif reads:
             self._patient.losses.append(float(loss.detach()))
-            probes: list[Any] = [traces.found] if traces is not None else []
-            self._tell(step, [*probes, lambda: graph.wrong_modes(task, off), *self._at_first(small)])
-            watch.settle()
-            if not small:  # its scores may be the largest tensors of the step
-                self._patient.batches.clear()
-                watch.losses.clear()
-        else:
-            self._patient.losses.append(float(loss.detach()))
-        if small and not self._patient.in_memory and step.name == self._patient.names[0]:
-            self._patient.samples.extend(rows(batch))
+        if reads:
+            self._activations.append([*active.outputs])
+            if not self._patient.in_memory and step.name == self._patient.names[0]:
+                self._patient.samples.extend(rows(batch))
         if step.name in self.done and len(self.done) == len(self._patient.names):
-            self._tell(step, self._at_last(graphs, small))
+            self._tell(step, self._at_last(graphs, self._patient, small and on_host))
             self._patient.calls.clear()
             self._activations.clear()
         return output
+
+    def _judged(
+        self, step: Step, batch: Any, watch: StepWatch, calls: Any, loss: Tensor, traces: Any, off: dict[str, bool]
+    ) -> Observed:
+        """Judge the first step, and return what the next looks add to."""
+        small = traces is not None
+        with no_trace(step.trainer.env.device):
+            patient = observed(step.trainer, batch, watch, calls)
+        patient.losses.append(float(loss.detach()))
+        own: list[Any] = [traces.found] if traces is not None else []
+        own.append(lambda: graph.wrong_modes(patient.task, off))
+        probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
+        self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        watch.settle()
+        if not small:  # its scores may be the largest tensors of the step
+            patient.batches.clear()
+            watch.losses.clear()
+        return patient
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Run the forward of the first batch of an evaluation, and look at the first evaluation of a fit."""
@@ -167,35 +193,30 @@ class FirstLook:
     def _compared(self, batch: Any) -> Iterator[Finding]:
         """Compare the first batch of val with the samples that the fit has seen."""
         patient = self._patient
-        if patient is not None and patient.samples and not patient.val_samples and is_small(patient.task, batch):
+        if patient is not None and patient.samples and not patient.val_samples and is_small(patient.trainer, batch):
             patient.val_samples = rows(batch)
             yield from data.splits(patient)
 
-    def _weigh(self, step: Step, small: bool) -> None:
+    def _weigh(self, step: Step, reads: bool) -> None:
         """Note by how much the last update changed the weights."""
         index, before = self._weights
-        patient = self._patient
-        if not small or index == step.index:
+        if not reads or index == step.index:
             return
         now = copied(step.trainer.task)
-        if patient is not None and step.index == index + 1:
-            patient.note_motion(before, now)
-            patient.updates = step.index
+        if self._patient is not None and step.index == index + 1:
+            self._patient.note_motion(before, now)
+            self._patient.updates = step.index
         self._weights = (step.index, now)
 
-    def _at_first(self, small: bool) -> Iterator[Any]:
-        for probe in (*FIRST_STEP, *(MODULES_AGAIN if small else ())):
-            yield lambda probe=probe: probe(self._patient)
-
-    def _at_last(self, graphs: graph.Graphs, small: bool) -> Iterator[Any]:
-        trained = graph.trained(self._patient) if self._patient is not None else set()
+    def _at_last(self, graphs: graph.Graphs, patient: Observed, reads: bool) -> Iterator[Any]:
         yield graphs.unregistered
-        yield lambda: graphs.unreached(trained)
-        if small:
+        yield lambda: graphs.unreached(graph.trained(patient))
+        yield self._kept
+        if reads:
             yield lambda: start.idle_units(self._activations[:3])
             for probe in FIRST_UPDATES:
-                yield lambda probe=probe: probe(self._patient)
-        yield self._kept
+                yield functools.partial(probe, patient)
+            self._weights = (-1, {})
 
     def _kept(self) -> Iterator[Finding]:
         """Losses of earlier updates that are alive with their graphs."""
@@ -242,9 +263,17 @@ def why_not(step: Step) -> str:
     return "" if trainer.env.is_main else "another rank looks"
 
 
-def is_small(task: nn.Module, batch: Any) -> bool:
-    weights = sum(p.numel() for p in task.parameters())
-    return weights <= SMALL and sum(x.numel() for x in tensors(batch)) <= SMALL
+def is_torchs(hook: Any) -> bool:
+    """Whether a hook is part of torch, as that of a weight norm is."""
+    owner = hook if hasattr(hook, "__code__") else type(hook)
+    return str(getattr(owner, "__module__", "")).startswith("torch.")
+
+
+def is_small(trainer: Run, batch: Any) -> bool:
+    """Whether copies cost nothing to speak of; on an accelerator memory is short."""
+    limit = SMALL if trainer.env.device.type == "cpu" else SMALL // 10
+    weights = sum(p.numel() for p in trainer.task.parameters())
+    return weights <= limit and sum(x.numel() for x in tensors(batch)) <= limit
 
 
 def observed(trainer: Run, batch: Any, watch: StepWatch, calls: list[OuterCall]) -> Observed:
