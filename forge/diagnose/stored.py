@@ -1,0 +1,130 @@
+"""What a loader keeps in memory: its samples in the order of the dataset, and the arrays that they are read from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset, Subset
+
+from forge.data.own_generators import data_roots
+from forge.data.tensor import TensorLoader
+from forge.util.walk import walk
+
+Sample = tuple[Tensor, ...]
+Array = Tensor | np.ndarray
+
+MOST_VALUES = 20_000_000
+"""Values of arrays that are copied, at most."""
+
+
+def indexed(loader: Any) -> Any:
+    """The dataset of a loader if it is read by index, or None."""
+    dataset: Any = getattr(loader, "dataset", None)
+    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return dataset if is_indexed and not isinstance(dataset, (IterableDataset, dict)) and len(dataset) else None
+
+
+def whole(dataset: Any) -> Any:
+    """The dataset that subsets are parts of."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def leaves(item: Any) -> Sample:
+    """The numbers of one item of a dataset as tensors, in order."""
+    kinds = (Tensor, np.ndarray, np.generic, float, int)
+    found = [leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, kinds)]
+    return tuple(leaf.detach().cpu() if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in found)
+
+
+def in_order(loader: Any, like: Sample, most: int = 1500, seconds: float = 1.0) -> list[Sample]:
+    """The first samples in the order of the dataset; nothing if they are not of one kind with `like`."""
+    if isinstance(loader, TensorLoader):
+        rows = [x[:most].detach().cpu().unbind() for x in loader.tensors]
+        read: Iterator[Sample] = zip(*rows, strict=True) if loader.transform is None else iter(())
+    else:
+        read = _read(whole(indexed(loader)), most)
+    found: list[Sample] = []
+    began = time.perf_counter()
+    for sample in read:
+        if len(sample) != len(like) or time.perf_counter() - began > seconds:
+            break
+        found.append(sample)
+    return found
+
+
+def _read(dataset: Any, most: int) -> Iterator[Sample]:
+    for i in range(min(most, len(dataset)) if dataset is not None else 0):
+        yield leaves(dataset[i])
+
+
+def is_fixed(loader: Any) -> bool:
+    """Whether the dataset of a loader serves the same sample each time that it is asked; False if that is unknown."""
+    if isinstance(loader, TensorLoader):
+        return loader.transform is None
+    dataset = indexed(loader)
+    if dataset is None:
+        return False
+    return all(_are_equal(leaves(dataset[i]), leaves(dataset[i])) for i in range(min(4, len(dataset))))
+
+
+def _are_equal(a: Sample, b: Sample) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def arrays(loader: Any) -> dict[str, Array]:
+    """The arrays of numbers that a loader's dataset holds, by path; nothing if they are too many."""
+    found = {
+        path: value
+        for path, value in walk(data_roots(loader, copied=True))
+        if (isinstance(value, Tensor) and value.layout == torch.strided)
+        or (isinstance(value, np.ndarray) and value.dtype.kind in "fiub")
+    }
+    return found if sum(_size(value) for value in found.values()) <= MOST_VALUES else {}
+
+
+def _size(value: Array) -> int:
+    return value.numel() if isinstance(value, Tensor) else value.size
+
+
+def copied(value: Array) -> Array:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def differs(value: Array, before: Array) -> Any:
+    """Where an array differs from what it was, as an array of truth values; NaNs are equal."""
+    now, then = (torch.as_tensor(x).detach() for x in (value, before))
+    return (now != then) & ~((now != now) & (then != then))
+
+
+def put_back(value: Array, before: Array) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(torch.as_tensor(before))
+    else:
+        value[...] = before
+
+
+@contextmanager
+def kept(*loaders: Any) -> Iterator[None]:
+    """Put back what reading samples changes in the arrays of datasets."""
+    held: list[tuple[Array, Array]] = []
+    for loader in loaders:
+        try:
+            held += [(value, copied(value)) for value in arrays(loader).values()]
+        except Exception:  # other people's objects
+            continue
+    try:
+        yield
+    finally:
+        for value, before in held:
+            if value.shape == before.shape and bool(differs(value, before).any()):
+                put_back(value, before)
