@@ -117,6 +117,7 @@ FINDINGS = {
     "dropped_data": ("warning", "Remove drop_last=True, or take a smaller batch."),
     "imbalance": ("warning", "Weigh the classes, sample them evenly, and watch a metric by class."),
     "missing_class": ("warning", "Number labels from 0, without gaps, and give the last layer as many outputs."),
+    "reseeded": ("warning", "Set the seed once, before training: the Trainer does, by its option seed."),
     "unseeded": ("warning", "Seed the generator, or draw from torch's global one, which the Trainer seeds."),
     # start and motion
     "initial_loss": ("warning", "Look at the initialisation and the scale of the last layer."),

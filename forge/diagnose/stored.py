@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from forge.data.own_generators import data_roots
 from forge.data.tensor import TensorLoader
+from forge.rng import seed_all
 from forge.util.walk import walk
 
 Sample = tuple[Tensor, ...]
@@ -49,31 +50,44 @@ def in_order(loader: Any, like: Sample, most: int = 1500, seconds: float = 1.0) 
     """The first samples in the order of the dataset; nothing if they are not of one kind with `like`."""
     if isinstance(loader, TensorLoader):
         rows = [x[:most].detach().cpu().unbind() for x in loader.tensors]
-        read: Iterator[Sample] = zip(*rows, strict=True) if loader.transform is None else iter(())
+        served: Iterator[Sample] = zip(*rows, strict=True) if loader.transform is None else iter(())
     else:
-        read = _read(whole(indexed(loader)), most)
+        served = _items(whole(indexed(loader)), most)
     found: list[Sample] = []
     began = time.perf_counter()
-    for sample in read:
+    for sample in served:
         if len(sample) != len(like) or time.perf_counter() - began > seconds:
             break
         found.append(sample)
     return found
 
 
-def _read(dataset: Any, most: int) -> Iterator[Sample]:
-    for i in range(min(most, len(dataset)) if dataset is not None else 0):
+def _items(dataset: Any, most: int) -> Iterator[Sample]:
+    for i in range(most):
+        if dataset is None or i >= len(dataset):
+            return
         yield leaves(dataset[i])
+
+
+def count_of(loader: Any) -> int:
+    """How many samples can be read by index."""
+    return loader.samples if isinstance(loader, TensorLoader) else len(indexed(loader) or ())
+
+
+def read(loader: Any, index: int, seed: int) -> Sample:
+    """Read one sample as a fit would, with this seed."""
+    seed_all(seed)
+    if not isinstance(loader, TensorLoader):
+        return leaves(loader.dataset[index])
+    batch = tuple(x[index : index + 1].clone() for x in loader.tensors)
+    served = leaves(loader.transform(*batch) if loader.transform is not None else batch)
+    return tuple(x[0] for x in served if x.ndim and len(x) == 1)
 
 
 def is_fixed(loader: Any) -> bool:
     """Whether the dataset of a loader serves the same sample each time that it is asked; False if that is unknown."""
-    if isinstance(loader, TensorLoader):
-        return loader.transform is None
-    dataset = indexed(loader)
-    if dataset is None:
-        return False
-    return all(_are_equal(leaves(dataset[i]), leaves(dataset[i])) for i in range(min(4, len(dataset))))
+    count = min(4, count_of(loader))
+    return count > 0 and all(_are_equal(read(loader, i, 0), read(loader, i, 1)) for i in range(count))
 
 
 def _are_equal(a: Sample, b: Sample) -> bool:

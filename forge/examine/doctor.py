@@ -62,6 +62,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
     "reading a sample again": serving.changed,
+    "seeds while training": serving.reseeded,
     "turned pictures": serving.turned,
     "values that were filled in": preparation.filled,
     "ids of embeddings": preparation.ids,

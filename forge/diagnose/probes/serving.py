@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient
 from forge.diagnose.probes.data import stacked
-from forge.diagnose.stored import Array, Sample, arrays, copied, differs, indexed, is_fixed, leaves, put_back, whole
-from forge.rng import seed_all
+from forge.diagnose.stored import (
+    Array,
+    Sample,
+    arrays,
+    copied,
+    count_of,
+    differs,
+    indexed,
+    is_fixed,
+    put_back,
+    read,
+    whole,
+)
 
 TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "flipped left to right": lambda x: x.flip(-1),
@@ -120,17 +134,52 @@ def _touched(dataset: Any, index: int, held: dict[str, Array]) -> dict[str, list
     return found
 
 
+def reseeded(patient: Patient) -> Iterator[Finding]:
+    """Random numbers that begin anew, with one seed, in each step or whenever a sample is read."""
+    task = patient.clone()
+    actions: dict[str, Callable[[int], Any]] = {
+        "training_step": lambda k: patient.run(task, patient.batches[0], seed=k)
+    }
+    if count_of(patient.train) > 1:
+        actions["reading a sample"] = lambda k: read(patient.train, k, seed=k)
+    for what, act in actions.items():
+        states: list[dict[str, Any]] = []
+        for seed in range(2):
+            with torch.no_grad():
+                act(seed)
+            states.append(_generator_states())
+        same = [name for name, state in states[0].items() if state == states[1][name]]
+        if same:
+            yield Finding(
+                "reseeded",
+                f"{what} sets the seed of {' and '.join(same)}: each time it begins with the same random numbers, and "
+                "so does what comes after it.",
+                "train" if "sample" in what else what,
+                {"generators": same},
+            )
+            return
+
+
+def _generator_states() -> dict[str, Any]:
+    numpy: Any = np.random.get_state()
+    return {
+        "torch": torch.random.get_rng_state().numpy().tobytes(),
+        "numpy": (numpy[1].tobytes(), numpy[2]),
+        "python": random.getstate(),
+    }
+
+
 def turned(patient: Patient) -> Iterator[Finding]:
     """Pictures that are turned at random, though a turned picture is one of another class."""
-    dataset, place = indexed(patient.train), patient.label_position
-    if dataset is None or place is None or len(dataset) < 16 or not is_fixed(patient.loaders["val"]):
+    place = patient.label_position
+    if place is None or not is_fixed(patient.loaders["val"]):
         return
     labels = patient.labels_of(patient.val_samples)
     pictures = next((p for p, x in enumerate(patient.samples[0]) if x.ndim == 3 and x.is_floating_point()), None)
     val = stacked(patient, patient.val_samples).get(pictures) if pictures is not None else None
     if labels is None or val is None or pictures is None or len(val) < 40:
         return
-    for name in _turns(dataset, pictures, place):
+    for name in {*_turns(patient.train, pictures, place), *_turns_in_step(patient)}:
         pair = _exchanged(val.float(), labels, TURNS[name])
         if pair is not None:
             yield Finding(
@@ -143,21 +192,45 @@ def turned(patient: Patient) -> Iterator[Finding]:
             return
 
 
-def _turns(dataset: Any, pictures: int, place: int) -> list[str]:
+class TurnWatch(TorchFunctionMode):
+    """Notes how pictures without a graph are turned while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        x = args[0] if args else None
+        is_turn = getattr(func, "__name__", "") in ("flip", "fliplr", "flipud", "rot90")
+        if is_turn and isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point() and not x.requires_grad:
+            self.turns |= {name for name, turn in TURNS.items() if len(x) and _is_equal(turn(x), result)}
+        return result
+
+
+def _is_equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _turns_in_step(patient: Patient) -> set[str]:
+    """How a training step turns pictures."""
+    with torch.no_grad(), TurnWatch() as watch:
+        for seed in range(4):
+            patient.run(patient.clone(), patient.batches[0], seed=SEED + seed)
+    return watch.turns
+
+
+def _turns(loader: Any, pictures: int, place: int) -> list[str]:
     """How the same picture is turned from one reading to the next."""
     count: dict[str, int] = {}
-    for i in range(0, len(dataset), max(1, len(dataset) // 12)):
-        served = [_read(dataset, i, SEED + k) for k in range(READS)]
+    total = count_of(loader)
+    for i in range(0, total, max(1, total // 12)):
+        served = [read(loader, i, SEED + k) for k in range(READS)]
         if any(len(s) <= max(pictures, place) or s[pictures].shape != served[0][pictures].shape for s in served):
             return []
         for name in {_turn(served[0], other, pictures, place) for other in served[1:]} - {""}:
             count[name] = count.get(name, 0) + 1
     return [name for name, seen in count.items() if seen >= 3]
-
-
-def _read(dataset: Any, index: int, seed: int) -> Sample:
-    seed_all(seed)
-    return leaves(dataset[index])
 
 
 def _turn(one: Sample, other: Sample, pictures: int, place: int) -> str:
