@@ -71,7 +71,10 @@ def _items(dataset: Any, most: int) -> Iterator[Sample]:
 
 def count_of(loader: Any) -> int:
     """How many samples can be read by index."""
-    return loader.samples if isinstance(loader, TensorLoader) else len(indexed(loader) or ())
+    if isinstance(loader, TensorLoader):
+        return loader.samples
+    dataset = indexed(loader)
+    return 0 if dataset is None else len(dataset)
 
 
 def read(loader: Any, index: int, seed: int) -> Sample:
@@ -113,10 +116,13 @@ def copied(value: Array) -> Array:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
-def differs(value: Array, before: Array) -> Any:
-    """Where an array differs from what it was, as an array of truth values; NaNs are equal."""
+def differs(value: Array, before: Array) -> Tensor | None:
+    """Where an array differs from what it was, as an array of truth values; None where all is as it was."""
     now, then = (torch.as_tensor(x).detach() for x in (value, before))
-    return (now != then) & ~((now != now) & (then != then))
+    if torch.equal(now, then):
+        return None
+    changes = (now != then) & ~((now != now) & (then != then))
+    return changes if bool(changes.any()) else None
 
 
 def put_back(value: Array, before: Array) -> None:
@@ -140,5 +146,5 @@ def kept(*loaders: Any) -> Iterator[None]:
         yield
     finally:
         for value, before in held:
-            if value.shape == before.shape and bool(differs(value, before).any()):
+            if value.shape == before.shape and differs(value, before) is not None:
                 put_back(value, before)

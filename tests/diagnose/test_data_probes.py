@@ -434,6 +434,20 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         yield from ({"x": a, "y": b, "name": "a word"} for a, b in zip(x, y, strict=True))
 
 
+class Scalars(Healthy):
+    """Each sample is two numbers without dimensions, and a word of its own length."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y, _ = batch
+        return F.mse_loss(self(x[:, None].expand(-1, 8))[:, 0], y)
+
+
+def test_samples_of_single_numbers_are_examined() -> None:
+    words = [torch.randint(5, (16, 3 + k), generator=torch.Generator().manual_seed(k)) for k in range(20)]
+    batches = [(random(16, seed=k), random(16, seed=50 + k), word) for k, word in enumerate(words)]
+    assert found(Scalars(), *PROBES, data=(batches, batches[:7])).keys() <= {"val_is_train"}
+
+
 def test_odd_data_are_left_alone() -> None:
     x, y = numbers()
     batches = [{"x": a, "y": b, "name": ["a word"] * 16} for a, b in zip(x.split(16), y.split(16), strict=True)]

@@ -30,8 +30,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
         getattr(patient.train, "sampler", None), "replacement", False
     )
     whole = all(not x.is_floating_point() for x in patient.samples[0])
-    usual = 0.8 if draws_again else 0.6 if whole else 0.3 if _is_rich(patient, len(counts)) else 0.9
-    if len(train) >= 16 and repeated > usual:
+    usual = 0.8 if draws_again else 0.6 if whole else 0.3
+    if len(train) >= 16 and repeated > usual and (whole or repeated > 0.9 or _is_rich(patient, len(counts))):
         top = max(counts.values())
         yield Finding(
             "duplicates",

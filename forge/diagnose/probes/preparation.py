@@ -126,8 +126,7 @@ def _lookups(patient: Patient) -> list[tuple[str, int, Tensor]]:
     for path, module in task.named_modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(note(path, module.num_embeddings))
-    with torch.no_grad():
-        patient.run(task, patient.batches[0])
+    patient.run(task, patient.batches[0])
     return found
 
 

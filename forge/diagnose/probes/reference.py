@@ -12,9 +12,11 @@ from torch import Tensor
 from forge.diagnose.patient import Patient
 from forge.diagnose.probes.data import Sample, is_target
 
-MOST_COLUMNS = 512
+MOST_COLUMNS = 256
 """Columns of each tensor that a simple model gets."""
-MOST_ROWS = 1500
+WORDS = 512
+"""Different words that are counted; more share a count."""
+MOST_ROWS = 1000
 MOST_CLASSES = 100
 NEIGHBOURS = 10
 
@@ -37,7 +39,9 @@ def table(patient: Patient, samples: list[Sample]) -> Table | None:
     """Make a table of samples; None where they have no target of one number."""
     samples = samples[:MOST_ROWS]
     place = patient.label_position if patient.class_loss is not None else _number_position(patient)
-    if place is None or not samples or any(len(sample) != len(patient.samples[0]) for sample in samples):
+    if place is None or not samples or place >= len(patient.samples[0]):
+        return None
+    if any(len(sample) != len(patient.samples[0]) for sample in samples):
         return None
     y = [sample[place] for sample in samples]
     inputs = [_columns([s[other] for s in samples]) for other in range(len(samples[0])) if other != place]
@@ -46,9 +50,8 @@ def table(patient: Patient, samples: list[Sample]) -> Table | None:
         return None
     x, target = torch.cat(found, 1), torch.stack([value.flatten() for value in y])
     has_classes = patient.class_loss is not None
-    if not bool(x.isfinite().all()) or (has_classes and not bool(((target >= 0) & (target < MOST_CLASSES)).all())):
-        return None
-    return Table(x, _one_hot(target) if has_classes else target.float(), has_classes)
+    y = _one_hot(target, _classes(patient)) if has_classes else target.float()
+    return Table(x, y, has_classes) if y is not None and bool(x.isfinite().all()) else None
 
 
 def _number_position(patient: Patient) -> int | None:
@@ -58,8 +61,17 @@ def _number_position(patient: Patient) -> int | None:
     return places[0] if places else None
 
 
-def _one_hot(labels: Tensor) -> Tensor:
-    return F.one_hot(labels.flatten().long(), MOST_CLASSES).float()
+def _classes(patient: Patient) -> int:
+    """The number of classes in both splits."""
+    found = [patient.labels_of(samples) for samples in (patient.samples, patient.val_samples)]
+    return max((int(labels.max()) + 1 for labels in found if labels is not None), default=0)
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor | None:
+    """One column per class; None if there are too many, or labels that are none."""
+    labels = labels.flatten().long()
+    is_right = classes <= MOST_CLASSES and int(labels.min()) >= 0 and int(labels.max()) < classes
+    return F.one_hot(labels, classes).float() if is_right else None
 
 
 def _columns(rows: list[Tensor]) -> Tensor | None:
@@ -67,12 +79,14 @@ def _columns(rows: list[Tensor]) -> Tensor | None:
     if rows[0].is_floating_point():
         if len({row.shape for row in rows}) > 1:
             return None
-        flat = torch.stack(rows).flatten(1).float()
+        if not rows[0].numel():
+            return None
+        flat = torch.stack(rows).reshape(len(rows), -1).float()
         return flat[:, :: -(-flat.shape[1] // MOST_COLUMNS)]
     if rows[0].is_complex() or any(row.ndim > 1 for row in rows):
         return None
-    words = [row.flatten().long() % MOST_COLUMNS for row in rows]
-    return torch.stack([torch.bincount(row, minlength=MOST_COLUMNS) for row in words]).float()
+    words = [row.flatten().long() % WORDS for row in rows]
+    return torch.stack([torch.bincount(row, minlength=WORDS) for row in words]).float()
 
 
 def ridge(x: Tensor, y: Tensor, asked: Tensor) -> Tensor:

@@ -86,10 +86,11 @@ def changed(patient: Patient) -> Iterator[Finding]:
         held = _stores(arrays(loader), len(whole(dataset)))
         before = {path: copied(value) for path, value in held.items()}
         try:
-            touched = [_touched(dataset, i, held) for i in (0, len(dataset) // 2, len(dataset) - 1)]
+            touched = _touched(dataset, (0, len(dataset) // 2, len(dataset) - 1), held)
         finally:
             for path, value in held.items():
-                put_back(value, before[path])
+                if differs(value, before[path]) is not None:
+                    put_back(value, before[path])
         for store in touched[0]:
             rows = [places.get(store, []) for places in touched]
             if all(len(places) == 1 for places in rows) and len({places[0] for places in rows}) == 3:
@@ -119,34 +120,35 @@ def _list_of(path: str) -> tuple[str, int]:
     return (match.group(1), int(match.group(2))) if match else (path, -1)
 
 
-def _touched(dataset: Any, index: int, held: dict[str, Array]) -> dict[str, list[int]]:
-    """The rows, by store, that the second reading of a sample changes. The first may fill a cache."""
-    dataset[index]
+def _touched(dataset: Any, indices: tuple[int, ...], held: dict[str, Array]) -> list[dict[str, list[int]]]:
+    """The rows, by store, that the second reading of each sample changes. The first may fill a cache."""
+    for index in indices:
+        dataset[index]
     before = {path: copied(value) for path, value in held.items()}
-    dataset[index]
-    found: dict[str, list[int]] = {}
-    for path, value in held.items():
-        changes = differs(value, before[path])
-        if bool(changes.any()):
-            store, place = _list_of(path)
-            rows = changes.flatten(1).any(1).nonzero().flatten().tolist() if place < 0 else [place]
-            found.setdefault(store, []).extend(rows)
+    found: list[dict[str, list[int]]] = []
+    for index in indices:
+        dataset[index]
+        found.append({})
+        for path, value in held.items():
+            changes = differs(value, before[path])
+            if changes is not None:
+                store, place = _list_of(path)
+                rows = changes.flatten(1).any(1).nonzero().flatten().tolist() if place < 0 else [place]
+                earlier = {row for places in found[:-1] for row in places.get(store, [])}
+                found[-1].setdefault(store, []).extend(row for row in rows if row not in earlier)
     return found
 
 
 def reseeded(patient: Patient) -> Iterator[Finding]:
     """Random numbers that begin anew, with one seed, in each step or whenever a sample is read."""
-    task = patient.clone()
-    actions: dict[str, Callable[[int], Any]] = {
-        "training_step": lambda k: patient.run(task, patient.batches[0], seed=k)
-    }
+    task, batch = patient.clone(), patient.batches[0]
+    actions: dict[str, Callable[[int], Any]] = {"training_step": lambda k: patient.run(task, batch, seed=k)}
     if count_of(patient.train) > 1:
         actions["reading a sample"] = lambda k: read(patient.train, k, seed=k)
     for what, act in actions.items():
         states: list[dict[str, Any]] = []
         for seed in range(2):
-            with torch.no_grad():
-                act(seed)
+            act(seed)
             states.append(_generator_states())
         same = [name for name, state in states[0].items() if state == states[1][name]]
         if same:
@@ -214,7 +216,7 @@ def _is_equal(x: Tensor, y: Tensor) -> bool:
 
 def _turns_in_step(patient: Patient) -> set[str]:
     """How a training step turns pictures."""
-    with torch.no_grad(), TurnWatch() as watch:
+    with TurnWatch() as watch:
         for seed in range(4):
             patient.run(patient.clone(), patient.batches[0], seed=SEED + seed)
     return watch.turns

@@ -162,8 +162,7 @@ def normalised_samples(patient: Patient) -> Iterator[Finding]:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             module.register_forward_pre_hook(note(path))
     for batch in patient.batches[:3]:
-        with torch.no_grad():
-            patient.run(task, batch)
+        patient.run(task, batch)
     few = {path: calls for path, calls in seen.items() if all(_is_few(*call) for call in calls)}
     if few and len(patient.batches) > 1:
         path = min(few, key=lambda name: few[name][0][1])
