@@ -53,6 +53,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "scales of the data": data.scales,
     "train against val": data.splits,
     "windows in both splits": splits.overlaps,
+    "near copies in both splits": splits.near_copies,
     "targets of train and val": splits.agreement,
     "rows and their labels": splits.shifted,
     "class labels": data.labels,

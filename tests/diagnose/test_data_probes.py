@@ -87,6 +87,21 @@ def test_a_series_that_repeats_itself_may_be_split() -> None:
     assert found(Regression(16), splits.overlaps, data=split(x, y, order)) == {}
 
 
+@pytest.mark.parametrize(("before", "names"), [(True, {"leakage"}), (False, set())])
+def test_samples_that_are_augmented_before_the_split(before: bool, names: set[str]) -> None:
+    x, y = numbers(300)
+    again = torch.arange(300).repeat_interleave(3)
+    x, y = x[again] + 0.03 * random(900, 8, seed=4), y[again]
+    order = torch.randperm(900, generator=torch.Generator().manual_seed(0)) if before else torch.arange(900)
+    assert set(found(Healthy(), splits.near_copies, data=split(x, y, order, 150))) == names
+
+
+def test_points_of_a_curve_are_no_copies() -> None:
+    t = torch.rand(900, 1, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([(k * t).sin() for k in range(1, 9)], 1)
+    assert found(Regression(), splits.near_copies, data=split(x, t.flatten(), torch.arange(900), 150)) == {}
+
+
 def wrong_names(y: Tensor) -> Tensor:
     return (y + 1) % 4
 
@@ -413,7 +428,8 @@ def test_batch_norm_of_one_sample(batch: int, names: set[str]) -> None:
 
 
 PROBES = (
-    *(data.copies, splits.overlaps, splits.agreement, splits.shifted, serving.noise, serving.changed),
+    *(data.copies, splits.overlaps, splits.near_copies, splits.agreement, splits.shifted),
+    *(serving.noise, serving.changed),
     *(serving.turned, serving.reseeded),
     *(preparation.filled, preparation.ids, start.normalised_samples),
 )

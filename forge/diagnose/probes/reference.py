@@ -35,9 +35,9 @@ class Table:
         return len(self.x)
 
 
-def table(patient: Patient, samples: list[Sample]) -> Table | None:
+def table(patient: Patient, samples: list[Sample], most: int = MOST_ROWS) -> Table | None:
     """Make a table of samples; None where they have no target of one number."""
-    samples = samples[:MOST_ROWS]
+    samples = samples[:most]
     place = patient.label_position if patient.class_loss is not None else _number_position(patient)
     if place is None or not samples or place >= len(patient.samples[0]):
         return None

@@ -17,6 +17,10 @@ from forge.diagnose.stored import in_order, is_fixed
 STEPS = 8
 """Steps of a stretch of a series that is looked up."""
 MOST_LENGTH = 2000
+COPIES = 4
+"""Near copies of one sample that are looked for."""
+NEAR = 0.25
+"""How near copies are, against the next sample. By chance a third of the points of a curve are, and fewer elsewhere."""
 ALIKE = 0.75
 """The accuracy up to which a simple model cannot tell the splits apart; 0.5 is chance."""
 
@@ -100,6 +104,33 @@ def _share_found(keys: Tensor, among: Tensor) -> float:
     place = torch.searchsorted(wanted, among.contiguous()).clamp_max(len(wanted) - 1)
     found = wanted[place[(wanted[place] == among) & (among != 0)].unique()]
     return float(torch.isin(keys, found).float().mean())
+
+
+def near_copies(patient: Patient) -> Iterator[Finding]:
+    """Samples of val that nearly are samples of train with the same target: augmented before the split."""
+    train, val = table(patient, patient.samples, 3000), table(patient, patient.val_samples)
+    if train is None or val is None or len(train) < 100 or len(val) < 30 or train.x.shape[1] != val.x.shape[1]:
+        return
+    if train.has_classes and float(train.y.sum(0)[train.y.sum(0) > 0].median()) < 12:  # few samples of one person each
+        return
+    continuous = torch.tensor([len(column.unique()) > 0.9 * len(train) for column in train.x.T])
+    if int(continuous.sum()) < 4:
+        return
+    scale = continuous / train.x.std(0).clamp_min(1e-6)
+    near = torch.cdist(val.x * scale, train.x * scale).topk(COPIES + 1, largest=False)
+    steps = near.values[:, :-1] / near.values[:, 1:].clamp_min(1e-9)
+    has_target = (train.y[near.indices[:, 0]] == val.y).all(1)
+    is_copy = (steps < NEAR).any(1) & (near.values[:, 0] > 1e-4 * near.values[:, -1]) & has_target
+    share = float(is_copy.float().mean())
+    if share > 0.5:
+        yield Finding(
+            "leakage",
+            f"{share:.0%} of {len(val)} validation samples nearly are training samples with the same target: 1 to "
+            f"{COPIES} of those are {1 / NEAR:.0f} times as near as the next.",
+            "val",
+            {"share": share, "samples": len(val)},
+            cure="Split before augmenting, and by groups where samples belong together.",
+        )
 
 
 def agreement(patient: Patient) -> Iterator[Finding]:
