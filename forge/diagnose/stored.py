@@ -118,10 +118,10 @@ def copied(value: Array) -> Array:
 
 def differs(value: Array, before: Array) -> Tensor | None:
     """Where an array differs from what it was, as an array of truth values; None where all is as it was."""
-    now, then = (torch.as_tensor(x).detach() for x in (value, before))
-    if torch.equal(now, then):
+    is_equal = torch.equal if isinstance(value, Tensor) else np.array_equal
+    if is_equal(value, before):  # pyright: ignore[reportArgumentType]
         return None
-    changes = (now != then) & ~((now != now) & (then != then))
+    changes = torch.as_tensor((value != before) & ~((value != value) & (before != before)))  # pyright: ignore[reportOperatorIssue]
     return changes if bool(changes.any()) else None
 
 
@@ -146,5 +146,8 @@ def kept(*loaders: Any) -> Iterator[None]:
         yield
     finally:
         for value, before in held:
-            if value.shape == before.shape and differs(value, before) is not None:
-                put_back(value, before)
+            try:
+                if value.shape == before.shape and differs(value, before) is not None:
+                    put_back(value, before)
+            except Exception:  # of a kind that cannot be compared, or not be written
+                continue
