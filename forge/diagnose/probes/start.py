@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, Redu
 from torch.overrides import TorchFunctionMode
 
 from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, tensors
@@ -164,7 +165,8 @@ def normalised_samples(patient: Patient) -> Iterator[Finding]:
     for batch in patient.batches[:3]:
         patient.run(task, batch)
     few = {path: calls for path, calls in seen.items() if all(_is_few(*call) for call in calls)}
-    if few and len(patient.batches) > 1:
+    sizes = {batch_size(batch) for batch in patient.batches[:3]}
+    if few and len(patient.batches) > 1 and max(size or 4 for size in sizes) < 4:
         path = min(few, key=lambda name: few[name][0][1])
         rows, values = few[path][0]
         yield Finding(
