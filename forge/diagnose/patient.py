@@ -87,6 +87,12 @@ class Patient:
                 self.ratios.setdefault(name, []).append(moved / size)
 
     @property
+    def loaders(self) -> dict[str, Any]:
+        """The loaders of train and of val, the first of several."""
+        val = next(iter(self.val.values()), None) if isinstance(self.val, Mapping) else self.val
+        return {"train": self.train, "val": val}
+
+    @property
     def device(self) -> torch.device:
         return self.trainer.env.device
 
@@ -137,10 +143,14 @@ class Patient:
     @cached_property
     def labels(self) -> Tensor | None:
         """Class labels of all samples in order, where each has one and the loss is one of classes."""
+        return self.labels_of(self.samples)
+
+    def labels_of(self, samples: list[tuple[Tensor, ...]]) -> Tensor | None:
+        """Class labels of some samples, where each has one and the loss is one of classes."""
         place = self.label_position
-        if place is None or not self.samples:
+        if place is None or not samples or any(len(sample) <= place for sample in samples):
             return None
-        found = [sample[place] for sample in self.samples]
+        found = [sample[place] for sample in samples]
         return torch.stack(found).flatten().long().cpu() if all(x.numel() == 1 for x in found) else None
 
     @cached_property

@@ -25,7 +25,8 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import Patient, copied, first, loss_of, no_trace, rows
-from forge.diagnose.probes import data, graph, independence, losses, motion, start
+from forge.diagnose.probes import data, graph, independence, losses, motion, preparation, serving, splits, start
+from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.optim.optimizers import Optimizers
@@ -49,14 +50,25 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "copies of samples": data.copies,
     "scales of the data": data.scales,
     "train against val": data.splits,
+    "windows in both splits": splits.overlaps,
+    "near copies in both splits": splits.near_copies,
+    "targets of train and val": splits.agreement,
+    "rows and their labels": splits.shifted,
     "class labels": data.labels,
     "order of samples": data.order,
     "samples that are left out": data.dropped,
     "labels among the features": data.giveaways,
     "seeds of the data": data.generator,
+    "noise of the samples": serving.noise,
+    "reading a sample again": serving.changed,
+    "seeds while training": serving.reseeded,
+    "turned pictures": serving.turned,
+    "values that were filled in": preparation.filled,
+    "ids of embeddings": preparation.ids,
     "first loss": start.first_loss,
     "activations": start.activations,
     "layers": start.layers,
+    "samples of batch normalisation": start.normalised_samples,
     "options of the optimizer": start.optimizer,
     "schedule, rehearsed": start.schedules,
     "names of methods": start.methods,
@@ -147,7 +159,7 @@ def doctor(
     if not {"max_epochs", "max_updates"} & {key for key in settings if settings[key]}:
         settings["max_epochs"] = 10
     device = torch.device("cpu")
-    with no_trace(device):
+    with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild)
         _run(examination, _copy(task), train, plugins, settings, report)
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):

@@ -60,11 +60,13 @@ def splits() -> tuple[DataLoader[Any], DataLoader[Any]]:
     return loader(*numbers()), loader(*numbers(48, seed=5), shuffle=False)
 
 
-def found(task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0) -> dict[str, Finding]:
+def found(
+    task: forge.TaskModule, *probes: Probe, data: Any = None, after: int = 0, rebuild: Any = None
+) -> dict[str, Finding]:
     """What probes find, by name; those run after `after` updates where it is not 0."""
     train, val = data or splits()
     report = DoctorReport()
-    examination = Examination(report, train, val, lambda what: None, None)
+    examination = Examination(report, train, val, lambda what: None, rebuild)
     chosen = {probe.__name__: probe for probe in probes}
     examination.first_probes, examination.last_probes = ({}, chosen) if after else (chosen, {})
     examination.updates = after or 1

@@ -30,7 +30,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
         getattr(patient.train, "sampler", None), "replacement", False
     )
     whole = all(not x.is_floating_point() for x in patient.samples[0])
-    if len(train) >= 16 and repeated > (0.8 if draws_again else 0.6 if whole else 0.3):
+    usual = 0.8 if draws_again else 0.6 if whole else 0.3
+    if len(train) >= 16 and repeated > usual and (whole or repeated > 0.9 or _is_rich(patient, len(counts))):
         top = max(counts.values())
         yield Finding(
             "duplicates",
@@ -42,7 +43,10 @@ def copies(patient: Patient) -> Iterator[Finding]:
         )
     both = sum(1 for key in val if key in counts)
     shared = both / len(val) if val else 0.0
-    if both < 3 or len(counts) <= 4 or shared < 3 * again + 0.02:
+    if both < 3 or len(counts) <= 4:
+        return
+    if shared < 3 * again + 0.02:
+        yield from _copies_of_a_class(patient, val, counts)
         return
     yield Finding(
         "val_is_train" if shared > 0.5 else "leakage",
@@ -50,6 +54,39 @@ def copies(patient: Patient) -> Iterator[Finding]:
         "val",
         {"share": shared, "samples": both},
     )
+
+
+def _copies_of_a_class(patient: Patient, val: list[bytes], train: Counter[bytes]) -> Iterator[Finding]:
+    """A class that was multiplied before the split: its samples are in both splits, those of the others are not."""
+    labels = patient.labels_of(patient.val_samples)
+    if labels is None or len(labels) != len(val):
+        return
+    is_copy = torch.tensor([key in train for key in val])
+    different = len({key for key in val if key in train})
+    shares = {int(c): float(is_copy[labels == c].float().mean()) for c in labels.unique() if (labels == c).sum() >= 10}
+    if len(shares) < 2 or different < 5 or not _is_rich(patient, len(train)):
+        return
+    most, least = max(shares, key=lambda c: shares[c]), min(shares, key=lambda c: shares[c])
+    if shares[most] >= 0.5 and shares[least] <= 0.05:
+        yield Finding(
+            "leakage",
+            f"{shares[most]:.0%} of the validation samples of class {most} are training samples, and "
+            f"{shares[least]:.0%} of class {least}: the class was multiplied before the split.",
+            "val",
+            {"shares": shares, "different": different},
+        )
+
+
+def _is_rich(patient: Patient, different: int) -> bool:
+    """Whether samples do not repeat by chance: a column with a value for each of them, or many columns that vary."""
+    for x in stacked(patient, patient.samples).values():
+        if not x.is_floating_point() or not x[0].numel():
+            continue
+        columns = x.flatten(1)[:, :64]
+        values = torch.tensor([len(column.unique()) for column in columns.T])
+        if int(values.max()) >= 0.5 * different or int((values > 1).sum()) >= 32:
+            return True
+    return not stacked(patient, patient.samples)
 
 
 def _hashes(samples: list[Sample]) -> list[bytes]:
@@ -64,8 +101,8 @@ def _bytes(x: Tensor) -> bytes:
 
 def scales(patient: Patient) -> Iterator[Finding]:
     """The values of inputs and targets."""
-    for place, x in _stacked(patient, patient.samples).items():
-        if _is_target(patient, place) or not x.is_floating_point() or x.ndim < 2:
+    for place, x in stacked(patient, patient.samples).items():
+        if is_target(patient, place) or not x.is_floating_point() or x.ndim < 2:
             continue
         x = x.float()
         deviation, centre = float(x.std()), float(x.mean())
@@ -139,7 +176,7 @@ def _normalises(patient: Patient) -> bool:
     return "Norm" in first
 
 
-def _stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
+def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
     """Samples by place, where all have one shape."""
     found: dict[int, Tensor] = {}
     for place in range(len(samples[0]) if samples else 0):
@@ -149,7 +186,7 @@ def _stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
     return found
 
 
-def _is_target(patient: Patient, place: int) -> bool:
+def is_target(patient: Patient, place: int) -> bool:
     """Whether a tensor of a sample is the target of a loss."""
     from forge.diagnose.patient import tensors
 
@@ -167,13 +204,13 @@ def splits(patient: Patient) -> Iterator[Finding]:
     """Inputs of val against those of train."""
     if not patient.val_samples:
         return
-    train, val = _stacked(patient, patient.samples), _stacked(patient, patient.val_samples)
+    train, val = stacked(patient, patient.samples), stacked(patient, patient.val_samples)
     for place, x in train.items():
         y = val.get(place)
         if y is None or not x.is_floating_point() or x.shape[1:] != y.shape[1:] or len(y) < 20:
             continue
-        is_target = _is_target(patient, place)
-        if x.ndim < 2 and not is_target:
+        as_target = is_target(patient, place)
+        if x.ndim < 2 and not as_target:
             continue
         x, y = (z.float().flatten(2).mean(2) if z.ndim > 2 else z.float() for z in (x, y))
         spread = x.std(0).clamp_min(1e-6)
@@ -181,11 +218,11 @@ def splits(patient: Patient) -> Iterator[Finding]:
         shift = float(((x.mean(0) - y.mean(0)).abs() / spread).mean())
         certain = bool(((x.mean(0) - y.mean(0)).abs() > 8 * error).float().mean() > 0.5)
         factor = float((y.std(0).clamp_min(1e-6) / spread).log().mean().exp())
-        most = 4.0 if is_target else 2.0
+        most = 4.0 if as_target else 2.0
         if (certain and shift > most / 4) or not 1 / most <= factor <= most:
             yield Finding(
                 "split_statistics",
-                f"{'Targets' if is_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
+                f"{'Targets' if as_target else 'Inputs'} of val differ from those of train: means by {shift:.2g} "
                 f"deviations, deviations by a factor of {factor:.3g}.",
                 "val",
                 {"shift": shift, "factor": factor},
@@ -244,8 +281,8 @@ def order(patient: Patient) -> Iterator[Finding]:
     """Regression targets that come sorted."""
     if patient.labels is not None:
         return
-    for place, y in _stacked(patient, patient.samples).items():
-        if _is_target(patient, place) and y.is_floating_point() and y[0].numel() == 1 and len(y) > 60:
+    for place, y in stacked(patient, patient.samples).items():
+        if is_target(patient, place) and y.is_floating_point() and y[0].numel() == 1 and len(y) > 60:
             steps = y.flatten()[1:] - y.flatten()[:-1]
             if len(y.unique()) > 20 and bool(
                 ((steps >= 0).float().mean() > 0.97) | ((steps <= 0).float().mean() > 0.97)
@@ -278,10 +315,10 @@ def dropped(patient: Patient) -> Iterator[Finding]:
 
 def giveaways(patient: Patient) -> Iterator[Finding]:
     """A column of the inputs that is the label."""
-    stacked = _stacked(patient, patient.samples)
-    targets = [y for place, y in stacked.items() if _is_target(patient, place) and y[0].numel() == 1]
-    for place, x in stacked.items():
-        if x.ndim != 2 or not x.is_floating_point() or _is_target(patient, place) or len(x) < 60 or not targets:
+    columns_by_place = stacked(patient, patient.samples)
+    targets = [y for place, y in columns_by_place.items() if is_target(patient, place) and y[0].numel() == 1]
+    for place, x in columns_by_place.items():
+        if x.ndim != 2 or not x.is_floating_point() or is_target(patient, place) or len(x) < 60 or not targets:
             continue
         y = targets[0].flatten().float()
         if float(y.std()) == 0:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge.contract.run import Run
 from forge.contract.task import TaskModule
+from forge.data.windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, tensors
@@ -25,6 +26,8 @@ from forge.diagnose.watch import where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000
 """Steps of a schedule that are rehearsed; a shorter run is a trial."""
+ONE_SAMPLES_VALUES = 256
+"""Values per channel that batch normalisation of one sample needs."""
 
 
 def first_loss(patient: Patient) -> Iterator[Finding]:
@@ -148,6 +151,41 @@ def _is_fixed(norm: nn.modules.batchnorm._BatchNorm) -> bool:
     momentum = norm.momentum
     trains = norm.track_running_stats and any(p.requires_grad for p in norm.parameters())
     return trains and momentum is not None and (momentum < 2e-4 or momentum >= 1)
+
+
+def normalised_samples(patient: Patient) -> Iterator[Finding]:
+    """Batch normalisation over so few values that its statistics are those of single samples."""
+    seen: dict[str, list[tuple[int, int]]] = {}
+    task = patient.clone()
+
+    def note(path: str) -> Any:
+        def noted(module: nn.Module, args: Any) -> None:
+            if module.training:
+                seen.setdefault(path, []).append((len(args[0]), args[0].numel() // max(1, args[0].shape[1])))
+
+        return noted
+
+    for path, module in task.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            module.register_forward_pre_hook(note(path))
+    for batch in patient.batches[:3]:
+        patient.run(task, batch)
+    few = {path: calls for path, calls in seen.items() if all(_is_few(*call) for call in calls)}
+    sizes = {batch_size(batch) for batch in patient.batches[:3]}
+    if few and len(patient.batches) > 1 and max(size or 4 for size in sizes) < 4:
+        path = min(few, key=lambda name: few[name][0][1])
+        rows, values = few[path][0]
+        yield Finding(
+            "batch_norm_small_batch",
+            f"{path} normalises batches of {rows} sample{'s' * (rows > 1)}, {values} values per channel: evaluation, "
+            "which uses averages over many batches, computes something else.",
+            path,
+            {"samples": rows, "values": values, "layers": len(few)},
+        )
+
+
+def _is_few(rows: int, values: int) -> bool:
+    return (rows == 1 and values < ONE_SAMPLES_VALUES) or values < 4
 
 
 def linear(patient: Patient) -> Iterator[Finding]:
