@@ -79,6 +79,11 @@ FINDINGS = {
         "warning",
         "Weigh rare classes more: total / (classes * counts); pos_weight: negatives / positives.",
     ),
+    "loss_misaligned": (
+        "warning",
+        "Look at signs, masks and both sides of the loss: its minimum must be at the target.",
+    ),
+    "metric_wrong": ("warning", "Compute it on a prediction that is known to be right, and mend it until it is 1."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # independence
     "batch_dependence": (

@@ -56,6 +56,8 @@ class Patient:
     "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)
     "Losses of updates on one batch."
+    supervised: dict[int, Any] = field(default_factory=dict)
+    "The prediction and the target of a batch, where there is one of each, by the batch's id."
 
     @property
     def shrinks(self) -> bool:

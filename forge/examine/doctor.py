@@ -26,7 +26,7 @@ from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import Patient, first, loss_of, no_trace, parameters, tensors
-from forge.diagnose.probes import data, graph, independence, losses, motion, start
+from forge.diagnose.probes import alignment, data, graph, independence, losses, motion, optimum, start
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.optim.optimizers import Optimizers
@@ -43,6 +43,11 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "weights of classes": losses.weights,
     "reduction of the loss": losses.reduction,
     "padding in the loss": losses.padding,
+    "where the loss leads": alignment.loss,
+    "spreads beside a mean": optimum.spread,
+    "quantiles": optimum.quantiles,
+    "penalties": optimum.penalties,
+    "metrics of a perfect prediction": alignment.metrics,
     "independence of samples": independence.samples,
     "order of time": independence.future,
     "padding in the model": independence.padded,
