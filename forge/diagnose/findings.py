@@ -84,6 +84,11 @@ FINDINGS = {
         "Look at signs, masks and both sides of the loss: its minimum must be at the target.",
     ),
     "metric_wrong": ("warning", "Compute it on a prediction that is known to be right, and mend it until it is 1."),
+    "label_smoothing": ("warning", "Smooth by 0.05 to 0.2: it is what the right class loses, not what it keeps."),
+    "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
+    "contrastive_labels": ("warning", "Give row i the label i: torch.arange(len(scores))."),
+    "triplet_order": ("warning", "Pass anchor, positive and negative in this order."),
+    "bounded_logits": ("warning", "Divide by the temperature, or multiply by a scale of 10 to 100, or a learnt one."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # independence
     "batch_dependence": (

@@ -26,7 +26,7 @@ from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import Patient, first, loss_of, no_trace, parameters, tensors
-from forge.diagnose.probes import alignment, data, graph, independence, losses, motion, optimum, start
+from forge.diagnose.probes import alignment, criteria, data, graph, independence, losses, motion, optimum, start
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.optim.optimizers import Optimizers
@@ -43,6 +43,12 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "weights of classes": losses.weights,
     "reduction of the loss": losses.reduction,
     "padding in the loss": losses.padding,
+    "options of losses": criteria.options,
+    "labels of pairs": criteria.contrast,
+    "order of triplets": criteria.triplets,
+    "bounds of scores": criteria.bounds,
+    "padding in regression": criteria.padded_numbers,
+    "bootstrapped targets": criteria.bootstrap,
     "where the loss leads": alignment.loss,
     "spreads beside a mean": optimum.spread,
     "quantiles": optimum.quantiles,
