@@ -63,6 +63,9 @@ FINDINGS = {
         "Remove .eval(), or an overridden train(): dropout and batch statistics are off while it trains.",
     ),
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
+    "gradient_hook": ("warning", "Look at what the hook multiplies by, or clamps to; freeze by requires_grad_(False)."),
+    "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
+    "gradients_left": ("warning", "Clear all gradients in zero_grad, or leave it to torch's."),
     "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
     # losses and their inputs
     "activation_before_loss": ("error", "Pass raw logits: the loss applies its own softmax or sigmoid."),

@@ -56,6 +56,8 @@ class Patient:
     "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)
     "Losses of updates on one batch."
+    hooks: dict[str, list[Any]] = field(default_factory=dict)
+    "Functions that are hooked to the gradients of parameters, by name: copies of a task have none."
     supervised: dict[int, Any] = field(default_factory=dict)
     "The prediction and the target of a batch, where there is one of each, by the batch's id."
 
@@ -200,3 +202,8 @@ def named(names: Sequence[str], most: int = 4) -> str:
 
 def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in task.named_parameters() if p.requires_grad}
+
+
+def gradient_hooks(task: nn.Module) -> dict[str, list[Any]]:
+    """The functions that are hooked to the gradients of parameters, by name."""
+    return {name: list(p._backward_hooks.values()) for name, p in task.named_parameters() if p._backward_hooks}

@@ -83,6 +83,8 @@ class StepWatch(TorchFunctionMode):
         self.oddities: list[Oddity] = []
         self.terms: list[tuple[float, str]] = []
         "Scalars with a gradient that are added up, with their lines."
+        self.added: list[tuple[Tensor, str]] = []
+        "These scalars themselves, with their lines."
         self.subtracted: list[tuple[Tensor, str]] = []
         "Scalars with a gradient that are subtracted from another, with their lines."
         self.differences: list[tuple[Tensor, Tensor, str]] = []
@@ -125,6 +127,7 @@ class StepWatch(TorchFunctionMode):
         if not a.ndim and not b.ndim:
             if "add" in name and (a.requires_grad or b.requires_grad):
                 self.terms += [(float(x.detach()), where()) for x in (a, b) if x.requires_grad]
+                self.added += [(x, where()) for x in (a, b) if x.requires_grad]
             elif name in ("sub", "__sub__") and a.requires_grad and b.requires_grad:
                 self.subtracted.append((b, where()))
             return

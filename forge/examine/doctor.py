@@ -25,8 +25,19 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.data.windows import batch_size
 from forge.diagnose.findings import LEVELS, Finding
-from forge.diagnose.patient import Patient, first, loss_of, no_trace, parameters, tensors
-from forge.diagnose.probes import alignment, criteria, data, graph, independence, losses, motion, optimum, start
+from forge.diagnose.patient import Patient, first, gradient_hooks, loss_of, no_trace, parameters, tensors
+from forge.diagnose.probes import (
+    alignment,
+    criteria,
+    data,
+    gradients,
+    graph,
+    independence,
+    losses,
+    motion,
+    optimum,
+    start,
+)
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
 from forge.optim.optimizers import Optimizers
@@ -43,6 +54,12 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "weights of classes": losses.weights,
     "reduction of the loss": losses.reduction,
     "padding in the loss": losses.padding,
+    "hooks on gradients": gradients.hooks,
+    "repeated modules": gradients.repeated,
+    "gradients that are left": gradients.left_over,
+    "groups of weight decay": gradients.decay,
+    "terms of other optimizers": gradients.other_players,
+    "reversed gradients": gradients.reversals,
     "options of losses": criteria.options,
     "labels of pairs": criteria.contrast,
     "order of triplets": criteria.triplets,
@@ -78,6 +95,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "inputs are read, after updates": independence.reads_its_input,
+    "clamps": gradients.clamps,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
     "size of updates": motion.rates,
@@ -162,6 +180,7 @@ def doctor(
     device = torch.device("cpu")
     with no_trace(device):
         examination = Examination(report, train, val, tell, rebuild)
+        examination.hooks = gradient_hooks(task)
         _run(examination, _copy(task), train, plugins, settings, report)
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
@@ -217,6 +236,8 @@ class Examination(Plugin):
         self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.patient: Patient | None = None
+        self.hooks: dict[str, list[Any]] = {}
+        "Of the parameters of the user's own task; a copy has none."
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
         self._graphs: set[int] = set()
@@ -226,6 +247,7 @@ class Examination(Plugin):
         self._hidden = fingerprint_hidden(trainer)
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
+        self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
         self._keep_weights()

@@ -184,9 +184,9 @@ def _largest(patient: Patient, scale: float) -> float | None:
     with torch.no_grad():
         for p in task.parameters():
             p.mul_(scale)
-        watch = StepWatch(batch_size(patient.batches[0]))
-        with watch:
-            patient.run(task, patient.batches[0])
+    watch = StepWatch(batch_size(patient.batches[0]))
+    with watch:
+        patient.run(task, patient.batches[0])
     scores = next((call.input for call in watch.losses if call.name == "cross_entropy"), None)
     if not isinstance(scores, Tensor) or not bool(torch.isfinite(scores).all()):
         return None
