@@ -99,12 +99,15 @@ FINDINGS = {
         "Keep samples apart: look for view or reshape across the batch, a missing batch_first, statistics over dim 0.",
     ),
     "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
+    "positions_ignored": ("warning", "Follow the positions through the model: some of them never reach the output."),
+    "order_ignored": ("warning", "Add an encoding of positions to the embeddings."),
     "padding_dependence": ("warning", "Pass a mask or lengths, and leave padding out of means and attention."),
     "random_evaluation": (
         "warning",
         "Use self.training: F.dropout(x, p, self.training); draw noise in training alone.",
     ),
     "input_ignored": ("error", "Follow the input through forward: it is overwritten, or multiplied by zero."),
+    "wrong_mode": ("warning", "Set mode=min for losses and errors, and mode=max for accuracies and scores."),
     "metric_by_batch": ("note", "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums."),
     # data
     "leakage": ("warning", "Split before anything else, by groups where samples belong together."),

@@ -34,8 +34,10 @@ from forge.diagnose.probes import (
     graph,
     independence,
     losses,
+    measures,
     motion,
     optimum,
+    order,
     start,
 )
 from forge.engine.trainer import Plugins, Trainer
@@ -73,6 +75,10 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "metrics of a perfect prediction": alignment.metrics,
     "independence of samples": independence.samples,
     "order of time": independence.future,
+    "order of a series": order.forecast,
+    "positions before": order.previous,
+    "positions that are read": order.positions,
+    "order of tokens": order.permuted,
     "padding in the model": independence.padded,
     "inputs are read": independence.reads_its_input,
     "evaluation twice": independence.repeated_evaluation,
@@ -89,6 +95,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "layers": start.layers,
     "options of the optimizer": start.optimizer,
     "schedule, rehearsed": start.schedules,
+    "directions of metrics": measures.modes,
     "names of methods": start.methods,
 }
 """Probes of the task as it is, in this order."""
@@ -96,6 +103,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "inputs are read, after updates": independence.reads_its_input,
     "clamps": gradients.clamps,
+    "weights of batches in metrics": measures.weights,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
     "size of updates": motion.rates,
@@ -206,6 +214,7 @@ def _run(
     """A short run of the user's own stack, with the examination in it."""
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
+        examination.plugins = list(trainer.stack)
         for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
             trainer.stack.remove(plugin.name)
         trainer.stack.add(examination)
@@ -236,6 +245,7 @@ class Examination(Plugin):
         self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.patient: Patient | None = None
+        self.plugins: list[Plugin] = []
         self.hooks: dict[str, list[Any]] = {}
         "Of the parameters of the user's own task; a copy has none."
         self._weights: dict[str, Tensor] = {}
@@ -247,6 +257,7 @@ class Examination(Plugin):
         self._hidden = fingerprint_hidden(trainer)
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
+        self.patient.plugins = self.plugins or list(trainer.stack)
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)

@@ -30,9 +30,9 @@ def samples(patient: Patient) -> Iterator[Finding]:
     task = patient.clone().eval()
     half = size // 2
     for call in networks(patient, task, batch):
-        before = _again(task, call, call.args, call.kwargs)
-        turned = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
-        worst = max((_difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
+        before = again(task, call, call.args, call.kwargs)
+        turned = again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
+        worst = max((difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
         if worst > NEAR:
             yield Finding(
                 "batch_dependence",
@@ -43,8 +43,8 @@ def samples(patient: Patient) -> Iterator[Finding]:
             )
             return
         for kept, change in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
-            after = _again(task, call, *with_rows((call.args, call.kwargs), size, change))
-            worst = max((_difference(x[kept], y[kept]) for x, y in _paired(before, after, size)), default=0.0)
+            after = again(task, call, *with_rows((call.args, call.kwargs), size, change))
+            worst = max((difference(x[kept], y[kept]) for x, y in _paired(before, after, size)), default=0.0)
             if worst > NEAR:
                 yield Finding(
                     "batch_dependence",
@@ -96,7 +96,7 @@ def _plain(output: Any) -> Any:
     return dict(output) if hasattr(output, "items") else output
 
 
-def _again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any) -> list[Tensor]:
+def again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any) -> list[Tensor]:
     seed_all(SEED)
     with torch.no_grad():
         return tensors(_plain(task.get_submodule(call.path)(*args, **kwargs)))
@@ -114,7 +114,7 @@ def _paired(before: list[Tensor], after: list[Tensor], size: int) -> list[tuple[
     ]
 
 
-def _difference(x: Tensor, y: Tensor) -> float:
+def difference(x: Tensor, y: Tensor) -> float:
     """The largest difference, in deviations."""
     if not x.numel():
         return 0.0
@@ -142,10 +142,10 @@ def future(patient: Patient) -> Iterator[Finding]:
             lambda x, given=given: _other_end(x, cut) if any(x is y for y in given) else x,
             (call.args, call.kwargs),
         )
-        before, after = _again(task, call, call.args, call.kwargs), _again(task, call, *changed)
+        before, after = again(task, call, call.args, call.kwargs), again(task, call, *changed)
         for x, y in zip(before, after, strict=True):
             if x.shape == y.shape and x.ndim == 3 and x.shape[1] >= cut and x.is_floating_point():
-                worst = _difference(x[:, :cut], y[:, :cut])
+                worst = difference(x[:, :cut], y[:, :cut])
                 if worst > NEAR:
                     yield Finding(
                         "sees_the_future",
@@ -199,7 +199,7 @@ def padded(patient: Patient) -> Iterator[Finding]:
                 (call.args, call.kwargs),
             )
             try:
-                before, after = _again(task, call, call.args, call.kwargs), _again(task, call, *longer)
+                before, after = again(task, call, call.args, call.kwargs), again(task, call, *longer)
             except Exception:  # the length is fixed
                 continue
             for x, y in zip(before, after, strict=True):
@@ -210,7 +210,7 @@ def padded(patient: Patient) -> Iterator[Finding]:
                     if x.shape[1] == ids.shape[1] and x.ndim > 2:
                         keep = ids != value
                         x, y = x[keep], y[keep]
-                    worst = _difference(x, y)
+                    worst = difference(x, y)
                     if worst > 0.02:
                         yield Finding(
                             "padding_dependence",
