@@ -135,6 +135,18 @@ def test_times_and_rates_go_apart_rightly() -> None:
     assert found(Risk(), alignment.loss, data=data(lambda x: x[:, 0])) == {}
 
 
+class Imputed(Numbers):
+    """A mask says which samples count; it is no target."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, known = batch
+        return ((self(x) - x[:, 1]).square() * known).mean()
+
+
+def test_a_mask_is_no_target() -> None:
+    assert found(Imputed(), alignment.loss, data=(sides()[0], None)) == {}
+
+
 class Policy(Numbers):
     """Actions with an advantage are made likelier or less likely."""
 
@@ -167,9 +179,12 @@ class TagsPadding(Tagger):
 
 def test_an_inverted_mask() -> None:
     x, y = torch.randn(64, 6, 8), torch.randint(4, (64, 6), generator=torch.Generator().manual_seed(0))
-    rows = loader(x, y, 2 + torch.arange(64) % 4)
+    lengths = 2 + torch.arange(64) % 4
+    prompts = loader(x, y, lengths)
+    rows = loader(x, y * (torch.arange(6) < lengths[:, None]), lengths)
     assert "mask is inverted" in found(TagsPadding(), alignment.loss, data=(rows, None))["loss_misaligned"].message
     assert found(Tagger(), alignment.loss, data=(rows, None)) == {}
+    assert found(TagsPadding(), alignment.loss, data=(prompts, None)) == {}  # lengths of prompts, not to be trained
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

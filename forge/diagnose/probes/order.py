@@ -214,6 +214,8 @@ def permuted(patient: Patient) -> Iterator[Finding]:
         ids = [x for x in wide if _is_ids(x, size)]
         if len(ids) != 1 or any(x.shape == ids[0].shape and not bool((x != x[:1]).any()) for x in wide):
             continue
+        if _repeats(ids[0]) < 0.3:  # a set has each of its items once
+            continue
         steps = ids[0].shape[1]
         watch = AttentionWatch(steps)
         with watch:
@@ -233,6 +235,13 @@ def permuted(patient: Patient) -> Iterator[Finding]:
                 {"tokens": steps},
             )
             return
+
+
+def _repeats(ids: Tensor) -> float:
+    """The share of rows in which an id, other than the most frequent one, stands twice."""
+    padding = ids.mode().values.mode().values
+    rows = [row[row != padding] for row in ids]
+    return sum(len(row.unique()) < len(row) for row in rows) / len(rows)
 
 
 def _is_like(x: Any, ids: Tensor) -> bool:
