@@ -28,7 +28,7 @@ class Strangled(Hooked):
 class FrozenByHook(Healthy):
     def __init__(self) -> None:
         super().__init__()
-        self.net[0].weight.register_hook(torch.zeros_like)
+        next(self.net.parameters()).register_hook(torch.zeros_like)
 
 
 def test_a_hook_that_leaves_next_to_nothing() -> None:

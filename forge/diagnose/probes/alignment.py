@@ -94,8 +94,8 @@ class Reading:
             return None
         x, _, shapes = best
         middle = shapes[self.leaf].middle
-        if self.kind == "classes":
-            return self._classes(x)
+        if self.classes is not None:
+            return self._classes(x, self.classes)
         if self.kind == "sides":
             return self._sides(x, middle)
         return self._numbers(x, shapes[self.leaf])
@@ -120,9 +120,9 @@ class Reading:
             )
         return None
 
-    def _classes(self, x: Tensor) -> tuple[str, dict[str, Any]] | None:
+    def _classes(self, x: Tensor, dim: int) -> tuple[str, dict[str, Any]] | None:
         """Whether the score of a label's own class ends up as the lowest."""
-        scores, y = x.movedim(self.classes, -1).flatten(0, -2), self.target.flatten()
+        scores, y = x.movedim(dim, -1).flatten(0, -2), self.target.flatten()
         keep = (y >= 0) & (y < scores.shape[1])
         scores, y = scores[keep], y[keep]
         if len(y) < 4 or len(y.unique()) < 2 or scores.shape[1] < 2:
@@ -157,18 +157,21 @@ class Reading:
         raw = self.whole.free.raw
         if raw[self.leaf].numel() != len(raw[self.leaf]):
             return None  # of several columns one may stand for the others
+        found: list[bool] = []
         for value in (0.1, 0.5, 0.9) if middle else (-3.0, 0.0, 3.0):
             given = [torch.full_like(x, value) if i == self.leaf else x for i, x in enumerate(raw)]
             size = self.whole.free.gradients(given)[self.leaf].abs().flatten()
-            silent = [side for side in (False, True) if float(size[y == side].max()) == 0]
-            if len(silent) != 1:
+            without = [side for side in (False, True) if float(size[y == side].max()) == 0]
+            if len(without) != 1:
                 return None
-        if float((best[y != silent[0]] != silent[0]).float().mean()) < 0.95:
+            found += without
+        silent = found[0]
+        if len(set(found)) > 1 or float((best[y != silent] != silent).float().mean()) < 0.95:
             return None  # a mask, not a target
-        share = float((y == silent[0]).float().mean())
+        share = float((y == silent).float().mean())
         return (
-            f"The loss does not depend on the predictions for samples with target {int(silent[0])} ({share:.0%} of "
-            f"all): predicting {int(not silent[0])} for every sample is best.",
+            f"The loss does not depend on the predictions for samples with target {int(silent)} ({share:.0%} of "
+            f"all): predicting {int(not silent)} for every sample is best.",
             {"share": share},
         )
 

@@ -82,8 +82,9 @@ class ClampWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         x = args[0] if args else None
-        is_clamp = getattr(func, "__name__", "") in CLAMPS and isinstance(x, Tensor) and isinstance(result, Tensor)
-        if is_clamp and x.requires_grad and x.shape == result.shape and x.numel() > 1:
+        if getattr(func, "__name__", "") not in CLAMPS or not isinstance(x, Tensor) or not isinstance(result, Tensor):
+            return result
+        if x.requires_grad and x.shape == result.shape and x.numel() > 1:
             (self.all if bool((x != result).all()) else self.some).add(where())
         return result
 
@@ -98,8 +99,8 @@ def clamps(patient: Patient) -> Iterator[Finding]:
                 loss = patient.loss(task, batch, name)
             loss.backward()
     lines = sorted(watch.all - watch.some)
-    matrices = {name: p for name, p in parameters(task).items() if p.ndim > 1 and p.grad is not None}
-    still = [name for name, p in matrices.items() if not bool(p.grad.any())]
+    matrices = {name: p.grad for name, p in parameters(task).items() if p.ndim > 1 and p.grad is not None}
+    still = [name for name, gradient in matrices.items() if not bool(gradient.any())]
     if lines and still and len(still) < len(matrices):
         yield Finding(
             "no_gradient",
