@@ -112,6 +112,11 @@ class Bag(Healthy):
 
 
 def test_attention_without_positions() -> None:
+    ids = torch.randint(3, 12, (400, 8), generator=torch.Generator().manual_seed(2))
+    places = torch.linspace(-1, 1, 8)
+    by_order = (((ids == 5) * places).sum(1) > ((ids == 6) * places).sum(1)).long()
+    by_counts = ((ids == 5).sum(1) > (ids == 6).sum(1)).long()
+    assert found(Log(False), order.permuted, data=(loader(ids, by_order), None))["order_ignored"].level == "warning"
+    assert found(Log(False), order.permuted, data=(loader(ids, by_counts), None))["order_ignored"].level == "note"
     data = loader(IDS, LABELS), None
-    assert "order_ignored" in found(Log(False), order.permuted, data=data)
     assert found(Log(True), order.permuted, data=data) == found(Bag(), order.permuted, data=data) == {}
