@@ -70,6 +70,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "bootstrapped targets": criteria.bootstrap,
     "where the loss leads": alignment.loss,
     "spreads beside a mean": optimum.spread,
+    "errors beside a spread": optimum.likelihood,
+    "divergence of a code": optimum.divergence,
     "quantiles": optimum.quantiles,
     "penalties": optimum.penalties,
     "metrics of a perfect prediction": alignment.metrics,

@@ -313,3 +313,81 @@ class Entropy(Rough):
 def test_a_penalty_that_is_subtracted() -> None:
     assert "loss_misaligned" in found(Rough(), optimum.penalties, data=vectors())
     assert found(Entropy(), optimum.penalties, data=vectors()) == {}
+
+
+class LikelihoodAsLoss(TwoHeads):
+    def loss(self, scores: Any, y: Tensor) -> Tensor:
+        return -super().loss(scores, y)
+
+
+def test_a_likelihood_that_is_minimised() -> None:
+    assert "loss_misaligned" in found(LikelihoodAsLoss(), optimum.likelihood, data=real_numbers())
+    assert found(TwoHeads(), optimum.likelihood, data=real_numbers()) == {}
+    assert found(Spread(), optimum.likelihood, data=real_numbers()) == {}
+
+
+class Code(Numbers):
+    """A variational autoencoder of eight numbers."""
+
+    outputs = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decode = nn.Linear(2, 8)
+
+    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
+        return -0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
+
+    def training_step(self, batch: Any) -> Any:
+        mean, log_var = self(batch[0]).chunk(2, 1)
+        z = mean + torch.exp(0.5 * log_var) * torch.randn_like(mean)
+        return F.mse_loss(self.decode(z), batch[0]) + 0.1 * self.divergence(mean, log_var)
+
+
+class OtherOrder(Code):
+    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
+        return 0.5 * torch.mean(mean**2 + log_var.exp() - 1 - log_var)
+
+
+class WrongSign(Code):
+    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
+        return 0.5 * (1 + log_var - mean.pow(2) - log_var.exp()).sum(1).mean()
+
+
+class OtherWrongSign(OtherOrder):
+    def divergence(self, mean: Tensor, log_var: Tensor) -> Tensor:
+        return -super().divergence(mean, log_var)
+
+
+@pytest.mark.parametrize("task", [WrongSign, OtherWrongSign])
+def test_a_divergence_with_the_wrong_sign(task: type[Healthy]) -> None:
+    assert "loss_misaligned" in found(task(), optimum.divergence, data=vectors())
+
+
+@pytest.mark.parametrize("task", [Code, OtherOrder])
+def test_a_divergence_with_the_right_sign(task: type[Healthy]) -> None:
+    assert found(task(), optimum.divergence, data=vectors()) == {}
+
+
+class Overlap(Numbers):
+    """Dice's overlap of a mask and a prediction."""
+
+    outputs = 3
+
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        p = scores.sigmoid()
+        return 1 - self.overlap(p, y)
+
+    def overlap(self, p: Tensor, y: Tensor) -> Tensor:
+        return (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
+
+
+class OverlapAsLoss(Overlap):
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        return self.overlap(scores.sigmoid(), y)
+
+
+def test_an_overlap_that_is_minimised() -> None:
+    masks = data(lambda x: (x[:, :3] > 0).float())
+    assert "loss_misaligned" in found(OverlapAsLoss(), alignment.loss, data=masks)
+    assert found(Overlap(), alignment.loss, data=masks) == {}

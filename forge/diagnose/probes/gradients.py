@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from forge.data.windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, parameters
-from forge.diagnose.probes.graph import leaves, own_functions
+from forge.diagnose.probes.graph import leaves, nodes, own_functions
 from forge.diagnose.watch import StepWatch, where
 
 CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "hardtanh", "relu6")
@@ -215,18 +215,6 @@ def other_players(patient: Patient) -> Iterator[Finding]:
                     {"optimizer": key},
                 )
                 return
-
-
-def nodes(loss: Tensor) -> Iterator[Any]:
-    """All nodes of a graph."""
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            todo.extend(child for child, _ in node.next_functions)
 
 
 def reversals(patient: Patient) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import FreeOutput, Supervised, supervised
 from forge.diagnose.patient import Patient
+from forge.diagnose.probes.graph import nodes
 
 QUANTILE_NAMES = re.compile(r"quant|tau|levels|^qs?$", re.I)
 STEPS = 60
@@ -99,6 +101,90 @@ def _end(row: Tensor) -> str:
     """At which end a row of losses is lowest: "low" and "high" where it falls all the way."""
     steps = row.diff()
     return "low" if bool((steps > 0).all()) else "high" if bool((steps < 0).all()) else "inside"
+
+
+def likelihood(patient: Patient) -> Iterator[Finding]:
+    """A mean with a spread beside it: the loss must grow with the errors of one of the two outputs."""
+    whole = supervised(patient, patient.batches[0])
+    if whole is None or not whole.target.is_floating_point() or whole.target.numel() < 8:
+        return
+    if not bool((whole.target < 0).any()) or not bool((whole.target > 0).any()):
+        return
+    found: list[list[float]] = []
+    for build, second in _pairs(whole):
+        y = whole.target
+        sign = torch.where(torch.arange(y.numel(), device=y.device).reshape(y.shape) % 2 == 0, 1.0, -1.0).to(y)
+        with torch.no_grad(), suppress(ValueError):
+            errors = [factor * y.std() * sign for factor in (0.0, 1.0, 3.0)]
+            found.append([float(whole.free.loss(build(y + error, second))) for error in errors])
+    rises = [row for row in found if row[0] < row[1] < row[2]]
+    falls = [row for row in found if row[0] > row[1] > row[2]]
+    if falls and not rises:
+        row = falls[0]
+        yield Finding(
+            "loss_misaligned",
+            f"The loss is {row[0]:.4g} where the predictions are the targets, {row[1]:.4g} where they are one "
+            f"deviation away, and {row[2]:.4g} at three: it rewards errors.",
+            f"{type(patient.task).__name__}.training_step",
+            {"losses": row},
+        )
+
+
+def divergence(patient: Patient) -> Iterator[Finding]:
+    """The divergence of a Gaussian from the standard one, 1 + log_var - mean**2 - exp(log_var), and its sign."""
+    task = patient.clone()
+    for name in patient.names:
+        loss = patient.loss(task, patient.batches[0], name)
+        for expression in _divergences(loss):
+            slopes = _slopes(loss, expression)
+            if slopes and max(slopes) < 0:
+                yield Finding(
+                    "loss_misaligned",
+                    "The loss falls as the divergence of the latent Gaussian grows (mean**2 and exp(log_var) enter "
+                    "with a negative sign): it drives the code away from the prior.",
+                    f"{type(patient.task).__name__}.training_step",
+                    cure="Add -0.5 * (1 + log_var - mean**2 - log_var.exp()), summed over the code, to the loss.",
+                )
+                return
+
+
+def _divergences(loss: Tensor) -> Iterator[list[Any]]:
+    """Sums that hold log_var, exp(log_var) and a square: the nodes of the last two."""
+    for node in nodes(loss):
+        if _name(node) not in ("Sum", "Mean"):
+            continue
+        parts = list(_summands(node.next_functions[0][0]))
+        exps = [part for part in parts if _name(part) == "Exp" and part.next_functions[0][0] in parts]
+        squares = [part for part in parts if _name(part) == "Pow"]
+        if len(exps) == 1 and len(squares) == 1:
+            yield [exps[0], squares[0]]
+
+
+def _summands(node: Any) -> Iterator[Any]:
+    """The nodes that a sum is made of, past additions, signs and factors."""
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node is None:
+            continue
+        children = [child for child, _ in node.next_functions if child is not None]
+        plain = _name(node) in ("Add", "Sub", "Rsub", "Neg") or (
+            _name(node) in ("Mul", "Div", "Sum") and len(children) == 1
+        )
+        if plain:
+            todo.extend(children)
+        else:
+            yield node
+
+
+def _slopes(loss: Tensor, found: list[Any]) -> list[float]:
+    """By how much the loss grows with the outputs of nodes, on the whole."""
+    slopes: list[float] = []
+    handles = [node.register_prehook(lambda gradients: slopes.append(float(gradients[0].sum()))) for node in found]
+    loss.backward(retain_graph=True)
+    for handle in handles:
+        handle.remove()
+    return slopes
 
 
 def quantiles(patient: Patient) -> Iterator[Finding]:
