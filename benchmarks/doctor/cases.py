@@ -83,8 +83,9 @@ def one(kind: str, name: str, how: str) -> dict[str, Any]:
             os.chdir(folder)
             forge.seed(0)
             task, splits, again = made(kind, name)
-            look = by_doctor if how == "doctor" else by_fit
-            row |= look(task, splits, again)
+            row |= (
+                by_doctor(task, splits, again, recipe(kind, name)) if how == "doctor" else by_fit(task, splits, again)
+            )
             os.chdir(HERE)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -111,10 +112,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def by_doctor(task: Any, splits: Any, again: Any) -> dict[str, Any]:
+def recipe(kind: str, name: str) -> dict[str, Any]:
+    """The recipe beside a task, as an argument, where there is one."""
+    path = HERE / kind / f"{name}.yaml"
+    return {"recipe": path} if path.is_file() else {}
+
+
+def by_doctor(task: Any, splits: Any, again: Any, planned: dict[str, Any]) -> dict[str, Any]:
     import forge
 
-    report = forge.doctor(task, splits.train, splits.val, rebuild=again)
+    report = forge.doctor(task, splits.train, splits.val, rebuild=again, **planned)
     found = [(finding.level, finding.name, finding.message) for finding in report.findings]
     return {"findings": found, "skipped": report.skipped, "seconds": round(report.seconds, 1)}
 

@@ -63,6 +63,9 @@ FINDINGS = {
         "Remove .eval(), or an overridden train(): dropout and batch statistics are off while it trains.",
     ),
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
+    "gradient_hook": ("warning", "Look at what the hook multiplies by, or clamps to; freeze by requires_grad_(False)."),
+    "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
+    "gradients_left": ("warning", "Clear all gradients in zero_grad, or leave it to torch's."),
     "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
     # losses and their inputs
     "activation_before_loss": ("error", "Pass raw logits: the loss applies its own softmax or sigmoid."),
@@ -79,6 +82,16 @@ FINDINGS = {
         "warning",
         "Weigh rare classes more: total / (classes * counts); pos_weight: negatives / positives.",
     ),
+    "loss_misaligned": (
+        "warning",
+        "Look at signs, masks and both sides of the loss: its minimum must be at the target.",
+    ),
+    "metric_wrong": ("warning", "Compute it on a prediction that is known to be right, and mend it until it is 1."),
+    "label_smoothing": ("warning", "Smooth by 0.05 to 0.2: it is what the right class loses, not what it keeps."),
+    "competing_labels": ("warning", "Use a sigmoid per label: binary_cross_entropy_with_logits on the raw scores."),
+    "contrastive_labels": ("warning", "Give row i the label i: torch.arange(len(scores))."),
+    "triplet_order": ("warning", "Pass anchor, positive and negative in this order."),
+    "bounded_logits": ("warning", "Divide by the temperature, or multiply by a scale of 10 to 100, or a learnt one."),
     "dropout_on_output": ("warning", "Remove the dropout after the last layer."),
     # independence
     "batch_dependence": (
@@ -86,12 +99,15 @@ FINDINGS = {
         "Keep samples apart: look for view or reshape across the batch, a missing batch_first, statistics over dim 0.",
     ),
     "sees_the_future": ("error", "Mask the attention: position t may see positions up to t, not its own target."),
+    "positions_ignored": ("warning", "Follow the positions through the model: some of them never reach the output."),
+    "order_ignored": ("warning", "Add an encoding of positions to the embeddings."),
     "padding_dependence": ("warning", "Pass a mask or lengths, and leave padding out of means and attention."),
     "random_evaluation": (
         "warning",
         "Use self.training: F.dropout(x, p, self.training); draw noise in training alone.",
     ),
     "input_ignored": ("error", "Follow the input through forward: it is overwritten, or multiplied by zero."),
+    "wrong_mode": ("warning", "Set mode=min for losses and errors, and mode=max for accuracies and scores."),
     "metric_by_batch": ("note", "Sum over all batches and divide once: num_items weighs batches, evaluation_end sums."),
     # data
     "leakage": ("warning", "Split before anything else, by groups where samples belong together."),

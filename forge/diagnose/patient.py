@@ -56,6 +56,12 @@ class Patient:
     "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)
     "Losses of updates on one batch."
+    plugins: list[Any] = field(default_factory=list)
+    "Of the planned run, those included that the examination leaves out."
+    hooks: dict[str, list[Any]] = field(default_factory=dict)
+    "Functions that are hooked to the gradients of parameters, by name: copies of a task have none."
+    supervised: dict[int, Any] = field(default_factory=dict)
+    "The prediction and the target of a batch, where there is one of each, by the batch's id."
 
     @property
     def shrinks(self) -> bool:
@@ -243,3 +249,8 @@ def parameters(task: nn.Module) -> dict[str, nn.Parameter]:
 def copied(task: nn.Module) -> dict[str, Tensor]:
     """Copies of the trainable parameters."""
     return {name: p.detach().clone() for name, p in parameters(task).items()}
+
+
+def gradient_hooks(task: nn.Module) -> dict[str, list[Any]]:
+    """The functions that are hooked to the gradients of parameters, by name."""
+    return {name: list(p._backward_hooks.values()) for name, p in task.named_parameters() if p._backward_hooks}

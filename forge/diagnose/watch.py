@@ -86,6 +86,12 @@ class StepWatch(TorchFunctionMode):
         self.oddities: list[Oddity] = []
         self.terms: list[tuple[float, str]] = []
         "Scalars with a gradient that are added up, with their lines."
+        self.added: list[tuple[Tensor, str]] = []
+        "These scalars themselves, with their lines."
+        self.subtracted: list[tuple[Tensor, str]] = []
+        "Scalars with a gradient that are subtracted from another, with their lines."
+        self.differences: list[tuple[Tensor, Tensor, str]] = []
+        "Pairs of tensors of one shape, both with a gradient, of which one is subtracted."
         self.dropped: list[Tensor] = []
         "Outputs of dropout."
         self._inside = False
@@ -131,7 +137,12 @@ class StepWatch(TorchFunctionMode):
         if not a.ndim and not b.ndim:
             if "add" in name and (a.requires_grad or b.requires_grad):
                 self.terms += [(float(x.detach()), where()) for x in (a, b) if x.requires_grad]
+                self.added += [(x, where()) for x in (a, b) if x.requires_grad]
+            elif name in ("sub", "__sub__") and a.requires_grad and b.requires_grad:
+                self.subtracted.append((b, where()))
             return
+        if name in ("sub", "__sub__") and a.shape == b.shape and a.requires_grad and b.requires_grad:
+            self.differences.append((a, b, where()))
         short, long = sorted((a, b), key=lambda x: x.ndim)
         n = self.batch
         crossed = n is not None and n > 1 and tuple(short.shape) == (n,) and tuple(long.shape) == (n, 1)

@@ -24,8 +24,24 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.diagnose.findings import LEVELS, Finding
-from forge.diagnose.patient import Patient, copied, first, loss_of, no_trace, rows
-from forge.diagnose.probes import data, graph, independence, losses, motion, preparation, serving, splits, start
+from forge.diagnose.patient import Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
+from forge.diagnose.probes import (
+    alignment,
+    criteria,
+    data,
+    gradients,
+    graph,
+    independence,
+    losses,
+    measures,
+    motion,
+    optimum,
+    order,
+    preparation,
+    serving,
+    splits,
+    start,
+)
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
@@ -42,8 +58,31 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "weights of classes": losses.weights,
     "reduction of the loss": losses.reduction,
     "padding in the loss": losses.padding,
+    "hooks on gradients": gradients.hooks,
+    "repeated modules": gradients.repeated,
+    "gradients that are left": gradients.left_over,
+    "groups of weight decay": gradients.decay,
+    "terms of other optimizers": gradients.other_players,
+    "reversed gradients": gradients.reversals,
+    "options of losses": criteria.options,
+    "labels of pairs": criteria.contrast,
+    "order of triplets": criteria.triplets,
+    "bounds of scores": criteria.bounds,
+    "padding in regression": criteria.padded_numbers,
+    "bootstrapped targets": criteria.bootstrap,
+    "where the loss leads": alignment.loss,
+    "spreads beside a mean": optimum.spread,
+    "errors beside a spread": optimum.likelihood,
+    "divergence of a code": optimum.divergence,
+    "quantiles": optimum.quantiles,
+    "penalties": optimum.penalties,
+    "metrics of a perfect prediction": alignment.metrics,
     "independence of samples": independence.samples,
     "order of time": independence.future,
+    "order of a series": order.forecast,
+    "positions before": order.previous,
+    "positions that are read": order.positions,
+    "order of tokens": order.permuted,
     "padding in the model": independence.padded,
     "inputs are read": independence.reads_its_input,
     "evaluation twice": independence.repeated_evaluation,
@@ -71,12 +110,15 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "samples of batch normalisation": start.normalised_samples,
     "options of the optimizer": start.optimizer,
     "schedule, rehearsed": start.schedules,
+    "directions of metrics": measures.modes,
     "names of methods": start.methods,
 }
 """Probes of the task as it is, in this order."""
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "inputs are read, after updates": independence.reads_its_input,
+    "clamps": gradients.clamps,
+    "weights of batches in metrics": measures.weights,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
     "size of updates": motion.rates,
@@ -161,6 +203,7 @@ def doctor(
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild)
+        examination.hooks = gradient_hooks(task)
         _run(examination, _copy(task), train, plugins, settings, report)
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
@@ -186,6 +229,7 @@ def _run(
     """A short run of the user's own stack, with the examination in it."""
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
+        examination.plugins = list(trainer.stack)
         for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
             trainer.stack.remove(plugin.name)
         trainer.stack.add(examination)
@@ -216,6 +260,9 @@ class Examination(Plugin):
         self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.patient: Patient | None = None
+        self.plugins: list[Plugin] = []
+        self.hooks: dict[str, list[Any]] = {}
+        "Of the parameters of the user's own task; a copy has none."
         self._weights: dict[str, Tensor] = {}
         self._hidden: dict[str, str] = {}
         self._graphs: set[int] = set()
@@ -225,6 +272,8 @@ class Examination(Plugin):
         self._hidden = fingerprint_hidden(trainer)
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
+        self.patient.plugins = self.plugins or list(trainer.stack)
+        self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
         self._weights = copied(self.patient.task)

@@ -167,17 +167,22 @@ def trained(patient: Patient) -> set[str]:
 
 def leaves(loss: Tensor) -> Iterator[Tensor]:
     """The tensors at which a graph ends."""
+    for node in nodes(loss):
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+
+
+def nodes(loss: Tensor) -> Iterator[Any]:
+    """All nodes of a graph."""
     seen: set[Any] = set()
     todo = [loss.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        todo.extend(child for child, _ in node.next_functions)
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(child for child, _ in node.next_functions)
 
 
 def purity(patient: Patient) -> Iterator[Finding]:
@@ -363,13 +368,4 @@ def _compare(kind: Any, given: list[Any], place: int) -> tuple[float, float] | N
 
 def own_functions(loss: Tensor) -> Iterator[Any]:
     """The nodes of a graph that are torch.autograd.Functions of the user's."""
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield node
-        todo.extend(child for child, _ in node.next_functions)
+    return (node for node in nodes(loss) if isinstance(node, torch.autograd.function.BackwardCFunction))

@@ -30,11 +30,11 @@ def samples(patient: Patient) -> Iterator[Finding]:
     task = patient.clone().eval()
     half = size // 2
     for call in networks(patient, task, batch):
-        before = _again(task, call, call.args, call.kwargs)
-        if _draws(task, call, before):
+        before = again(task, call, call.args, call.kwargs)
+        if draws(task, call, before):
             continue
-        turned = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
-        worst = max((_difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
+        turned = again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x.flip(0)))
+        worst = max((difference(x, y.flip(0)) for x, y in _paired(before, turned, size)), default=0.0)
         if worst > NEAR:
             yield Finding(
                 "batch_dependence",
@@ -45,8 +45,8 @@ def samples(patient: Patient) -> Iterator[Finding]:
             )
             return
         for kept, change in ((slice(half), _last_alike), (slice(half, size), _first_alike)):
-            after = _again(task, call, *with_rows((call.args, call.kwargs), size, change))
-            worst = max((_difference(x[kept], y[kept]) for x, y in _paired(before, after, size)), default=0.0)
+            after = again(task, call, *with_rows((call.args, call.kwargs), size, change))
+            worst = max((difference(x[kept], y[kept]) for x, y in _paired(before, after, size)), default=0.0)
             if worst > NEAR:
                 yield Finding(
                     "batch_dependence",
@@ -96,15 +96,15 @@ def _plain(output: Any) -> Any:
     return dict(output) if hasattr(output, "items") else output
 
 
-def _again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any, seed: int = SEED) -> list[Tensor]:
+def again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any, seed: int = SEED) -> list[Tensor]:
     seed_all(seed)
     with torch.no_grad():
         return tensors(_plain(task.get_submodule(call.path)(*args, **kwargs)))
 
 
-def _draws(task: nn.Module, call: OuterCall, before: list[Tensor]) -> bool:
+def draws(task: nn.Module, call: OuterCall, before: list[Tensor]) -> bool:
     """Whether a module gives another output with other random numbers."""
-    other = _again(task, call, call.args, call.kwargs, SEED + 1)
+    other = again(task, call, call.args, call.kwargs, SEED + 1)
     return any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(before, other, strict=True))
 
 
@@ -113,8 +113,8 @@ def random_modules(patient: Patient) -> Iterator[Finding]:
     task = patient.clone().eval()
     for call in networks(patient, task, _batch(patient)):
         with DropoutWatch() as watch:
-            before = _again(task, call, call.args, call.kwargs)
-        if watch.line and _draws(task, call, before):
+            before = again(task, call, call.args, call.kwargs)
+        if watch.line and draws(task, call, before):
             yield Finding(
                 "random_evaluation",
                 f"{call.path or type(task).__name__} gives other outputs each time in evaluation mode: dropout is on "
@@ -135,10 +135,10 @@ def ignored(patient: Patient) -> Iterator[Finding]:
         floats = [x for x in tensors((call.args, call.kwargs)) if x.is_floating_point() and x.ndim > 1]
         if not floats or all(x.ndim and len(x) == size and bool((x == x[:1]).all()) for x in floats):
             continue
-        before = _again(task, call, call.args, call.kwargs)
-        after = _again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x[:1].expand_as(x).clone()))
+        before = again(task, call, call.args, call.kwargs)
+        after = again(task, call, *with_rows((call.args, call.kwargs), size, lambda x: x[:1].expand_as(x).clone()))
         pairs = _paired(before, after, size)
-        if pairs and all(_difference(x, y) < 1e-7 for x, y in pairs) and not _draws(task, call, before):
+        if pairs and all(difference(x, y) < 1e-7 for x, y in pairs) and not draws(task, call, before):
             yield Finding(
                 "input_ignored",
                 f"The outputs of {call.path or type(task).__name__} stay when all samples get the input of the first: "
@@ -160,7 +160,7 @@ def _paired(before: list[Tensor], after: list[Tensor], size: int) -> list[tuple[
     ]
 
 
-def _difference(x: Tensor, y: Tensor) -> float:
+def difference(x: Tensor, y: Tensor) -> float:
     """The largest difference, in deviations."""
     if not x.numel():
         return 0.0
@@ -186,10 +186,10 @@ def future(patient: Patient) -> Iterator[Finding]:
             lambda x, given=given: _other_end(x, cut) if any(x is y for y in given) else x,
             (call.args, call.kwargs),
         )
-        before, after = _again(task, call, call.args, call.kwargs), _again(task, call, *changed)
+        before, after = again(task, call, call.args, call.kwargs), again(task, call, *changed)
         for x, y in zip(before, after, strict=True):
             if x.shape == y.shape and x.ndim == 3 and x.shape[1] >= cut and x.is_floating_point():
-                worst = _difference(x[:, :cut], y[:, :cut])
+                worst = difference(x[:, :cut], y[:, :cut])
                 if worst > NEAR:
                     yield Finding(
                         "sees_the_future",
@@ -243,7 +243,7 @@ def padded(patient: Patient) -> Iterator[Finding]:
                 (call.args, call.kwargs),
             )
             try:
-                before, after = _again(task, call, call.args, call.kwargs), _again(task, call, *longer)
+                before, after = again(task, call, call.args, call.kwargs), again(task, call, *longer)
             except Exception:  # the length is fixed
                 continue
             for x, y in zip(before, after, strict=True):
@@ -254,7 +254,7 @@ def padded(patient: Patient) -> Iterator[Finding]:
                     if x.shape[1] == ids.shape[1] and x.ndim > 2:
                         keep = ids != value
                         x, y = x[keep], y[keep]
-                    worst = _difference(x, y)
+                    worst = difference(x, y)
                     if worst > 0.02:
                         yield Finding(
                             "padding_dependence",
