@@ -23,19 +23,21 @@ LONGER = {2: "(N, C, L)", 3: "(N, C, L)", 4: "(N, C, H, W)", 5: "(N, C, D, H, W)
 
 def cures(trainer: Run, error: BaseException) -> Iterator[str]:
     """Yield what met where, and what to do about it; nothing for errors that torch did not raise."""
-    if is_out_of_memory(error):
-        yield from _memory(trainer, error)
-        return
-    said = str(error)
+    said, scene = str(error), scene_of(trainer.task, error)
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in said:
         yield _second_backward(trainer)
     elif isinstance(error, RuntimeError) and "modified by an inplace operation" in said:
         yield _in_place(trainer, error)
-    scene = scene_of(trainer.task, error)
-    if scene is None or not scene.met:
-        return
-    scene.device = trainer.env.device.type
-    yield f"{scene}."
+    if scene is not None and scene.met:
+        scene.device = trainer.env.device.type
+        yield f"{scene}."
+        yield from _cure(scene, said)
+    if is_out_of_memory(error):
+        yield from _memory(trainer, error)
+
+
+def _cure(scene: Scene, said: str) -> Iterator[str]:
+    """Yield the cure for what torch said, if there is one."""
     for symptom, cure in CURES:
         if found := re.search(symptom, said):
             if advice := cure(scene, found):
