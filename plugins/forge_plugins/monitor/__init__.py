@@ -40,7 +40,7 @@ class Monitor(forge.Plugin):
     A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, gives a warning with advice,
     and so do updates that are far too small: once it was so at three looks in a row, and again when it has become ten
     times worse. Small and large gradients count only where a layer hardly moves or the loss does not fall; a missing
-    gradient, only where no look has seen one. Nothing is judged in the first ten updates.
+    gradient, only where it was missing at every look. Nothing is judged in the first ten updates.
 
     At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
     TEXT. It is made in the first micro-batch, without an extra forward pass.
@@ -79,6 +79,9 @@ class Monitor(forge.Plugin):
         exploding: float | None = 1e3
         """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
         more than its own size; null: never."""
+        small: float | None = 1e-5
+        """Warn of updates that move the median layer by less than this share of its size, while the loss does not fall;
+        null: never."""
         dead: float | None = 0.9
         "Warn of a layer with a larger share of dead units; null: never."
         saturated: float | None = 0.95
@@ -97,7 +100,7 @@ class Monitor(forge.Plugin):
         self._set_intervals(None)
         if config.depth < 1:
             raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
-        for name in ("vanishing", "exploding", "dead", "saturated"):
+        for name in ("vanishing", "exploding", "small", "dead", "saturated"):
             limit = getattr(config, name)
             if limit is not None and (limit <= 0 or (name != "exploding" and limit >= 1)):
                 allowed = "above 0" if name == "exploding" else "between 0 and 1"

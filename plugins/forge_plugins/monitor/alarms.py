@@ -20,7 +20,7 @@ from torch import nn
 from forge_plugins._patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
-from forge_plugins.monitor.loss import falls
+from forge_plugins.monitor.loss import FEWEST, falls
 
 SETTLED = 10
 """Updates before the first judgement: layers initialised at 0 pass nothing on at first."""
@@ -34,10 +34,10 @@ STILL = 1e-5
 """A layer hardly moves if an update changes it by a smaller share of its size; around 1e-3 is usual."""
 IN_A_ROW = 3
 """Looks in a row at which something must be so before it is said."""
+NEEDED = {"leaping": 1, "missing": 5}
+"""Alarms that need another number of looks."""
 GROWS = 1.5
 """A size grows whose second half is larger than its first by more than this factor."""
-AT_ONCE = ("leaping",)
-"""Alarms that one look proves."""
 WORST = 30.0
 """Upper bound of an alarm's severity, in powers of ten."""
 
@@ -47,6 +47,7 @@ class Limits(Protocol):
 
     vanishing: float | None
     exploding: float | None
+    small: float | None
     dead: float | None
     saturated: float | None
 
@@ -83,7 +84,8 @@ TEXTS = {
     ),
     "small": (
         "updates are far too small: they move {layers}, where around 1e-3 is usual, and the loss does not fall. Try a "
-        "larger learning rate (`forge tune lr` measures one), or a schedule whose warm-up ends earlier."
+        "larger learning rate (`forge tune lr` measures one), or a schedule whose warm-up ends earlier. "
+        "(monitor.small={small:g})"
     ),
     "leaping": (
         "one update moved {layers} by more than the layer's own size. Try a smaller learning rate or warm-up, or "
@@ -123,7 +125,6 @@ class Course:
         return falls(self.losses)
 
     def add(self, readings: Readings, loss: float | None) -> None:
-        self.reached |= readings.grad_norm.keys()
         if loss is not None and math.isfinite(loss):
             self.losses.append(loss)
         if ratios := readings.layer_ratios():
@@ -132,7 +133,8 @@ class Course:
     def lasting(self, alarms: list[Alarm]) -> list[Alarm]:
         """Return the alarms that enough looks in a row have shown."""
         self.rows = {(alarm.kind, alarm.layer): self.rows.get((alarm.kind, alarm.layer), 0) + 1 for alarm in alarms}
-        return [alarm for alarm in alarms if alarm.kind in AT_ONCE or self.rows[alarm.kind, alarm.layer] >= IN_A_ROW]
+        needed = {alarm: NEEDED.get(alarm.kind, IN_A_ROW) for alarm in alarms}
+        return [alarm for alarm in alarms if self.rows[alarm.kind, alarm.layer] >= needed[alarm]]
 
 
 class Judge:
@@ -153,7 +155,7 @@ class Judge:
         turn: str = "",
     ) -> list[str]:
         """Return new alarms of one optimizer's turn, one message for each kind."""
-        course = self._courses.setdefault(turn, Course())
+        course = self.meet(readings, turn)
         course.add(readings, loss)
         lasting = course.lasting(list(self._find(readings, activations, samples, course)))
         fresh = [alarm for alarm in lasting if self._is_news(alarm)]
@@ -163,6 +165,12 @@ class Judge:
             layers = listed([self._named(alarm) for alarm in alarms])
             said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside, **self._numbers()))
         return said
+
+    def meet(self, readings: Readings, turn: str = "") -> Course:
+        """Note which parameters have a gradient, also where nothing is judged yet."""
+        course = self._courses.setdefault(turn, Course())
+        course.reached |= readings.grad_norm.keys()
+        return course
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
@@ -182,7 +190,7 @@ class Judge:
 
     def _numbers(self) -> dict[str, float]:
         limits = self._limits
-        found = {name: getattr(limits, name) for name in ("vanishing", "exploding", "dead", "saturated")}
+        found = {name: getattr(limits, name) for name in ("vanishing", "exploding", "small", "dead", "saturated")}
         return {name: math.nan if value is None else value for name, value in found.items()}
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -239,11 +247,13 @@ class Judge:
 
     def _small(self, course: Course) -> Iterator[Alarm]:
         """Updates that were too small at every look, do not grow (a warm-up does), and lower no loss."""
-        ratios = course.ratios
+        limit, ratios = self._limits.small, course.ratios
         half = len(ratios) // 2
-        if course.falls is False and half and max(ratios) < STILL and sum(ratios[-half:]) <= GROWS * sum(ratios[:half]):
+        if limit is None or course.falls or len(course.losses) < FEWEST or max(ratios, default=limit) >= limit:
+            return
+        if sum(ratios[-half:]) <= GROWS * sum(ratios[:half]):
             detail = f"{max(ratios):.1e} of its weights at most"
-            yield Alarm("small", "the median layer", detail, _decades(STILL, max(ratios)))
+            yield Alarm("small", "the median layer", detail, _decades(limit, max(ratios)))
 
     def _leaping(self, ratios: Mapping[str, float]) -> Iterator[Alarm]:
         for layer, ratio in ratios.items():

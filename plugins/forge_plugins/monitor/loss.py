@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from forge_plugins.monitor.modules import is_compiled
 
 FALLS = 0.03
 """A loss falls whose second half is lower than its first by this share."""
-FEWEST = 4
+FEWEST = 6
 """Looks that a trend needs."""
+SURE = 2.0
+"""Standard errors by which the noise of single windows is ruled out."""
 
 
 class Losses:
@@ -40,9 +43,10 @@ class Losses:
 
 
 def falls(losses: Sequence[float]) -> bool | None:
-    """Return whether a loss falls over its looks; None if there are too few to say."""
-    half = len(losses) // 2
+    """Return whether a loss falls over its looks; None if they are too few, or too noisy, to say."""
+    first, second = losses[: len(losses) // 2], losses[len(losses) // 2 :]
     if len(losses) < FEWEST:
         return None
-    first, second = fmean(losses[:half]), fmean(losses[half:])
-    return second < first - FALLS * abs(first)
+    fall = fmean(first) - fmean(second) - FALLS * abs(fmean(first))
+    noise = SURE * math.sqrt(variance(first) / len(first) + variance(second) / len(second))
+    return fall > 0 if abs(fall) >= noise else None

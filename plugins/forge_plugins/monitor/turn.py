@@ -75,6 +75,8 @@ class TurnStatistics:
                 metrics[name] = unpacked(numbers)
         loss = fmean(contents["loss"]) if "loss" in contents else None
         alarms: list[str] = []
-        if self._index >= SETTLED:
+        if self._index < SETTLED:
+            judge.meet(readings, self._prefix)
+        else:
             alarms = judge.say(readings, activations, self._samples, loss, self._prefix)
         return {self._prefix + name: value for name, value in metrics.items()}, alarms
