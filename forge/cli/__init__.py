@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,7 @@ from forge import registry
 from forge.cli import ranks
 from forge.distributed.worker_exit import exit_code, is_first_to_fail
 from forge.errors import ForgeError, Interrupted, NegativeVerdict, did_you_mean
-from forge.util import show
+from forge.util import show, tracebacks
 from forge.util.files import absolute
 from forge.version import __version__
 
@@ -85,8 +85,18 @@ def _main(words: list[str]) -> int:
         return exit_code(error.EXIT_CODE, str(error), final=True) if isinstance(error, NegativeVerdict) else 2
     except Exception as error:
         if not _is_reported(error):
-            traceback.print_exc()  # prints the notes too: plugin, hook, update
+            _print_crash(error)
         return 1
+
+
+def _print_crash(error: Exception) -> None:
+    """Print the user's frames and the notes: plugin, hook, update, cure."""
+    frames = len(tracebacks.walk(error.__traceback__))
+    tracebacks.shorten(error)
+    with suppress(OSError):
+        print(tracebacks.as_text(error), end="", file=sys.stderr)
+    if len(tracebacks.walk(error.__traceback__)) < frames:
+        show.message(f"Frames of forge and torch are left out; {tracebacks.FULL}=full shows them.", style="dim")
 
 
 def _flush_streams() -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,6 +31,7 @@ from forge.data.sample_rng import restored_generators, seed_generators
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold
 from forge.util.generators import find_generators, seed_generator
+from forge.util.tracebacks import as_text, shorten, users_line
 
 _COLLATE = 0xC011A7E
 """Makes a batch's seed differ from that of its first sample."""
@@ -107,8 +107,10 @@ class Failure:
 def failed(message: str, error: Exception) -> Failure:
     """Raise in the main process, with the cause attached; return a `Failure` in a worker: exceptions pickle badly."""
     if get_worker_info() is None:
-        raise DataError(message) from error
-    return Failure(message, "".join(traceback.format_exception(error)).rstrip())
+        line = users_line(error)
+        raise DataError(f"{message} It was raised at {line}." if line else message) from error
+    shorten(error)
+    return Failure(message, as_text(error).rstrip())
 
 
 def where() -> str:
@@ -194,7 +196,7 @@ class Seeded(Dataset[Any]):
             name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
             return failed(
                 f"{name} could not make a batch {where()} of the samples {_short(draw.indices)} of "
-                f"{type(self.dataset).__name__}: {what(error)}. Do these samples have the same keys, types and shapes? "
+                f"{type(self.dataset).__name__}: {what(error)}. {differences(samples)}"
                 "For sequences of different length pass collate_fn=forge.data.pad_collate.",
                 error,
             )
@@ -206,6 +208,32 @@ class Seeded(Dataset[Any]):
             f"{indices[0] if one else _short(indices)}, {where()}. Try dataset[{indices[0]}] by itself.",
             error,
         )
+
+
+def differences(samples: Any) -> str:
+    """Say which shapes met in a batch that cannot be stacked, by field of the samples."""
+    fields: dict[str, dict[str, int]] = {}
+    for place, sample in enumerate(samples if isinstance(samples, list) else []):
+        for name, form in _forms(sample, "sample"):
+            fields.setdefault(name, {}).setdefault(form, place)
+    found = [f"{name} is {' and '.join(list(forms)[:3])}" for name, forms in fields.items() if len(forms) > 1]
+    if not found:
+        return "Do these samples have the same keys, types and shapes? "
+    return f"The samples differ: {'; '.join(found[:3])}{', ...' if len(found) > 3 else ''}. "
+
+
+def _forms(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the shape of each tensor or array of a sample, and the type of other values, by expression."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _forms(item, f"{name}[{key!r}]")
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _forms(item, f"{name}[{i}]")
+    elif hasattr(value, "shape"):
+        yield name, str(tuple(value.shape))
+    else:
+        yield name, f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
 
 
 def _short(indices: Sequence[int]) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import traceback
+from contextlib import suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.stack import CORE, TASK
 from forge.contract.task import STAGE_METHODS, TaskModule
 from forge.diagnose import nondeterminism
+from forge.diagnose.again import is_in_backward
+from forge.diagnose.cures import cures
 from forge.errors import DeterminismError, ForgeError, TaskError
 from forge.util.lightning_hints import hint_for
+from forge.util.tracebacks import as_text, shorten, shows_all
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge.contract.step import Step
+
+logger = logging.getLogger("forge")
 
 NAMED_METHODS = {*STAGE_METHODS.values(), "configure_optimizers", "num_items", "evaluation_end", "takes_turn"}
 EVALUATIONS = {"val": "validation", "test": "the test", "predict": "prediction"}
@@ -38,9 +45,13 @@ HINTS = {
 
 
 def explain(trainer: Run, error: BaseException) -> BaseException:
-    """Add a note that names plugin, hook and update; replace a StopIteration out of user code, and torch's error about
-    a nondeterministic operation, by an error that explains it."""
+    """Add notes that name plugin, hook and update, the tensors that met, and a cure; shorten the traceback.
+
+    A StopIteration out of user code, and torch's error about a nondeterministic operation, are replaced by an error
+    that explains it.
+    """
     if getattr(error, "__forge_explained__", False):
+        shorten(error)
         return error
     # Python turns one that leaves a generator into a RuntimeError
     out_of_generator = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
@@ -54,6 +65,8 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
         error = DeterminismError(message) if message else error
         if where:
             error.add_note(f"forge: raised in {where}.")
+        if not message:
+            _add_cures(trainer, error)
     for symptom, hint in HINTS.items():
         if symptom in str(error).lower():
             error.add_note(f"forge: {hint}")
@@ -61,7 +74,28 @@ def explain(trainer: Run, error: BaseException) -> BaseException:
         error.add_note(f"forge: {hint}")
     error.__forge_where__ = where.replace(_rank(trainer), "")  # pyright: ignore[reportAttributeAccessIssue]
     error.__forge_explained__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    _leave_out_frames(trainer, error)
     return error
+
+
+def _add_cures(trainer: Run, error: BaseException) -> None:
+    """Add what met where, and what to do; a failure to find that out must not hide the error."""
+    try:
+        for text in cures(trainer, error):
+            error.add_note(f"forge: {text}")
+    except Exception as problem:
+        logger.debug("forge found no cure: %s: %s", type(problem).__name__, problem)
+
+
+def _leave_out_frames(trainer: Run, error: BaseException) -> None:
+    """Shorten the traceback. The run folder keeps all of it, for an error that may never come again."""
+    if not isinstance(error, Exception) or shows_all():
+        return
+    if trainer.run_dir is not None and trainer.verb == "fit" and not isinstance(error, ForgeError):
+        rank = "" if trainer.env.is_main else f"-rank{trainer.env.rank}"
+        with suppress(OSError):
+            (trainer.run_dir / f"traceback{rank}.txt").write_text(as_text(error), errors="backslashreplace")
+    shorten(error)
 
 
 def first_cause(trainer: Run, error: BaseException) -> BaseException:
@@ -88,6 +122,8 @@ def _where(trainer: Run, error: BaseException) -> str:
         return _in_task(trainer, error, *found)
     if culprit is not None and culprit[0] == TASK:
         return f"the task's {culprit[1]}, {moment}"
+    if is_in_backward(error) and trainer.step is not None:
+        return f"the backward pass of {_in_task(trainer, error, 'training_step')}"
     return ""
 
 
@@ -97,7 +133,7 @@ def _rank(trainer: Run) -> str:
     return "" if env is None or env.world == 1 else f", rank {env.rank} of {env.world} on {socket.gethostname()}"
 
 
-def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType) -> str:
+def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType | None = None) -> str:
     """Name the task's method by the stage that ran it, and when."""
     task, update = type(trainer.task).__name__, trainer.progress.update
     step: Step | None = getattr(error, "__forge_eval_step__", None)
@@ -111,9 +147,9 @@ def _in_task(trainer: Run, error: BaseException, method: str, code: CodeType) ->
     return f"{task}.{method}, at update {update}{_rank(trainer)}{micro}"
 
 
-def _called(task: Any, wanted: str, method: str, code: CodeType) -> str:
+def _called(task: Any, wanted: str, method: str, code: CodeType | None) -> str:
     """Return the stage's method if its code ran: in `validation_step = training_step` the code has another name."""
-    if method == wanted or _code(task, wanted) is not code:
+    if method == wanted or code is None or _code(task, wanted) is not code:
         return method
     return wanted if code.co_name not in NAMED_METHODS else f"{wanted} (which is {code.co_name})"
 

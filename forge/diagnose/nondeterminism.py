@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import re
 import traceback
-import warnings
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from forge.snapshot.sandbox import without_side_effects
+from forge.diagnose.again import forward_line, is_in_backward
 from forge.util.frames import folder_of, is_library
 from forge.util.text import short_path
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-    from forge.contract.step import Step
 
 RAISED = re.compile(r"(.+?) does not have a deterministic implementation, but you set")
 
@@ -85,29 +79,8 @@ def _called_at(trainer: Run, error: BaseException) -> str:
 
 
 def _called_before_backward(trainer: Run, error: BaseException) -> str:
-    """Name the line of the forward pass whose gradient failed in backward.
-
-    The failed micro-batch is run once more with torch's anomaly mode, which records that line.
-    """
-    in_backward = any(frame.f_code.co_name == "backward" for frame, _ in traceback.walk_tb(error.__traceback__))
-    if trainer.step is None or not trainer.step.window or not in_backward:
+    """Name the line of the forward pass whose gradient failed in backward."""
+    if not is_in_backward(error):
         return ""
-    frames = re.findall(r'File "(.+?)", line (\d+), in .+', _run_again(trainer, trainer.step))
-    own = [f"{short_path(file)}:{line}" for file, line in frames if not is_library(file)]
-    return f"It is in the backward of what was called at {own[-1]}." if own else "It is in the backward pass."
-
-
-def _run_again(trainer: Run, step: Step) -> str:
-    """Run a micro-batch again and return the warnings of anomaly mode; buffers and random numbers are restored."""
-    hooks = trainer.hooks
-    with (
-        without_side_effects(trainer),
-        warnings.catch_warnings(record=True) as caught,
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-        suppress(Exception),  # it is expected to fail, and other errors must not hide the first one
-    ):
-        warnings.simplefilter("always")
-        output = hooks.forge_forward(step, hooks.forge_prepare_batch(step, step.window[step.micro]))
-        loss = output if isinstance(output, Tensor) else output["loss"]
-        loss.backward()
-    return "\n".join(str(warning.message) for warning in caught)
+    line = forward_line(trainer, error)
+    return f"It is in the backward of what was called at {line}." if line else "It is in the backward pass."

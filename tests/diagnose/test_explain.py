@@ -17,6 +17,11 @@ def notes_of(call: Any) -> list[str]:
     return caught.value.__notes__
 
 
+def where_of(call: Any) -> str:
+    """The note that names stage and update, which is the first."""
+    return notes_of(call)[0]
+
+
 def breaks_at(batch: int, count: int = 3) -> Any:
     """Batches of which one has a wrong width."""
     batches = make_batches(count)
@@ -32,7 +37,7 @@ def test_an_error_in_validation_is_named_after_the_stage_that_ran() -> None:
     where = (
         "forge: raised in Classifier.validation_step (which is training_step), in validation after update 4, batch 2."
     )
-    assert notes_of(lambda: fit(val=breaks_at(1))) == [where]
+    assert where_of(lambda: fit(val=breaks_at(1))) == where
 
 
 def test_it_names_the_loader_and_outside_a_fit_no_update() -> None:
@@ -40,10 +45,10 @@ def test_it_names_the_loader_and_outside_a_fit_no_update() -> None:
         trainer().validate(Classifier(), {"easy": make_batches(), "hard": breaks_at(2)})
 
     where = "forge: raised in Classifier.validation_step (which is training_step), in validation, batch 3 of 'hard'."
-    assert notes_of(validate) == [where]
-    assert notes_of(lambda: trainer().predict(Classifier(), breaks_at(0))) == [
+    assert where_of(validate) == where
+    assert where_of(lambda: trainer().predict(Classifier(), breaks_at(0))) == (
         "forge: raised in Classifier.predict_step, in prediction, batch 1."
-    ]
+    )
 
 
 def test_a_validation_step_of_its_own_is_named_as_before() -> None:
@@ -52,7 +57,7 @@ def test_a_validation_step_of_its_own_is_named_as_before() -> None:
             return self.training_step(batch)
 
     where = "forge: raised in Own.validation_step, in validation after update 4, batch 1."
-    assert notes_of(lambda: fit(Own(), val=breaks_at(0))) == [where]
+    assert where_of(lambda: fit(Own(), val=breaks_at(0))) == where
 
 
 def test_training_is_named_also_where_self_has_another_name_and_the_step_none() -> None:
@@ -62,9 +67,9 @@ def test_training_is_named_also_where_self_has_another_name_and_the_step_none() 
 
     nameless = type("Nameless", (Classifier,), {"training_step": lambda s, b: F.cross_entropy(s(b[0]), b[1])})
     for task in (Short(), nameless()):
-        assert notes_of(lambda task=task: fit(task, breaks_at(2))) == [
+        assert where_of(lambda task=task: fit(task, breaks_at(2))) == (
             f"forge: raised in {type(task).__name__}.training_step, at update 2, epoch 0, micro-batch 1 of 1."
-        ]
+        )
 
 
 def test_self_log_is_answered_with_what_to_write() -> None:

@@ -25,6 +25,7 @@ from forge.testing import TinyGAN, TinyTask, check_plugin, fit_tiny, tiny_batche
 from forge_plugins import JSONL, Accumulate, Checkpoint, Clip, Guard, Monitor, Progress
 from forge_plugins.monitor.alarms import Judge
 from forge_plugins.monitor.gradients import Readings
+from forge_plugins.monitor.loss import falls
 from forge_plugins.monitor.parcel import Parcel
 from forge_plugins.monitor.shapes import ModuleRow, folded
 from forge_plugins.monitor.turn import TurnStatistics
@@ -422,6 +423,16 @@ def test_it_looks_when_its_interval_ends() -> None:
     assert watched(made(), make_batches(4), monitor=quiet("1 epoch"), max_epochs=2).updates == [4, 8]
 
 
+@pytest.mark.parametrize(("batches", "expected"), [(7, [*range(1, 8)]), (60, [*range(3, 61, 3)])])
+def test_by_itself_it_looks_twenty_times(batches: int, expected: list[int]) -> None:
+    assert watched(made(), make_batches(batches), monitor=Monitor(shapes=False)).updates == expected
+
+
+def test_in_a_run_without_a_known_end_it_looks_every_100_updates() -> None:
+    plugin = Monitor()
+    assert plugin._every == forge.Interval("100 updates")
+
+
 def test_histograms_can_have_an_interval_of_their_own() -> None:
     keep = watched(made(), make_batches(6), monitor=quiet("2 updates", histograms="3 updates"))
     drawn = [u for u in keep.updates if any(isinstance(v, forge.Histogram) for v in keep.of(u).values())]
@@ -717,13 +728,15 @@ def mlp(activation: Callable[[], nn.Module], depth: int = 2) -> nn.Sequential:
 
 def look(
     net: nn.Module,
-    every: str = "15 updates",
-    updates: int = 15,
+    every: str = "1 updates",
+    updates: int = 20,
     train: Any = None,
     *plugins: forge.Plugin,
     **options: Any,
 ) -> None:
-    limits = {name: options.pop(name) for name in ("vanishing", "exploding", "dead", "saturated") if name in options}
+    limits = {
+        name: options.pop(name) for name in ("vanishing", "exploding", "small", "dead", "saturated") if name in options
+    }
     fit(
         Net(net, **options),
         vectors() if train is None else train,
@@ -731,6 +744,17 @@ def look(
         max_epochs=None,
         max_updates=updates,
     )
+
+
+class Quiet(nn.Module):
+    """A layer whose gradient is tiny beside the others', as a scale inside of the model makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.quiet = mlp(nn.ReLU), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + 1e-7 * self.quiet(x)
 
 
 class Residual(nn.Module):
@@ -831,10 +855,34 @@ class TestAlarms:
 
     def test_a_vanishing_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         look(mlp(nn.Sigmoid, 12))
-        (text,) = alarms(caplog)
-        assert text.startswith("monitor: after update 15: the gradient vanishes in net.0 (Linear, norm ")
+        text = alarms(caplog)[0]
+        assert text.startswith("monitor: after update 13: the gradient vanishes in net.0 (Linear, norm ")
         assert "Try ReLU or GELU in place of sigmoid and tanh" in text
-        assert "net.24" not in text
+        assert not [text for text in alarms(caplog) if "net.24" in text or "vanishes" not in text]
+
+    def test_a_small_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(Quiet(), updates=40, lr=1e-2)
+        assert alarms(caplog) == []
+
+    def test_and_named_where_that_layer_hardly_moves(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(Quiet(), updates=40, lr=0.1, optimizer="SGD")
+        (text,) = alarms(caplog)
+        assert text.startswith("monitor: after update 13: the gradient vanishes in net.quiet (Linear, norm ")
+
+    @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+    def test_updates_that_are_far_too_small_are_named(self, optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.ReLU), updates=30, lr=1e-7, optimizer=optimizer)
+        (text,) = alarms(caplog)
+        assert "updates are far too small: they move the median layer (" in text
+        assert "`forge tune lr` measures one" in text
+
+    def test_small_updates_of_a_warm_up_are_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        @forge.on("boundary", mutates=True)
+        def warm_up(trainer: forge.Trainer) -> None:
+            trainer.optimizers[None].param_groups[0]["lr"] = 1e-9 * 1.3**trainer.progress.update
+
+        look(mlp(nn.ReLU), "1 updates", 30, None, warm_up, lr=1e-9)
+        assert alarms(caplog) == []
 
     def test_an_exploding_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         class Steep(nn.Module):
@@ -845,18 +893,30 @@ class TestAlarms:
             def forward(self, x: Tensor) -> Tensor:
                 return self.net(x) + torch.sin(1e4 * self.steep(x))
 
-        look(Steep(), optimizer="Adam", lr=1e-6)
+        look(Steep(), optimizer="Adam", lr=1e-6, small=None)
         assert [text.partition("(")[0] for text in alarms(caplog)] == [
-            "monitor: after update 15: the gradient explodes in net.steep "
+            "monitor: after update 13: the gradient explodes in net.steep "
         ]
         assert "Try -p clip" in alarms(caplog)[0]
+
+    def test_a_large_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.quiet, self.net = Quiet(), mlp(nn.ReLU)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.quiet(x) + 100 * self.net(x)
+
+        look(Scaled(), updates=40, lr=1e-3, dead=None)
+        assert alarms(caplog) == []
 
     def test_a_network_that_explodes_as_a_whole_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
         net = mlp(nn.ReLU, 12)
         for module in net:
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=2.0)
-        look(net, lr=1e-6)
+        look(net, lr=1e-6, small=None)
         assert "the gradient explodes in net.0 (Linear" in alarms(caplog)[0]
 
     def test_weights_that_leap_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -885,6 +945,22 @@ class TestAlarms:
         (text,) = alarms(caplog)
         assert text.startswith("monitor: after update 15: no gradient reached net.extra.weight, net.extra.bias.")
 
+    def test_a_layer_that_is_left_out_at_times_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        class LayerDrop(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.blocks = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+                self.calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                for i, block in enumerate(self.blocks):
+                    x = x + F.relu(block(x)) if self.calls % 4 == i else x
+                return self.net(x)
+
+        look(LayerDrop())
+        assert alarms(caplog) == []
+
     @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
     def test_a_dead_layer_is_named(self, functional: bool, caplog: pytest.LogCaptureFixture) -> None:
         class Functional(nn.Module):
@@ -901,7 +977,7 @@ class TestAlarms:
         look(Functional(net) if functional else net)
         (text,) = alarms(caplog)
         where = "net.first (Linear, 93.8 %)" if functional else "net.1 (ReLU, 93.8 %)"
-        assert text.startswith(f"monitor: after update 15: dead units in {where}: ")
+        assert text.startswith(f"monitor: after update 13: dead units in {where}: ")
 
     def test_too_few_samples_prove_no_unit_dead(self, caplog: pytest.LogCaptureFixture) -> None:
         net = mlp(nn.ReLU, 1)
@@ -915,9 +991,9 @@ class TestAlarms:
         with torch.no_grad():
             for name in ("0.weight", "2.weight"):
                 net.get_parameter(name).mul_(1e4)
-        look(net, vanishing=None, exploding=None, dead=None)
+        look(net, vanishing=None, exploding=None, small=None, dead=None)
         (text,) = alarms(caplog)
-        assert text.startswith("monitor: after update 15: saturated units in net.1 (Tanh, ")
+        assert text.startswith("monitor: after update 13: saturated units in net.1 (Tanh, ")
         assert "net.3" not in text
 
     def test_no_gradient_at_all_is_one_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -946,7 +1022,9 @@ class TestAlarms:
         judge = Judge(Monitor().config, nn.Linear(1, 1))
 
         def say(norm: float) -> int:
-            return len(judge.say(Readings(grad_norm={"a.weight": 1.0, "b.weight": norm}), {}, 100))
+            size, change = {"a.weight": 1.0, "b.weight": 1.0}, {"a.weight": 1e-3, "b.weight": 1e-9}
+            seen = Readings(grad_norm={"a.weight": 1.0, "b.weight": norm}, norm_before=size, change=change)
+            return sum(len(judge.say(seen, {}, 100)) for _ in range(3))
 
         assert [say(norm) for norm in (1.0, 1e-6, 1e-6, 2e-7, 1e-7, 1e-7, 1.0, 1e-6, 0.0, 0.0)] == [
             0,
@@ -962,15 +1040,29 @@ class TestAlarms:
         ]
 
     def test_a_resumed_run_does_not_say_it_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        for updates in (15, 30):
+        for updates in (20, 40):
             torch.manual_seed(0)
             forge.Trainer(
-                plugins=[quiet("15 updates"), Checkpoint(every="15 updates", background=False)],
+                plugins=[quiet(), Checkpoint(every="20 updates", background=False)],
                 max_updates=updates,
                 run_dir=tmp_path,
                 resume="auto",
             ).fit(Net(mlp(nn.Sigmoid, 12), lr=1e-6), vectors())
-        assert len([text for text in alarms(caplog) if "vanishes" in text]) == 1
+        assert len([text for text in alarms(caplog) if "vanishes in net.0 " in text]) == 1
+
+    @pytest.mark.parametrize(
+        ("losses", "expected"),
+        [
+            ([3.0, 2.8, 2.6, 2.4, 2.2, 2.0], True),
+            ([2.0] * 6, False),
+            ([2.0, 2.01, 1.99, 2.0, 2.02, 2.01, 1.98], False),
+            ([1.0, 9.0, 2.0, 8.0, 1.0, 9.0], None),
+            ([3.0, 1.0], None),
+            ([-1.0, -1.1, -1.2, -1.9, -2.0, -2.1], True),
+        ],
+    )
+    def test_a_loss_falls_does_not_or_is_too_noisy(self, losses: list[float], expected: bool | None) -> None:
+        assert falls(losses) is expected
 
     @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=20), st.floats(1e-30, 1e30))
     def test_layers_within_three_orders_of_magnitude_are_healthy_on_any_scale(
@@ -1076,7 +1168,7 @@ class TestTable:
 
     def test_it_is_made_in_the_first_micro_batch_without_a_forward_of_its_own(self) -> None:
         task = Spy()
-        fit(task, make_batches(4), plugins=[Monitor(), Accumulate(2)])
+        fit(task, make_batches(4), plugins=[Monitor("1000 updates"), Accumulate(2)])
         assert len(task.seen) == 4
         assert task.seen[-1] == 0
 
@@ -1144,6 +1236,7 @@ def test_jsonl_has_the_numbers_and_leaves_the_rest_out(tmp_path: Path) -> None:
         ({"depth": 0}, r"monitor\.depth is 0; it must be at least 1"),
         ({"vanishing": 0.0}, r"monitor\.vanishing is 0; it must be between 0 and 1"),
         ({"exploding": -1.0}, r"monitor\.exploding is -1; it must be above 0"),
+        ({"small": 0.0}, r"monitor\.small is 0; it must be between 0 and 1"),
         ({"dead": 1.0}, r"monitor\.dead is 1; it must be between 0 and 1"),
         ({"saturated": 2.0}, r"monitor\.saturated is 2; it must be between 0 and 1"),
     ],

@@ -20,6 +20,9 @@ from forge_plugins.monitor.turn import TurnStatistics
 
 logger = logging.getLogger("forge")
 
+OFTEN, LOOKS = 100, 20
+"""Updates between two looks, and looks at a shorter run."""
+
 
 class Monitor(forge.Plugin):
     """Log gradients, weights, activations and dead units by layer at an interval, and warn of problems.
@@ -34,8 +37,10 @@ class Monitor(forge.Plugin):
     share of a layer's units that had no gradient for any sample, with any activation function. With several optimizers
     the optimizer's name comes after `monitor/`.
 
-    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, gives a warning with advice:
-    once, and again when it has become ten times worse. Nothing is judged in the first ten updates.
+    A layer whose gradient vanishes, explodes or is missing, or that is dead or saturated, gives a warning with advice,
+    and so do updates that are far too small: once it was so at three looks in a row, and again when it has become ten
+    times worse. Small and large gradients count only where a layer hardly moves or the loss does not fall; a missing
+    gradient, only where it was missing at every look. Nothing is judged in the first ten updates.
 
     At the start a table of modules with output shapes, parameters and memory is logged, and shown by TensorBoard under
     TEXT. It is made in the first micro-batch, without an extra forward pass.
@@ -55,8 +60,8 @@ class Monitor(forge.Plugin):
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        every: str = "100 updates"
-        "How often to record statistics."
+        every: str | None = None
+        "How often to record statistics; null: twenty times in a run, but at least every 100 updates."
         gradients: bool = True
         "Record gradients."
         weights: bool = True
@@ -74,6 +79,9 @@ class Monitor(forge.Plugin):
         exploding: float | None = 1e3
         """Warn of a layer whose gradient norm is above this many times the median layer's, or that one update moves by
         more than its own size; null: never."""
+        small: float | None = 1e-5
+        """Warn of updates that move the median layer by less than this share of its size, while the loss does not fall;
+        null: never."""
         dead: float | None = 0.9
         "Warn of a layer with a larger share of dead units; null: never."
         saturated: float | None = 0.95
@@ -89,18 +97,23 @@ class Monitor(forge.Plugin):
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
         config = self.config
-        self._every = _interval(config.every, "every")
-        self._draws = self._every if config.histograms is True else None
-        if isinstance(config.histograms, str):
-            self._draws = _interval(config.histograms, "histograms")
+        self._set_intervals(None)
         if config.depth < 1:
             raise RecipeError(f"monitor.depth is {config.depth}; it must be at least 1.")
-        for name in ("vanishing", "exploding", "dead", "saturated"):
+        for name in ("vanishing", "exploding", "small", "dead", "saturated"):
             limit = getattr(config, name)
             if limit is not None and (limit <= 0 or (name != "exploding" and limit >= 1)):
                 allowed = "above 0" if name == "exploding" else "between 0 and 1"
                 raise RecipeError(f"monitor.{name} is {limit:g}; it must be {allowed} (or null for no such warning).")
         self._begin()
+
+    def _set_intervals(self, planned: int | None) -> None:
+        """Fix how often to look, in a run of so many updates."""
+        usual = OFTEN if planned is None else min(OFTEN, max(1, planned // LOOKS))
+        histograms = self.config.histograms
+        self._every = _interval(self.config.every or f"{usual} updates", "every")
+        self._draws = _interval(histograms, "histograms") if isinstance(histograms, str) else None
+        self._draws = self._every if histograms is True else self._draws
 
     def _begin(self) -> None:
         """Reset the state of one run."""
@@ -118,6 +131,7 @@ class Monitor(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         self._begin()
+        self._set_intervals(trainer.planned_updates)
         self._judge = Judge(self.config, trainer.task)
 
     # -- one update ---------------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
-"""Alarms about layers: gradients that vanish, explode or are missing, dead and saturated units.
+"""Alarms about layers: gradients that vanish, explode or are missing, dead and saturated units, updates too small.
 
 Layers are judged, not single parameters: the bias before a batch normalisation, or that of attention's keys, has a
-gradient of 0 up to rounding in the healthiest network.
+gradient of 0 up to rounding in the healthiest network. One look proves little: a layer may be left out of one window
+(mixture of experts, layer drop), and Adam moves a layer however small its gradient is. So an alarm needs several looks
+in a row, and one about the size of gradients a layer that hardly moves, or a loss that does not fall.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
 from typing import Protocol
@@ -18,6 +20,7 @@ from torch import nn
 from forge_plugins._patterns import listed
 from forge_plugins.monitor.activations import RECTIFIERS, Activation
 from forge_plugins.monitor.gradients import Readings
+from forge_plugins.monitor.loss import FEWEST, falls
 
 SETTLED = 10
 """Updates before the first judgement: layers initialised at 0 pass nothing on at first."""
@@ -25,6 +28,16 @@ EVIDENCE = 32
 """A unit that was 0 fewer times than this may be so by chance."""
 ABSURD = 1e6
 """A gradient this many times larger than the layer's weights explodes, whatever the other layers."""
+HUGE = 1e3
+"""If the median layer's gradient is this many times larger than its weights, all explode, whatever the loss does."""
+STILL = 1e-5
+"""A layer hardly moves if an update changes it by a smaller share of its size; around 1e-3 is usual."""
+IN_A_ROW = 3
+"""Looks in a row at which something must be so before it is said."""
+NEEDED = {"leaping": 1, "missing": 5}
+"""Alarms that need another number of looks."""
+GROWS = 1.5
+"""A size grows whose second half is larger than its first by more than this factor."""
 WORST = 30.0
 """Upper bound of an alarm's severity, in powers of ten."""
 
@@ -34,6 +47,7 @@ class Limits(Protocol):
 
     vanishing: float | None
     exploding: float | None
+    small: float | None
     dead: float | None
     saturated: float | None
 
@@ -56,8 +70,8 @@ TEXTS = {
         "smaller; otherwise the last activation is dead or saturated, or the loss is clipped."
     ),
     "missing": (
-        "no gradient reached {layers}. The optimizer has them, but the loss did not depend on them in this window. Use "
-        "them in training_step, or freeze them with requires_grad_(False)."
+        "no gradient reached {layers}. The optimizer has them, but the loss did not depend on them at any look so far. "
+        "Use them in training_step, or freeze them with requires_grad_(False)."
     ),
     "vanishing": (
         "the gradient vanishes in {layers}; {beside}. Next to nothing is learned there. Try ReLU or GELU in place of "
@@ -67,6 +81,11 @@ TEXTS = {
     "exploding": (
         "the gradient explodes in {layers}; {beside}. Try -p clip, a smaller learning rate or warm-up, normalisation, "
         "or a smaller initialisation. (monitor.exploding={exploding:g})"
+    ),
+    "small": (
+        "updates are far too small: they move {layers}, where around 1e-3 is usual, and the loss does not fall. Try a "
+        "larger learning rate (`forge tune lr` measures one), or a schedule whose warm-up ends earlier. "
+        "(monitor.small={small:g})"
     ),
     "leaping": (
         "one update moved {layers} by more than the layer's own size. Try a smaller learning rate or warm-up, or "
@@ -88,6 +107,36 @@ TEXTS = {
 """The text of each alarm, with remedies."""
 
 
+@dataclass(slots=True)
+class Course:
+    """What one optimizer's looks have shown so far."""
+
+    losses: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    "How far each update moved the median layer, as a share of its size."
+    reached: set[str] = field(default_factory=set)
+    "Parameters that had a gradient at some look."
+    rows: dict[tuple[str, str], int] = field(default_factory=dict)
+    "By alarm: looks in a row at which it was so."
+
+    @property
+    def falls(self) -> bool | None:
+        """Whether the loss falls; None while that cannot be said."""
+        return falls(self.losses)
+
+    def add(self, readings: Readings, loss: float | None) -> None:
+        if loss is not None and math.isfinite(loss):
+            self.losses.append(loss)
+        if ratios := readings.layer_ratios():
+            self.ratios.append(median(ratios.values()))
+
+    def lasting(self, alarms: list[Alarm]) -> list[Alarm]:
+        """Return the alarms that enough looks in a row have shown."""
+        self.rows = {(alarm.kind, alarm.layer): self.rows.get((alarm.kind, alarm.layer), 0) + 1 for alarm in alarms}
+        needed = {alarm: NEEDED.get(alarm.kind, IN_A_ROW) for alarm in alarms}
+        return [alarm for alarm in alarms if self.rows[alarm.kind, alarm.layer] >= needed[alarm]]
+
+
 class Judge:
     """Finds alarms, and reports each once; again only when it has become ten times worse."""
 
@@ -95,16 +144,33 @@ class Judge:
         self._limits, self._task = limits, task
         self.reported: dict[str, float] = dict(reported or {})
         "Reported alarms, with their severity."
+        self._courses: dict[str, Course] = {}
 
-    def say(self, readings: Readings, activations: Mapping[str, Activation], samples: int) -> list[str]:
-        """Return new alarms, one message for each kind."""
-        fresh = [alarm for alarm in self._find(readings, activations, samples) if self._is_news(alarm)]
+    def say(
+        self,
+        readings: Readings,
+        activations: Mapping[str, Activation],
+        samples: int,
+        loss: float | None = None,
+        turn: str = "",
+    ) -> list[str]:
+        """Return new alarms of one optimizer's turn, one message for each kind."""
+        course = self.meet(readings, turn)
+        course.add(readings, loss)
+        lasting = course.lasting(list(self._find(readings, activations, samples, course)))
+        fresh = [alarm for alarm in lasting if self._is_news(alarm)]
         said: list[str] = []
         for kind, group in groupby(fresh, key=lambda alarm: alarm.kind):
             alarms = list(group)
             layers = listed([self._named(alarm) for alarm in alarms])
             said.append(TEXTS[kind].format(layers=layers, beside=alarms[0].beside, **self._numbers()))
         return said
+
+    def meet(self, readings: Readings, turn: str = "") -> Course:
+        """Note which parameters have a gradient, also where nothing is judged yet."""
+        course = self._courses.setdefault(turn, Course())
+        course.reached |= readings.grad_norm.keys()
+        return course
 
     def _is_news(self, alarm: Alarm) -> bool:
         key = f"{alarm.kind} {alarm.layer}"
@@ -124,49 +190,70 @@ class Judge:
 
     def _numbers(self) -> dict[str, float]:
         limits = self._limits
-        found = {name: getattr(limits, name) for name in ("vanishing", "exploding", "dead", "saturated")}
+        found = {name: getattr(limits, name) for name in ("vanishing", "exploding", "small", "dead", "saturated")}
         return {name: math.nan if value is None else value for name, value in found.items()}
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
-    def _find(self, readings: Readings, activations: Mapping[str, Activation], samples: int) -> Iterator[Alarm]:
+    def _find(
+        self, readings: Readings, activations: Mapping[str, Activation], samples: int, course: Course
+    ) -> Iterator[Alarm]:
         norms = readings.layers("grad_norm")
         if not all(math.isfinite(norm) for norm in norms.values()):
             return  # not about single layers; guard reports it
-        yield from (Alarm("missing", name) for name in readings.missing)
+        yield from (Alarm("missing", name) for name in readings.missing if name not in course.reached)
         if norms and not any(norms.values()):
-            yield Alarm("nothing", "")
+            if not course.falls:
+                yield Alarm("nothing", "")
             return
-        yield from self._vanishing(norms)
-        yield from self._exploding(norms, readings.layers("norm_before"))
-        yield from self._leaping(readings.layer_ratios())
+        ratios = readings.layer_ratios()
+        vanishing = list(self._vanishing(norms, ratios, course))
+        yield from vanishing
+        yield from self._exploding(norms, readings.layers("norm_before"), ratios, course)
+        yield from () if vanishing else self._small(course)
+        yield from self._leaping(ratios)
         dead = list(self._dead(activations))
         yield from dead or (self._unreached(readings.dead_units) if samples >= EVIDENCE else ())
         yield from self._saturated(activations)
 
-    def _vanishing(self, norms: Mapping[str, float]) -> Iterator[Alarm]:
+    def _vanishing(self, norms: Mapping[str, float], ratios: Mapping[str, float], course: Course) -> Iterator[Alarm]:
         limit, largest = self._limits.vanishing, max(norms.values(), default=0.0)
         if limit is None:
             return
         for layer, norm in norms.items():
-            if norm < limit * largest:
+            if norm < limit * largest and (course.falls is False or ratios.get(layer, math.inf) < STILL):
                 worse_by = _decades(limit, norm / largest)
                 yield Alarm("vanishing", layer, f"norm {norm:.1e}", worse_by, f"the largest layer has {largest:.1e}")
 
-    def _exploding(self, norms: Mapping[str, float], weights: Mapping[str, float]) -> Iterator[Alarm]:
+    def _exploding(
+        self, norms: Mapping[str, float], weights: Mapping[str, float], ratios: Mapping[str, float], course: Course
+    ) -> Iterator[Alarm]:
         limit = self._limits.exploding
         if limit is None:
             return
         usual = median([norm for norm in norms.values() if norm] or [0.0])
         beside = f"the median layer has {usual:.1e}"
+        shares = [norm / weights[layer] for layer, norm in norms.items() if norm and weights.get(layer)]
+        largest = ABSURD if not shares or median(shares) < HUGE else HUGE
+        harmful = course.falls is False or any(ratio < STILL for ratio in ratios.values())
         for layer, norm in norms.items():
             size = weights.get(layer, 0.0)
             detail = f"norm {norm:.1e}, weights {size:.1e}"
             # far above the others, but small beside its weights: then the others vanish
-            if norm > limit * usual and norm > size:
+            if harmful and norm > limit * usual and norm > size:
                 yield Alarm("exploding", layer, detail, _decades(norm / usual, limit), beside)
-            elif size and norm > ABSURD * size:
-                yield Alarm("exploding", layer, detail, _decades(norm / size, ABSURD), beside)
+            elif size and norm > largest * size:
+                yield Alarm("exploding", layer, detail, _decades(norm / size, largest), beside)
+
+    def _small(self, course: Course) -> Iterator[Alarm]:
+        """Updates that were too small at every look, do not grow (a warm-up does), and lower no loss."""
+        limit, ratios = self._limits.small, course.ratios
+        half = len(ratios) // 2
+        if limit is None or course.falls or len(course.losses) < FEWEST or max(ratios, default=limit) >= limit:
+            return
+        if sum(ratios[-half:]) <= GROWS * sum(ratios[:half]):
+            detail = f"{max(ratios):.1e} of its weights at most"
+            yield Alarm("small", "the median layer", detail, _decades(limit, max(ratios)))
 
     def _leaping(self, ratios: Mapping[str, float]) -> Iterator[Alarm]:
         for layer, ratio in ratios.items():

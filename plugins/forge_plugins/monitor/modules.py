@@ -16,7 +16,7 @@ def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Mod
     Compiled code does not call hooks; a TransformerEncoderLayer in evaluation mode leaves its fast path, and changes
     its bits, when it or a part of it has one. Modules inside of either are left out.
     """
-    if _is_compiled(model):
+    if is_compiled(model):
         return [], [""]
     found: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
@@ -24,7 +24,7 @@ def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Mod
     for name, module in task.named_modules():
         if any(name == above or name.startswith(f"{above}.") for above in closed):
             continue
-        if _is_compiled(module):
+        if is_compiled(module):
             if not name:
                 return [], [""]
             compiled.append(name)
@@ -36,7 +36,7 @@ def watchable(task: nn.Module, model: nn.Module) -> tuple[list[tuple[str, nn.Mod
     return found, compiled
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether compiled by `module.compile()`, or the wrapper that `torch.compile(module)` returns."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from forge_plugins.monitor.activations import Activations
 from forge_plugins.monitor.alarms import SETTLED, Judge
 from forge_plugins.monitor.gradients import Parameters
 from forge_plugins.monitor.histograms import unpacked
-from forge_plugins.monitor.parcel import Contents
+from forge_plugins.monitor.loss import Losses
+from forge_plugins.monitor.parcel import Contents, stacked
 
 
 class StatisticsOptions(Protocol):
@@ -35,9 +37,10 @@ class TurnStatistics:
         draw: bool,
     ):
         self._prefix = "monitor/" if step.name is None else f"monitor/{step.name}/"
-        self._index, self._samples = step.index, step.samples
+        self._index, self._samples, self._device = step.index, step.samples, step.trainer.env.device
         self._activations = Activations(step, modules if options.activations else (), count, draw)
         self._parameters = Parameters(step, options.gradients, options.weights, count, draw)
+        self._losses = Losses(step)
         self._inspected = False
 
     def inspect(self) -> None:
@@ -49,6 +52,7 @@ class TurnStatistics:
     def close(self) -> None:
         """Remove the hooks."""
         self._activations.close()
+        self._losses.close()
 
     def finish(self, step: forge.Step) -> None:
         """Record the weights after the optimizer step."""
@@ -57,7 +61,8 @@ class TurnStatistics:
 
     def pack(self) -> dict[str, Tensor]:
         """Return the tensors to read."""
-        return {**self._parameters.pack, **self._activations.pack()}
+        found = {**self._parameters.pack, **self._activations.pack()}
+        return found | ({"loss": stacked(self._losses.seen, self._device)} if self._losses.seen else {})
 
     def read(self, contents: Contents, judge: Judge) -> tuple[dict[str, Any], list[str]]:
         """Return metrics by name, and the texts of alarms."""
@@ -68,5 +73,10 @@ class TurnStatistics:
         for name, numbers in contents.items():
             if name.startswith("histogram/"):
                 metrics[name] = unpacked(numbers)
-        alarms = judge.say(readings, activations, self._samples) if self._index >= SETTLED else []
+        loss = fmean(contents["loss"]) if "loss" in contents else None
+        alarms: list[str] = []
+        if self._index < SETTLED:
+            judge.meet(readings, self._prefix)
+        else:
+            alarms = judge.say(readings, activations, self._samples, loss, self._prefix)
         return {self._prefix + name: value for name, value in metrics.items()}, alarms

@@ -1,0 +1,417 @@
+"""Errors that stop a fit: the type stays, the traceback is short, and notes name module, tensors, line and cure."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent, indent
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import forge
+from forge.cli import main
+from forge.util import tracebacks
+from forge_plugins import Anomaly
+
+HEAD = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import forge
+from forge.data import Splits
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 4, 8, generator=generator), torch.randint(0, 3, (3, 4), generator=generator)
+    return [*zip(x, y, strict=True)]
+
+
+def data():
+    return Splits(train=batches())
+
+
+class Task(forge.TaskModule):
+    check_first_batch = {checked}
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+{layers}
+
+    def training_step(self, batch):
+        x, y = batch
+{step}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+NUMBERS = itertools.count()
+MOST = 15
+"""Lines of a traceback, with its notes."""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a task file; the line to blame ends in `# here`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(tracebacks.FULL, raising=False)
+
+    def write(step: str, layers: str = "", more: str = "", checked: bool = True) -> Path:
+        step, layers = (indent(dedent(text).strip("\n"), " " * 8) for text in (step, layers))
+        path = tmp_path / f"users_task_{next(NUMBERS)}.py"
+        path.write_text(HEAD.format(step=step, layers=layers, checked=checked) + dedent(more))
+        return path
+
+    return write
+
+
+def imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # workers find classes by it
+    spec.loader.exec_module(module)
+    return module
+
+
+def place(path: Path) -> str:
+    """The line to blame, as file:line."""
+    lines = path.read_text().splitlines()
+    return f"{path.name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# here'))}"
+
+
+def raised(path: Path, train: str = "batches", **options: Any) -> BaseException:
+    own = imported(path)
+    options = {"max_epochs": 1, "plugins": [], "run_dir": False, "device": "cpu", **options}
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        forge.Trainer(**options).fit(own.Task(), getattr(own, train)())
+    return caught.value
+
+
+def shown(error: BaseException) -> str:
+    """What a person sees, without the frames of this file."""
+    text = "".join(traceback.format_exception(error))
+    return re.sub(rf'  File "{re.escape(__file__)}".*\n(?:    .*\n)*', "", text)
+
+
+def check(path: Path, kind: type[BaseException], *said: str, **options: Any) -> str:
+    """Fit, and check what every error has: its type, the line, a short traceback without inner frames."""
+    error = raised(path, **options)
+    text = shown(error)
+    assert type(error) is kind
+    assert len(text.splitlines()) <= MOST, text
+    name, line = place(path).split(":")
+    assert f"{name}:{line}" in text or f'{name}", line {line}' in text
+    assert "site-packages/torch" not in text or "loss.backward()" in text
+    assert "pluggy" not in text
+    for part in said:
+        assert part in text, text
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes
+
+
+def test_a_linear_of_another_width_is_named(write: Write) -> None:
+    path = write("return F.cross_entropy(self.body(x), y)  # here", "self.body[2] = nn.Linear(12, 3)")
+    text = check(
+        path,
+        RuntimeError,
+        "in body.2 (Linear(in_features=12, out_features=3, bias=True)): input is float32 (4, 16) on cpu",
+        "body.2 takes 12 features, but its input has 16. Set in_features=16",
+        "raised in Task.training_step, at update 0",
+    )
+    assert text.count('File "') == 1
+
+
+def test_an_input_that_is_not_flattened_is_named(write: Write) -> None:
+    path = write("return self.head(x.view(4, 2, 2, 2)).mean()  # here", "self.head = nn.Linear(8, 3)")
+    check(path, RuntimeError, "One sample has 8 values: flatten it before head, with x.flatten(1)")
+
+
+def test_a_module_inside_of_the_users_own_is_named(write: Write) -> None:
+    block = """
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.out(x)  # here
+    """
+    path = write("return self.block(x).mean()", "self.block = Block()", block)
+    text = check(path, RuntimeError, "in block.out (Linear(in_features=5", "(4, 8)", "return self.block(x).mean()")
+    assert text.count('File "') == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "cure"),
+    [
+        ("4, 1, 6, 6", "conv takes 3 channels, but its input has 1. Set in_channels=1"),
+        ("4, 6, 6, 3", "The 3 channels are the last dimension of the input: write x.movedim(-1, 1) before conv."),
+        ("4, 64", "conv takes an input (N, C, H, W), but got (4, 64)."),
+    ],
+)
+def test_channels_and_dimensions_of_a_convolution(write: Write, shape: str, cure: str) -> None:
+    path = write(f"return self.conv(torch.ones({shape})).mean()  # here", "self.conv = nn.Conv2d(3, 4, 3)")
+    check(path, RuntimeError, "in conv (Conv2d(3, 4,", f"input is float32 ({shape}) on cpu", cure)
+
+
+def test_a_batch_norm_for_pictures_on_features(write: Write) -> None:
+    path = write("return self.norm(x).mean()  # here", "self.norm = nn.BatchNorm2d(8)")
+    check(path, ValueError, "in norm (BatchNorm2d(8,", "float32 (4, 8)", "For features (N, C) use nn.BatchNorm1d.")
+
+
+def test_a_batch_of_one_in_a_batch_norm(write: Write) -> None:
+    path = write("return self.norm(x[:1]).mean()  # here", "self.norm = nn.BatchNorm1d(8)")
+    check(path, ValueError, "in norm (BatchNorm1d(8,", "input is float32 (1, 8)", "BatchNorm needs two samples or more")
+
+
+def test_an_rnn_of_another_input_size(write: Write) -> None:
+    path = write("return self.rnn(x.unsqueeze(1))[0].mean()  # here", "self.rnn = nn.LSTM(5, 4)")
+    check(path, RuntimeError, "in rnn (LSTM(5, 4))", "rnn was made with input_size=5", "is 8. Make the two equal.")
+
+
+def test_tensors_of_the_users_line_are_named(write: Write) -> None:
+    path = write(
+        """
+        mask = torch.ones(4, 9)
+        return self.body(x * mask).mean()  # here
+        """
+    )
+    check(path, RuntimeError, "x is float32 (4, 8) on cpu, mask is float32 (4, 9) on cpu", "meet in dimension 1")
+
+
+def test_a_loss_of_another_shape(write: Write) -> None:
+    path = write("return F.binary_cross_entropy_with_logits(self.body(x)[:, :1], y.float())  # here", checked=False)
+    check(path, ValueError, "input is float32 (4, 1)", "target is float32 (4,)", "output.squeeze(-1)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values, types, devices
+
+
+def test_labels_that_the_model_has_no_output_for(write: Write) -> None:
+    path = write("return F.cross_entropy(self.body(x), y + 3)  # here", checked=False)
+    check(path, IndexError, "target is int64 (4,)", "but the model has 3 outputs (labels 0 to 2)")
+
+
+def test_ids_that_an_embedding_has_no_row_for(write: Write) -> None:
+    path = write("return self.words(y + 20).mean()  # here", "self.words = nn.Embedding(10, 8)")
+    text = check(path, IndexError, "in words (Embedding(10, 8))", "words has 10 rows (ids 0 to 9), but the ids of")
+    assert re.search(r"are 2\d to 22\. Set num_embeddings=23", text)
+
+
+def test_float64_from_numpy_is_named(write: Write) -> None:
+    path = write("return self.body(x.double()).mean()  # here")
+    check(
+        path,
+        RuntimeError,
+        "in body.0 (Linear",
+        "input is float64 (4, 8) on cpu, weight is float32 (16, 8) on cpu",
+        "input is float64, which is what numpy makes. Write .float() in the dataset",
+    )
+
+
+def test_half_precision_beside_single(write: Write) -> None:
+    path = write("return self.body(x.half()).mean()  # here")
+    check(path, RuntimeError, "input is float16 (4, 8)", "Types differ (input: float16; weight: float32)")
+
+
+def test_a_tensor_on_another_device(write: Write) -> None:
+    path = write(
+        """
+        scale = torch.ones(8, device="meta")
+        return self.body(x * scale).mean()  # here
+        """
+    )
+    check(path, RuntimeError, "scale is float32 (8,) on meta", "scale is on meta, but this run is on cpu", "x.device")
+
+
+def test_out_of_memory_names_what_this_run_has_not(write: Write) -> None:
+    step = 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")  # here'
+    text = check(
+        write(step),
+        torch.OutOfMemoryError,
+        "The memory of cpu is full with 4 samples in a micro-batch.",
+        "`forge tune batch`",
+        "accumulate.window=2",
+        "-p amp",
+        "-p remat",
+    )
+    assert "accumulate.window=4" not in text
+    more = check(
+        write(step), torch.OutOfMemoryError, "accumulate.window=4", plugins={"accumulate": {"window": 2}, "remat": {}}
+    )
+    assert "-p remat" not in more
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+def test_a_backward_inside_of_the_step_is_named(write: Write) -> None:
+    path = write(
+        """
+        loss = F.cross_entropy(self.body(x), y)
+        loss.backward()  # here
+        return loss
+        """
+    )
+    said = f"forge: {place(path)} calls backward() inside of the step. Leave it out and return the loss"
+    check(path, RuntimeError, said, "raised in the backward pass of Task.training_step, at update 0")
+
+
+def test_a_state_that_is_kept_with_its_graph(write: Write) -> None:
+    path = write(
+        """
+        self.state = torch.tanh(self.body(x)) + getattr(self, "state", 0)
+        return self.state.pow(2).mean()
+        """
+    )
+    error = raised(path)
+    assert "Detach what is kept from one step to the next" in shown(error)
+    assert len(shown(error).splitlines()) <= MOST
+
+
+@pytest.mark.parametrize("anomaly", [False, True], ids=["plain", "anomaly"])
+def test_an_in_place_operation_names_the_forward_line(write: Write, anomaly: bool) -> None:
+    path = write(
+        """
+        hidden = torch.sigmoid(self.body[0](x))  # here
+        hidden += 1
+        return F.cross_entropy(self.body[2](hidden), y)
+        """
+    )
+    said = f"The value that was overwritten belongs to the operation at {place(path)}."
+    check(path, RuntimeError, said, "x = x.clone()", plugins=[Anomaly()] if anomaly else [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+ROWS = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if i == 5:
+            raise KeyError("no such file")  # here
+        return torch.zeros(8 + i * {grows}), 0
+
+
+def loader():
+    return torch.utils.data.DataLoader(Rows(), 4, num_workers={workers})
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_shows_the_users_frame(write: Write, workers: int) -> None:
+    path = write("return self.body(x).mean()", more=ROWS.format(grows=0, workers=workers))
+    error = raised(path, "loader")
+    name, line = place(path).split(":")
+    text = shown(error)
+    assert isinstance(error, forge.DataError)
+    assert "Rows raised KeyError: 'no such file' at sample 5" in text
+    if workers:
+        assert f'{name}", line {line}, in __getitem__' in text
+    else:
+        assert f"It was raised at {name}:{line}." in text
+    assert text.count("sample_seeding.py") == 1  # where the DataError is raised
+    assert "fetch.py" not in text
+    assert len(text.splitlines()) <= MOST
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_unequal_size_are_named(write: Write, workers: int) -> None:
+    error = raised(write("return self.body(x).mean()", more=ROWS.format(grows=1, workers=workers)), "loader")
+    assert isinstance(error, forge.DataError)
+    assert "The samples differ: sample[0] is (8,) and (9,) and (10,)." in str(error)
+    assert "collate_fn=forge.data.pad_collate" in str(error)
+
+
+def test_the_wall_of_a_torch_worker_is_shortened(write: Write) -> None:
+    path = write("return self.body(x).mean()", more=ROWS.format(grows=0, workers=1))
+    with pytest.raises(KeyError) as caught:
+        list(imported(path).loader())
+    tracebacks.shorten(caught.value)
+    name, line = place(path).split(":")
+    assert f'{name}", line {line}, in __getitem__' in str(caught.value)
+    assert "_worker_loop" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tracebacks
+
+
+def test_all_frames_are_shown_if_asked_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tracebacks.FULL, "full")
+    text = shown(raised(write("return self.body(x.double()).mean()  # here")))
+    assert "linear.py" in text
+    assert "default_actions.py" in text
+    assert "input is float64" in text
+
+
+def test_the_run_folder_keeps_all_frames(write: Write, tmp_path: Path) -> None:
+    error = raised(write("return self.body(x.double()).mean()  # here"), run_dir=tmp_path / "run")
+    kept = (tmp_path / "run" / "traceback.txt").read_text()
+    assert "linear.py" in kept
+    assert "linear.py" not in shown(error)
+
+
+def test_an_error_of_the_users_own_gets_no_cure(write: Write) -> None:
+    error = raised(write('raise ValueError(f"bad {x.shape}")  # here'))
+    (where,) = error.__notes__
+    assert where.startswith("forge: raised in Task.training_step")
+
+
+def test_an_error_of_forges_own_keeps_every_frame(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise AttributeError("a mistake in forge")
+
+    broken.__code__ = broken.__code__.replace(co_filename=forge.__file__)
+    monkeypatch.setattr("forge.engine.trainer.Trainer._log", broken)
+    text = shown(raised(write("return F.cross_entropy(self.body(x), y)")))
+    assert "in _train" in text
+    assert "in broken" in text
+
+
+def test_causes_are_shortened_too(write: Write) -> None:
+    path = write(
+        """
+        try:
+            return self.body(x.double()).mean()
+        except RuntimeError as error:
+            raise ValueError("wrapped") from error  # here
+        """
+    )
+    text = check(path, ValueError, "RuntimeError: mat1 and mat2 must have the same dtype", "direct cause")
+    assert "linear.py" not in text
+
+
+def test_the_command_line_prints_the_same(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write("return F.cross_entropy(self.body(x), y)  # here", "self.body[2] = nn.Linear(12, 3)")
+    assert main(["fit", f"{path}:Task", "-q", "trainer.device=cpu", "trainer.max_epochs=1"]) == 1
+    said = capsys.readouterr().err
+    text = said[said.index("Traceback") :]
+    assert text.count('File "') == 1
+    assert f'File "{path}"' in text
+    assert "body.2 takes 12 features" in text
+    assert "FORGE_TRACEBACK=full shows them." in text
+    assert len(text.splitlines()) <= MOST
