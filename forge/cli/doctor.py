@@ -40,8 +40,7 @@ def run(args: Namespace) -> int:
     from forge.rng import seed_all
 
     recipe = target.load(args, to_train=True)
-    recipe = recipe.with_trainer({"seed": recipe.trainer.get("seed") or 0})
-    seed_all(recipe.trainer["seed"])
+    seed_all(recipe.trainer.get("seed") or 0)
     task, data = recipe.make_task(), recipe.make_data()
     console = show.console(stderr=True)
     with console.status("") as status:
@@ -70,9 +69,22 @@ def print_page(report: DoctorReport, console: Console) -> None:
     if report.silenced:
         names = ", ".join(sorted({finding.name for finding in report.silenced}))
         console.print(Text(f"Expected by the task, and so not counted: {names}."))
+    for sample in report.worst:
+        text = f"sample {sample['sample']} of the first batch has a loss of {sample['loss']:.4g}, the median is "
+        console.print(Text(f"{text}{sample['median']:.4g}:", style="bold"))
+        console.print(Text(f"{sample['shown']}\n", style="dim"))
+    _print_readiness(report, console)
     console.print(Text(f"\nExamined in {report.seconds:.0f} s and found good: {', '.join(report.good)}.", style="dim"))
     for what, why in report.skipped.items():
         console.print(Text(f"Not examined: {what} ({why})", style="dim"))
+
+
+def _print_readiness(report: DoctorReport, console: Console) -> None:
+    if report.readiness:
+        console.print(Text("Ready for a long run?", style="bold"))
+    for item in report.readiness:
+        mark = ("yes", "green") if item.is_on else ("no", "yellow")
+        console.print(Text.assemble("  ", mark, "  " if item.is_on else "   ", f"{item.what}: {item.evidence}"))
 
 
 def _print_finding(finding: Finding, console: Console) -> None:

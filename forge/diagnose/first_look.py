@@ -25,7 +25,19 @@ from forge.diagnose.checks.first_batch import first_forward, is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
-from forge.diagnose.probes import data, graph, independence, losses, motion, start
+from forge.diagnose.probes import (
+    criteria,
+    data,
+    gradients,
+    graph,
+    independence,
+    losses,
+    measures,
+    motion,
+    order,
+    serving,
+    start,
+)
 from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
 from forge.util.outside import reaches_outside
 
@@ -46,17 +58,19 @@ SAMPLES = 2000
 
 FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
-    *(start.schedules, start.methods, data.dropped),
+    *(start.schedules, start.methods, start.normalised_samples, data.dropped),
+    *(criteria.options, gradients.repeated, gradients.decay, measures.modes),
 )
 """Probes of the first step and of the plan."""
 MODULES_AGAIN = (
     *(independence.random_modules, independence.samples, independence.future, independence.padded),
-    graph.finite_differences,
+    *(order.previous, order.positions, order.permuted, graph.finite_differences),
 )
 """Probes that run modules again, on a copy."""
 FIRST_UPDATES = (
     *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.gradients, motion.losses),
-    *(data.copies, data.scales, data.splits, data.labels, data.order, data.giveaways),
+    *(data.copies, data.scales, data.targets, data.first_layer, data.splits, data.labels, data.order, data.giveaways),
+    serving.noise,
 )
 """Probes after a few updates, and of the samples up to there."""
 
@@ -166,6 +180,7 @@ class FirstLook:
         small = traces is not None
         with no_trace(step.trainer.env.device):
             patient = observed(step.trainer, batch, watch, calls)
+            patient.order = self._graphs.order() if self._graphs is not None else []
         patient.losses.append(float(loss.detach()))
         own: list[Any] = [traces.found] if traces is not None else []
         own.append(lambda: graph.wrong_modes(patient.task, off))
@@ -280,6 +295,7 @@ def observed(trainer: Run, batch: Any, watch: StepWatch, calls: list[OuterCall])
     train = trainer.given_loaders.get("train")
     kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
     patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
+    patient.plugins = list(trainer.stack)
     patient.calls, patient.headroom = calls, start.headroom(trainer)
     vars(patient)["watched"] = watch
     patient.samples = samples(train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from forge.examine.doctor import DoctorReport, doctor
+from forge.examine.doctor import doctor
+from forge.examine.report import DoctorReport
 
 __all__ = ["DoctorReport", "doctor"]

@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from forge.diagnose.probes import (
     motion,
     optimum,
     order,
+    precision,
     preparation,
     serving,
     splits,
@@ -45,7 +47,10 @@ from forge.diagnose.probes import (
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
-from forge.optim.optimizers import Optimizers
+from forge.examine.learning import is_left_out, learn
+from forge.examine.readiness import planned_seed, readiness
+from forge.examine.report import DoctorReport
+from forge.examine.worst import worst_samples
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
@@ -88,6 +93,8 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "evaluation twice": independence.repeated_evaluation,
     "copies of samples": data.copies,
     "scales of the data": data.scales,
+    "inputs of the first layer": data.first_layer,
+    "scales of targets": data.targets,
     "train against val": data.splits,
     "windows in both splits": splits.overlaps,
     "near copies in both splits": splits.near_copies,
@@ -117,6 +124,9 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "inputs are read, after updates": independence.reads_its_input,
+    "results on this device": precision.devices,
+    "results in mixed precision": precision.mixed_precision,
+    "results of the compiled model": precision.compiled,
     "clamps": gradients.clamps,
     "weights of batches in metrics": measures.weights,
     "rows of weights": start.equal_rows,
@@ -138,44 +148,6 @@ SAMPLES = 3000
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
 GRAPHS_AT = (5, 10)
-LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard"})
-"""What plugins that the examination leaves out provide: they save, or stop the run."""
-
-
-@dataclass
-class DoctorReport:
-    """What was found, and what was examined."""
-
-    findings: list[Finding] = field(default_factory=list)
-    "Errors first."
-    silenced: list[Finding] = field(default_factory=list)
-    "Findings that `task.expected` names."
-    good: list[str] = field(default_factory=list)
-    "What was examined and found good."
-    skipped: dict[str, str] = field(default_factory=dict)
-    "What could not be examined, and why."
-    seconds: float = 0.0
-
-    @property
-    def errors(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == "error"]
-
-    @property
-    def warnings(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == "warning"]
-
-    def as_data(self) -> dict[str, Any]:
-        return {
-            "findings": [asdict(finding) for finding in self.findings],
-            "silenced": [asdict(finding) for finding in self.silenced],
-            "good": self.good,
-            "skipped": self.skipped,
-            "seconds": round(self.seconds, 2),
-        }
-
-    def __str__(self) -> str:
-        lines = [f"{finding.level}: {finding.name}: {finding.message}" for finding in self.findings]
-        return "\n".join(lines or ["Nothing was found."])
 
 
 def doctor(
@@ -204,10 +176,10 @@ def doctor(
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild)
         examination.hooks = gradient_hooks(task)
-        _run(examination, _copy(task), train, plugins, settings, report)
+        _run(examination, _copy(task), train, plugins, settings, report, planned_seed(trainer))
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
-            _learn_one_batch(examination.patient, task, plugins, settings, budget or ONE_BATCH, report)
+            learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
     _sort(report, task.expected)
     report.seconds = time.perf_counter() - began
     return report
@@ -224,12 +196,19 @@ def _copy(task: TaskModule) -> TaskModule:
 
 
 def _run(
-    examination: Examination, task: TaskModule, train: Any, plugins: Plugins, settings: Any, report: DoctorReport
+    examination: Examination,
+    task: TaskModule,
+    train: Any,
+    plugins: Plugins,
+    settings: Any,
+    report: DoctorReport,
+    seed: int | None,
 ) -> None:
     """A short run of the user's own stack, with the examination in it."""
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
         examination.plugins = list(trainer.stack)
+        report.readiness = readiness(trainer.stack, examination.given[1] is not None, seed)
         for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
             trainer.stack.remove(plugin.name)
         trainer.stack.add(examination)
@@ -242,13 +221,6 @@ def _run(
     except Exception as error:
         report.skipped["the run"] = f"{type(error).__name__}: {error}"
         report.findings.append(Finding("refused", f"Training ends in {type(error).__name__}: {error}"))
-
-
-def is_left_out(plugin: Plugin) -> bool:
-    """Return whether an examination leaves a plugin out. One that builds loaders stays."""
-    only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
-    saves = getattr(plugin, "forge_save", None) is not None
-    return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))
 
 
 class Examination(Plugin):
@@ -330,6 +302,8 @@ class Examination(Plugin):
             return
         with no_trace(trainer.env.device):
             self._probe(self.last_probes)
+            with suppress(Exception):  # a step that takes no single samples
+                self.report.worst = worst_samples(patient)
         now = fingerprint_hidden(trainer)
         changed = sorted(
             {path.partition("[")[0] for path, value in self._hidden.items() if now.get(path, value) != value}
@@ -392,55 +366,6 @@ def _order_of_modules(patient: Patient) -> list[str]:
         except Exception:  # the fit itself will say
             return order
     return order
-
-
-class OneBatch(Plugin):
-    """Trains on one batch at the optimizer's own rate, and keeps the losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "forge.examine.one_batch"
-        self.losses: list[float] = []
-
-    @hookimpl(wrapper=True)
-    def forge_build_optimizers(self) -> Any:
-        built: Optimizers = yield
-        for entry in built.entries.values():
-            entry.schedules.clear()
-            for group in entry.optimizer.param_groups:
-                if "initial_lr" in group and not isinstance(group["lr"], Tensor):
-                    group["lr"] = float(group["initial_lr"])
-        built.has_schedules = False
-        return built
-
-    @hookimpl(wrapper=True)
-    def forge_forward(self, step: Any, batch: Any) -> Any:
-        output = yield
-        self.losses.append(float(loss_of(output).detach()))
-        return output
-
-
-def _learn_one_batch(
-    patient: Patient, task: TaskModule, plugins: Plugins, settings: Any, updates: int, report: DoctorReport
-) -> None:
-    if not patient.is_supervised:
-        return
-    keeper = OneBatch()
-    options = {**settings, "max_updates": updates, "max_epochs": None}
-    try:
-        trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
-        for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin) or plugin.name == "schedule"]:
-            trainer.stack.remove(plugin.name)
-        trainer.stack.add(keeper)
-        trainer.fit(_copy(task), [copy.deepcopy(first(patient.train, 1)[0]) for _ in range(updates)])
-    except Exception as error:
-        report.skipped["learning one batch"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return
-    patient.overfitted = keeper.losses
-    found = list(motion.one_batch(patient))
-    report.findings.extend(found)
-    if not found:
-        report.good.append("learning one batch")
 
 
 def _sort(report: DoctorReport, expected: Any) -> None:

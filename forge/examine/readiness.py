@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from forge.contract.plugin import Plugin
-from forge.contract.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +18,25 @@ class Readiness:
     evidence: str
 
 
-def readiness(trainer: Run, has_val: bool) -> list[Readiness]:
-    """What the planned run has; asked before plugins are left out of the examination."""
-    plugins = {plugin.name: plugin for plugin in trainer.stack}
+def readiness(plugins: Iterable[Plugin], has_val: bool, seed: int | None) -> list[Readiness]:
+    """What the planned run has of what a long one needs."""
+    names = [plugin.name for plugin in plugins]
     return [
-        _plugin("checkpoints", plugins, ["checkpoint"], "-p checkpoint saves and resumes"),
-        _validation(trainer, has_val),
-        _plugin("logging", plugins, ["tensorboard", "jsonl", "wandb", "mlflow", "csv"], "-p jsonl -p tensorboard"),
-        _seed(trainer),
-        _plugin("failure detection", plugins, ["guard", "anomaly"], "-p guard stops before a NaN is trained on"),
+        _plugin("checkpoints", names, ["checkpoint"], "-p checkpoint, which saves and resumes"),
+        Readiness("validation", has_val, "a loader of val is given" if has_val else "pass held-out samples as val"),
+        _plugin("logging", names, ["tensorboard", "jsonl", "wandb", "mlflow", "csv"], "-p jsonl -p tensorboard"),
+        Readiness("reproducibility", seed is not None, f"seed={seed}" if seed is not None else "set a seed"),
+        _plugin("failure detection", names, ["guard", "anomaly"], "-p guard, which stops before a NaN is trained on"),
     ]
 
 
-def _plugin(what: str, plugins: dict[str, Plugin], names: list[str], cure: str) -> Readiness:
-    found = [name for name in names if name in plugins]
+def _plugin(what: str, names: list[str], wanted: list[str], cure: str) -> Readiness:
+    found = [name for name in wanted if name in names]
     return Readiness(what, bool(found), f"by {', '.join(found)}" if found else f"add {cure}")
 
 
-def _validation(trainer: Run, has_val: bool) -> Readiness:
-    if not has_val:
-        return Readiness("validation", False, "pass a loader of held-out samples as val")
-    every = trainer.validate_every
-    return Readiness("validation", every is not None, f"every {every}" if every is not None else "set validate_every")
-
-
-def _seed(trainer: Run) -> Readiness:
-    evidence = f"seed={trainer.seed}" if trainer.seed is not None else "set a seed"
-    return Readiness("reproducibility", trainer.seed is not None, evidence)
+def planned_seed(trainer: dict[str, Any]) -> int | None:
+    """The seed of the arguments of a Trainer: its own, or its recipe's."""
+    recipe = trainer.get("recipe")
+    given = trainer.get("seed")
+    return given if given is not None else getattr(recipe, "trainer", {}).get("seed")

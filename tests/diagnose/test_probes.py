@@ -407,7 +407,7 @@ def test_scales_are_judged() -> None:
     assert "unscaled_inputs" in found(Healthy(), data.scales, data=(loader(100 * x + 130, y), None))
     assert "constant_input" in found(Healthy(), data.scales, data=(loader(torch.ones_like(x), y), None))
     regression = task_with(lambda s, y: F.mse_loss(s[:, 0], 1e5 + 1e4 * y.float()))
-    assert "target_scale" in found(regression, data.scales)
+    assert "target_scale" in found(regression, data.targets)
 
 
 def test_labels_are_judged() -> None:

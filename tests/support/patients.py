@@ -14,7 +14,8 @@ import forge
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient
 from forge.engine.trainer import Trainer
-from forge.examine.doctor import DoctorReport, Examination
+from forge.examine.doctor import Examination
+from forge.examine.report import DoctorReport
 
 Probe = Callable[[Patient], Iterator[Finding]]
 

@@ -128,7 +128,10 @@ def scales(patient: Patient) -> Iterator[Finding]:
                     where,
                     {"smallest": float(moving.min()), "largest": float(moving.max())},
                 )
-    yield from _first_layer(patient)
+
+
+def targets(patient: Patient) -> Iterator[Finding]:
+    """The values of regression targets."""
     for call in patient.watched.losses:
         if call.name in REGRESSION and isinstance(call.target, Tensor) and call.target.numel() > 1:
             y = call.target.detach().float()
@@ -148,7 +151,7 @@ def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: An
     seen.append((path, args[0].detach()))
 
 
-def _first_layer(patient: Patient) -> Iterator[Finding]:
+def first_layer(patient: Patient) -> Iterator[Finding]:
     """Whole numbers that reach the first layer as they are."""
     seen: list[tuple[str, Tensor]] = []
     task = patient.clone()
@@ -156,8 +159,8 @@ def _first_layer(patient: Patient) -> Iterator[Finding]:
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             module.register_forward_pre_hook(functools.partial(_note, seen, path))
     with torch.no_grad():
-        patient.run(task, patient.batches[0])
-    if not seen or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
+        patient.again(task)
+    if not seen or not patient.samples or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
         return
     path, x = seen[0]
     if float(x.float().std()) > 15 and not _normalises(patient):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,8 @@ class Graphs:
         self.reached: set[int] = set()
         self.hidden: dict[int, Tensor] = {}
         "Parameters that the losses reach and the task does not have."
-        self.called: set[str] = set()
+        self.called: dict[str, None] = {}
+        "Modules that have run, in this order."
         self.without: set[str] = set()
         "Modules that ran without a graph alone."
 
@@ -47,7 +48,7 @@ class Graphs:
 
         def hook(path: str) -> Any:
             def note(module: nn.Module, args: Any, output: Any) -> None:
-                self.called.add(path)
+                self.called[path] = None
                 (with_graph if torch.is_grad_enabled() else self.without).add(path)
 
             return note
@@ -66,6 +67,11 @@ class Graphs:
             self.reached.add(id(leaf))
             if id(leaf) not in known and isinstance(leaf, nn.Parameter):
                 self.hidden[id(leaf)] = leaf
+
+    def order(self) -> list[str]:
+        """The classes of the modules with parameters of their own, in the order of their first runs."""
+        ran = [self.task.get_submodule(path) for path in self.called if path]
+        return [type(module).__name__ for module in ran if any(True for _ in module.parameters(recurse=False))]
 
     def unregistered(self) -> Iterator[Finding]:
         if self.hidden:
@@ -115,7 +121,7 @@ def _is_of_a_package(task: nn.Module, name: str) -> bool:
     return False
 
 
-def _is_one_of_several(task: nn.Module, name: str, called: set[str]) -> bool:
+def _is_one_of_several(task: nn.Module, name: str, called: Collection[str]) -> bool:
     """Whether a module stands in a list in which others run: an expert that no sample was sent to."""
     while name:
         name = name.rpartition(".")[0]
@@ -126,7 +132,7 @@ def _is_one_of_several(task: nn.Module, name: str, called: set[str]) -> bool:
 
 
 def _unreached(
-    task: nn.Module, missing: list[str], called: set[str], without: set[str], trained: set[str]
+    task: nn.Module, missing: list[str], called: Collection[str], without: set[str], trained: set[str]
 ) -> Iterator[Finding]:
     """Sort parameters without a gradient by whether their module ran, and with a graph."""
     ran = [name for name in missing if name.rpartition(".")[0] in called and name in trained]

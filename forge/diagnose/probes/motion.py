@@ -139,3 +139,19 @@ def one_batch(patient: Patient) -> Iterator[Finding]:
             type(patient.task).__name__,
             {"before": before, "after": after, "updates": len(found)},
         )
+
+
+def shuffled_labels(patient: Patient) -> Iterator[Finding]:
+    """One batch with its own labels against one with shuffled labels: where inputs tell the labels, they are easier."""
+    found, shuffled = patient.overfitted, patient.overfitted_shuffled
+    if len(found) < 60 or len(found) != len(shuffled):
+        return
+    own, other = sum(found) / len(found), sum(shuffled) / len(shuffled)
+    if own > 0.995 * other:
+        yield Finding(
+            "labels_no_easier",
+            f"{len(found)} updates on one batch give a mean loss of {own:.4g} with its labels and {other:.4g} with "
+            "shuffled ones: nothing in the inputs seems to tell the labels.",
+            "train",
+            {"own": own, "shuffled": other},
+        )

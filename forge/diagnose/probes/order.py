@@ -16,7 +16,7 @@ from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors
 from forge.diagnose.probes.independence import again, difference, networks, shifted
-from forge.diagnose.watch import OuterCall, outermost_calls
+from forge.diagnose.watch import OuterCall
 
 FEW = 4
 """Positions that a row must have."""
@@ -79,9 +79,7 @@ def _other_end(x: Tensor, cut: int, dim: int) -> Tensor:
 def _last_output(patient: Patient, batch: Any, steps: int) -> tuple[str, Tensor, int] | None:
     """The last output of a module that has a number for each step, and its dimension of time."""
     task = patient.clone().eval()
-    with torch.no_grad(), outermost_calls(task) as calls:
-        patient.run(task, batch)
-    for call in reversed(calls):
+    for call in reversed(patient.outer_calls(task, batch)):
         for x in tensors(call.output):
             dims = [d for d in range(1, x.ndim) if x.shape[d] in (steps, steps - 1)]
             if (
@@ -101,9 +99,7 @@ def previous(patient: Patient) -> Iterator[Finding]:
     if inputs is None or not FEW <= inputs.shape[1] <= MOST:
         return
     task = patient.clone().eval()
-    with torch.no_grad(), outermost_calls(task) as calls:
-        patient.run(task, batch)
-    for call in reversed(calls):
+    for call in reversed(patient.outer_calls(task, batch)):
         ids = [
             x for x in tensors((call.args, call.kwargs)) if _is_ids(x, len(inputs)) and x.shape[1] == inputs.shape[1]
         ]
