@@ -159,7 +159,10 @@ FINDINGS = {
     "clips_always": ("warning", "Raise max_norm: the clip decides the size of each update, not the learning rate."),
     # learning, and long runs
     "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
-    "labels_no_easier": ("note", "Look at samples beside their labels: were they shuffled apart, or read wrongly?"),
+    "labels_no_easier": (
+        "note",
+        "Look at samples beside their labels: they may have been shuffled apart, or read wrongly.",
+    ),
     "results_differ": ("warning", "Look at the module: its result depends on how it is run; keep it in float32."),
     "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
     "state_not_saved": ("warning", "Make it a buffer, or save it in get_extra_state and set_extra_state."),

@@ -1,8 +1,9 @@
-"""Learning: train on one batch again and again, with its labels and with shuffled ones."""
+"""Learning: train on one batch again and again, and on many with shuffled labels."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +31,12 @@ def is_left_out(plugin: Plugin) -> bool:
     return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))
 
 
-class OneBatch(Plugin):
-    """Trains on one batch at the optimizer's own rate, and keeps the losses."""
+class KeepsLosses(Plugin):
+    """Keeps the losses of a fit, which runs at the optimizer's own rate."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = "forge.examine.one_batch"
+        self.name = "forge.examine.losses"
         self.losses: list[float] = []
 
     @hookimpl(wrapper=True)
@@ -64,43 +65,54 @@ def learn(
     updates: int,
     report: DoctorReport,
 ) -> None:
-    """Train on the first batch, and on it with shuffled labels."""
+    """Train on the first batch again and again; then on many batches, with their labels and with shuffled ones."""
     if not patient.is_supervised:
         return
-    batch = first(patient.train, 1)[0]
+    fit = functools.partial(_fit, plugins=plugins, settings=settings)
+    served = first(patient.train, updates)
     try:
-        patient.overfitted = _losses(make(), batch, plugins, settings, updates)
-        shuffled = _shuffled(patient, batch)
-        if shuffled is not None:
-            patient.overfitted_shuffled = _losses(make(), shuffled, plugins, settings, updates)
+        patient.overfitted = fit(make(), [copy.deepcopy(served[0]) for _ in range(updates)])
+        if patient.label_position is not None and patient.val_batches and len(served) > 4:
+            for shuffled in (False, True):
+                given = [_shuffled(patient, batch) if shuffled else batch for batch in served]
+                task = make()
+                fit(task, [copy.deepcopy(given[i % len(given)]) for i in range(updates)])
+                patient.held_out.append(_held_out(patient, task))
     except Exception as error:
         report.skipped["learning one batch"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return
     found = [*motion.one_batch(patient), *motion.shuffled_labels(patient)]
     report.findings.extend(found)
     if not found:
-        report.good.append("learning one batch")
+        report.good += ["learning one batch"] + ["learning more than from shuffled labels"] * bool(patient.held_out)
 
 
-def _losses(task: TaskModule, batch: Any, plugins: Plugins, settings: dict[str, Any], updates: int) -> list[float]:
-    keeper = OneBatch()
-    options = {**settings, "max_updates": updates, "max_epochs": None}
+def _fit(task: TaskModule, batches: list[Any], plugins: Plugins, settings: dict[str, Any]) -> list[float]:
+    """Train on these batches, and return their losses."""
+    keeper = KeepsLosses()
+    options = {**settings, "max_updates": len(batches), "max_epochs": None}
     trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
     for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin) or plugin.name == "schedule"]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(keeper)
-    trainer.fit(task, [copy.deepcopy(batch) for _ in range(updates)])
+    trainer.fit(task, batches)
     return keeper.losses
 
 
+def _held_out(patient: Patient, task: TaskModule) -> float:
+    """The loss of a trained task on the first batches of val, with their own labels."""
+    task.trainer = patient.trainer
+    task.eval()
+    with torch.no_grad():
+        losses = [float(loss_of(patient.run(task, batch))) for batch in patient.val_batches]
+    return sum(losses) / len(losses)
+
+
 def _shuffled(patient: Patient, batch: Any) -> Any:
-    """The batch with the labels of its samples exchanged; None where no tensor of it is the labels."""
-    place = patient.label_position
-    if place is None:
-        return None
+    """The batch with the labels of its samples exchanged."""
     leaves, shape = pytree.tree_flatten(batch)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    labels = leaves[tensors[place]]
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    leaves[tensors[place]] = labels[order.to(labels.device)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    place = places[patient.label_position or 0]
+    order = torch.randperm(len(leaves[place]), generator=torch.Generator().manual_seed(0))
+    leaves[place] = leaves[place][order.to(leaves[place].device)]
     return pytree.tree_unflatten(leaves, shape)
