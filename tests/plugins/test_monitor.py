@@ -961,6 +961,23 @@ class TestAlarms:
         look(LayerDrop())
         assert alarms(caplog) == []
 
+    @pytest.mark.parametrize("by_turns", [True, False], ids=["experts", "forgotten"])
+    def test_an_expert_that_is_never_chosen_is_healthy(self, by_turns: bool, caplog: pytest.LogCaptureFixture) -> None:
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.experts = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+                self.calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                if by_turns:
+                    return self.net(self.experts[self.calls % 2](x))
+                return self.net(self.experts[1](self.experts[0](x)))
+
+        look(Experts())
+        assert ["net.experts.2.weight" in text for text in alarms(caplog)] == ([] if by_turns else [True])
+
     @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
     def test_a_dead_layer_is_named(self, functional: bool, caplog: pytest.LogCaptureFixture) -> None:
         class Functional(nn.Module):

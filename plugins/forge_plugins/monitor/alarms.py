@@ -116,6 +116,8 @@ class Course:
     "How far each update moved the median layer, as a share of its size."
     reached: set[str] = field(default_factory=set)
     "Parameters that had a gradient at some look."
+    absent: set[str] = field(default_factory=set)
+    "Parameters that had none at some look."
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
     "By alarm: looks in a row at which it was so."
 
@@ -129,6 +131,15 @@ class Course:
             self.losses.append(loss)
         if ratios := readings.layer_ratios():
             self.ratios.append(median(ratios.values()))
+
+    def never_reached(self, missing: list[str]) -> list[str]:
+        """Return those without a gradient at any look, but not an expert: one of several that are left out by turns."""
+        by_turns = self.reached & self.absent
+        return [
+            name
+            for name in missing
+            if name not in self.reached and not any(_are_siblings(name, other) for other in by_turns)
+        ]
 
     def lasting(self, alarms: list[Alarm]) -> list[Alarm]:
         """Return the alarms that enough looks in a row have shown."""
@@ -170,6 +181,7 @@ class Judge:
         """Note which parameters have a gradient, also where nothing is judged yet."""
         course = self._courses.setdefault(turn, Course())
         course.reached |= readings.grad_norm.keys()
+        course.absent |= set(readings.missing)
         return course
 
     def _is_news(self, alarm: Alarm) -> bool:
@@ -201,7 +213,7 @@ class Judge:
         norms = readings.layers("grad_norm")
         if not all(math.isfinite(norm) for norm in norms.values()):
             return  # not about single layers; guard reports it
-        yield from (Alarm("missing", name) for name in readings.missing if name not in course.reached)
+        yield from (Alarm("missing", name) for name in course.never_reached(readings.missing))
         if norms and not any(norms.values()):
             if not course.falls:
                 yield Alarm("nothing", "")
@@ -282,6 +294,13 @@ class Judge:
     def _share(self, kind: str, layer: str, share: float, limit: float | None) -> Iterator[Alarm]:
         if limit is not None and share > limit:
             yield Alarm(kind, layer, f"{100 * share:.3g} %", _decades(1 - limit, 1 - share))
+
+
+def _are_siblings(name: str, other: str) -> bool:
+    """Whether two parameters are the same of two entries of one list: "experts.0.weight" and "experts.5.weight"."""
+    parts = list(zip(name.split("."), other.split("."), strict=False))
+    differing = [pair for pair in parts if pair[0] != pair[1]]
+    return name.count(".") == other.count(".") and len(differing) == 1 and all(map(str.isdigit, differing[0]))
 
 
 def _decades(more: float, less: float) -> float:
