@@ -208,8 +208,8 @@ def _server(model: str | None, rows: int) -> Iterator[int]:
 
 def serve_builtin(rows: int, threads: int) -> None:
     """Serve the built-in engine as `forge serve` does."""
-    from forge.shipping.serving.app import make_app
-    from forge.shipping.serving.server import address_of, listen, serve
+    from forge.shipping.serving.http_answers import make_app
+    from forge.shipping.serving.server_process import address_of, listen, serve
 
     torch.set_num_threads(threads)
     bound = listen("127.0.0.1", 0)
@@ -297,7 +297,7 @@ def sample_of(ports: Sequence[Port]) -> dict[str, Tensor]:
 def _engine(model: str | None) -> Engine:
     if model is None:
         return SmallCNN()
-    from forge.shipping.engines import open_engine
+    from forge.shipping.open_engine import open_engine
 
     open_model: Callable[..., Engine] = open_engine
     return open_model(model)

@@ -19,7 +19,7 @@ import torch
 import forge
 from benchmarks.shipping_models import SMALL, STRANGERS, made
 from forge.errors import ForgeError
-from forge.shipping.engines import open_engine
+from forge.shipping.open_engine import open_engine
 from forge.shipping.verify import ExportMismatch
 
 FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch")

@@ -86,11 +86,11 @@ def run(args: Namespace) -> int:
     import torch
 
     try:
-        from forge.shipping.serving.app import make_app
-        from forge.shipping.serving.server import address_of, listen, serve
+        from forge.shipping.serving.http_answers import make_app
+        from forge.shipping.serving.server_process import address_of, listen, serve
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    from forge.shipping.engines import open_engine
+    from forge.shipping.open_engine import open_engine
     from forge.shipping.serving.batcher import can_batch
     from forge.shipping.serving.limits import MIB, ServeLimits
 

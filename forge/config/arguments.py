@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from forge.config.build import make_plugin, make_plugins
 from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
-from forge.config.trainer_options import FOLDERS, Settings
+from forge.config.trainer_defaults import FOLDERS, Settings
 from forge.contract.plugin import Plugin
 from forge.errors import StackError, did_you_mean
 

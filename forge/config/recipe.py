@@ -14,7 +14,7 @@ from forge.config.build import make_plugin
 from forge.config.files import SECTIONS, SourceFile, locate, omegaconf, with_bases
 from forge.config.merge import COMMAND_LINE, Layers, leaves
 from forge.config.schema import Maker, check_plugin, check_section, label, maker_of
-from forge.config.trainer_options import FOLDERS
+from forge.config.trainer_defaults import FOLDERS
 from forge.contract.plugin import Plugin
 from forge.errors import RecipeError
 from forge.util.files import absolute

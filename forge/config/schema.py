@@ -7,7 +7,7 @@ from typing import Any
 
 from forge import options, registry
 from forge.config.build import make_plugin
-from forge.config.trainer_options import Settings
+from forge.config.trainer_defaults import Settings
 from forge.contract.plugin import Plugin
 from forge.errors import ForgeError, RecipeError, did_you_mean
 from forge.options import Option

@@ -16,7 +16,7 @@ from forge.contract.requests import Requests
 from forge.contract.stack import Stack
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
-from forge.data.windows import Feed
+from forge.data.accumulation_windows import Feed
 from forge.env import Env
 from forge.metrics.means import Means
 from forge.metrics.media import publishable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forge.data.windows import shared_weights, window_weights
+from forge.data.accumulation_windows import shared_weights, window_weights
 from forge.metrics import torchmetrics
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState

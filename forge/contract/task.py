@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError, TaskError
 from forge.options import bound_arguments, saved_arguments
 from forge.rng import RNGState

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from forge.data.accumulation_windows import Feed, batch_size, length_of
 from forge.data.adapt import adopt, resumable_reason
 from forge.data.collate import pad_collate
 from forge.data.loader import Loader
 from forge.data.order import Bucketed, Order, Weighted, epoch_order
 from forge.data.prefetch import DevicePrefetch
-from forge.data.shards import TarShards
 from forge.data.splits import Splits
+from forge.data.tar_shards import TarShards
 from forge.data.tensor import TensorLoader
 from forge.data.tokens import TokenStream
-from forge.data.windows import Feed, batch_size, length_of
 
 __all__ = [
     "Bucketed",

@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from forge.data.accumulation_windows import batch_size, is_stateful, length_of, set_epoch
 from forge.data.iterable import StreamLoader
 from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
@@ -29,7 +30,6 @@ from forge.data.prefetch import DevicePrefetch
 from forge.data.sample_rng import OwnSeed
 from forge.data.sharding import RankLoader
 from forge.data.user_sampler import SampledLoader
-from forge.data.windows import batch_size, is_stateful, length_of, set_epoch
 from forge.data.workers import DATA_TIMEOUT
 from forge.errors import DataError
 

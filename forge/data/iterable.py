@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert, get_worker_info
 
+from forge.data.accumulation_windows import is_stateful
 from forge.data.sample_rng import OwnSeed, restored_generators, seed_generators
 from forge.data.sample_seeding import OwnGenerators, failed, is_pure, is_pure_collate, what, where
-from forge.data.windows import is_stateful
 from forge.data.workers import DATA_TIMEOUT, Pool
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.env import Env, map_items
 from forge.errors import DataError
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from forge.data.base import SeekableLoader
 from forge.data.order import epoch_order
 from forge.data.sample_rng import seeded
+from forge.data.seekable_loader import SeekableLoader
 from forge.env import pick_device
 from forge.errors import DataError
 from forge.rng import combine_seeds

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from forge.data.base import SeekableLoader
 from forge.data.order import epoch_order
+from forge.data.seekable_loader import SeekableLoader
 from forge.errors import DataError, did_you_mean
 from forge.rng import combine_seeds
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from forge.data.accumulation_windows import is_stateful
 from forge.data.sample_rng import restored_generators, seed_generators
 from forge.data.sample_seeding import Draw, Seeded, number_of
 from forge.data.sharding import Portion, cut
-from forge.data.windows import is_stateful
 from forge.data.workers import Pool
 from forge.errors import DataError
 from forge.rng import combine_seeds, fold

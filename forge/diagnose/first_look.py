@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.first_batch import first_forward, is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
 from forge.diagnose.findings import Finding

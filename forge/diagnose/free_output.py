@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.patient import Patient, tensors
 from forge.diagnose.probes.graph import leaves
 from forge.diagnose.watch import OuterCall, origin, outermost_calls

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
 from forge.rng import RNGState, seed_all
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
+from forge.data.accumulation_windows import length_of
 from forge.data.order import digest
-from forge.data.windows import length_of
 from forge.errors import DataError, TaskError
 from forge.snapshot.fingerprint import differences
 

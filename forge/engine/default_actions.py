@@ -11,9 +11,9 @@ from forge.checkpoint import save_weights
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.step import Step
+from forge.data.accumulation_windows import check_loader
 from forge.data.adapt import adopt
 from forge.data.sharding import RankLoader
-from forge.data.windows import check_loader
 from forge.diagnose import checks
 from forge.diagnose.first_look import FirstLook
 from forge.engine import evaluation

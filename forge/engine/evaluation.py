@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forge.contract.step import Step
 from forge.contract.task import STAGE_METHODS
+from forge.data.accumulation_windows import length_of, set_epoch
 from forge.data.sharding import Portion
-from forge.data.windows import length_of, set_epoch
 from forge.diagnose import checks
 from forge.env import move
 from forge.errors import DataError, TaskError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
 from forge.contract.stack import TASK
 from forge.contract.task import PHASES, Build, TaskCall, TaskModule, defines
-from forge.data.windows import Feed, check_loader
+from forge.data.accumulation_windows import Feed, check_loader
 from forge.diagnose import checks
 from forge.diagnose.deterministic import deterministic_flags
 from forge.diagnose.explain import explain, first_cause, stop_watching

@@ -32,13 +32,13 @@ from typing import Any, Unpack
 from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, resolve
 from forge.config.recipe import Recipe
-from forge.config.trainer_options import GivenSettings, signature
+from forge.config.trainer_defaults import GivenSettings, signature
 from forge.contract.run import Run
 from forge.contract.stack import Stack
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size, count_samples
 from forge.data.sharding import Portion, RankWindow, rank_window
-from forge.data.windows import batch_size, count_samples
 from forge.distributed.agreement import Agreement
 from forge.distributed.consistency import refuse_different_windows
 from forge.engine.session import Session

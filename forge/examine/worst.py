@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.patient import Patient, loss_of, tensors, with_rows
 
 SHADES = " .:-=+*#%@"

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from forge.errors import TaskError
 from forge.optim import state as optimizer_state
-from forge.optim.lr_scheduler import HOW_TO_RETURN, ScheduledLR, scheduled
+from forge.optim.schedule_stepping import HOW_TO_RETURN, ScheduledLR, scheduled
 from forge.progress import Position
 
 

@@ -19,8 +19,8 @@ from forge.errors import CheckpointError
 from forge.optim.naming import ParameterNames, saved_groups
 
 if TYPE_CHECKING:
-    from forge.optim.lr_scheduler import ScheduledLR
     from forge.optim.optimizers import OptimizerEntry, Optimizers
+    from forge.optim.schedule_stepping import ScheduledLR
 
 logger = logging.getLogger("forge")
 

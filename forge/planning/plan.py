@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.config import Recipe
+from forge.data.accumulation_windows import batch_size
 from forge.data.sharding import RankLoader
-from forge.data.windows import batch_size
 from forge.errors import DataError, ForgeError
 from forge.planning.advice import Advice, advise
 from forge.planning.blocks import repeated

@@ -15,7 +15,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.env import Env, move
 from forge.metrics.means import Means

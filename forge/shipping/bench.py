@@ -16,10 +16,10 @@ from torch import Tensor
 from forge.errors import ForgeError
 from forge.report.svg import line_chart
 from forge.shipping.engine import ExportError
-from forge.shipping.engines import open_file
 from forge.shipping.export import ModuleEngine, Prepared, export, prepare
-from forge.shipping.formats import FORMATS
+from forge.shipping.export_formats import FORMATS
 from forge.shipping.interface import Deployed, with_batch
+from forge.shipping.open_engine import open_file
 from forge.shipping.source import Source
 from forge.util import peak_memory
 

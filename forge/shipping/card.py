@@ -13,7 +13,7 @@ from typing import Any
 
 from forge.errors import ForgeError
 from forge.shipping.engine import ExportError, Port
-from forge.shipping.formats import FORMATS
+from forge.shipping.export_formats import FORMATS
 from forge.util.files import read_regular
 from forge.version import __version__
 

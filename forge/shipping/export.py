@@ -20,8 +20,8 @@ from forge.data import Splits
 from forge.shipping import card, verify
 from forge.shipping import quantize as quantisation
 from forge.shipping.engine import Engine, ExportError, Port
-from forge.shipping.formats import FORMATS, module_of
-from forge.shipping.formats.plan import Plan, quiet, traced
+from forge.shipping.export_formats import FORMATS, module_of
+from forge.shipping.export_formats.plan import Plan, quiet, traced
 from forge.shipping.interface import Deployed, Interface, dynamic_axes, observe, ports_of, with_batch
 from forge.shipping.runner import Remote
 from forge.shipping.source import Source, data_of, find
@@ -111,7 +111,7 @@ def export(
     force: bool = False,
     unverified: bool = False,
 ) -> Export:
-    """Write a trained task in a format of `forge.shipping.formats.FORMATS`, verified against the task.
+    """Write a trained task in a format of `forge.shipping.export_formats.FORMATS`, verified against the task.
 
     `task_or_run` is a task, a run folder or a checkpoint in one. `out` is the file to write; for a run it defaults to
     `RUN/export/FORMAT/`. `data` is a validation loader, `forge.data.Splits` or a function that returns one; a run has

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forge.shipping.engine import ExportError, Port
-from forge.shipping.formats import module_of
+from forge.shipping.export_formats import module_of
 
 ERROR = 2**63
 PROGRAM = "import sys; from forge.shipping.runner import main; main(sys.argv[1:])"

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from forge.checkpoint.tensors import as_bytes
+from forge.data.accumulation_windows import Feed
 from forge.data.own_generators import copied_roots, data_roots
-from forge.data.windows import Feed
 from forge.util.generators import find_generators, generator_state, set_generator_state
 from forge.util.walk import is_librarys, walk
 

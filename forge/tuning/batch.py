@@ -18,7 +18,7 @@ import torch
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
 from forge.tuning.trial import TuningTrial, run_trial

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from forge.contract.hooks import hookimpl
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric

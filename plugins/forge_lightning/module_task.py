@@ -16,7 +16,7 @@ from forge.contract.task import TaskModule
 from forge.errors import DataError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
-from forge.optim.lr_scheduler import ScheduledLR
+from forge.optim.schedule_stepping import ScheduledLR
 from forge_lightning import compatibility
 from forge_lightning.log_calls import EpochMeans, LogCall
 from forge_lightning.trainer_proxy import TrainerProxy

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from forge.errors import TaskError
-from forge.optim.lr_scheduler import ScheduledLR
+from forge.optim.schedule_stepping import ScheduledLR
 from forge.progress import Interval, Position
 from forge_lightning.names import monitored
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import forge
+from forge.data.accumulation_windows import set_epoch
 from forge.data.adapt import has_single_position, resumable_reason
 from forge.data.sample_rng import seeded
 from forge.data.sharding import Portion
-from forge.data.windows import set_epoch
 from forge.snapshot.sandbox import kept_buffers, uncompiled
 
 

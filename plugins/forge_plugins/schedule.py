@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import forge
 from forge.errors import ForgeError, RecipeError
-from forge.optim import lr_scheduler
+from forge.optim import schedule_stepping
 from forge.optim.optimizers import Optimizers
 from forge_plugins._run_lengths import check_length, updates_of
 
@@ -94,7 +94,7 @@ class Schedule(forge.Plugin):
         if self.config.kind != "task":
             make = self._recipe_for(trainer)
             for name, entry in built.entries.items():
-                built.add_schedule(name, lr_scheduler.ScheduledLR(make(entry.optimizer)))
+                built.add_schedule(name, schedule_stepping.ScheduledLR(make(entry.optimizer)))
         return built
 
     # -- what to build ------------------------------------------------------------------------------------------------

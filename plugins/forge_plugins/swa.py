@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import forge
-from forge.data.windows import length_of
+from forge.data.accumulation_windows import length_of
 from forge.errors import ForgeError, RecipeError, StackError
-from forge.optim import lr_scheduler
+from forge.optim import schedule_stepping
 from forge.rng import combine_seeds
 from forge.snapshot.finite import not_finite
 from forge.snapshot.sandbox import kept_buffers
@@ -128,7 +128,7 @@ class SWA(Averaging):
                     f"validation. Remove one: {self.name}.lr=null, or another schedule."
                 )
             schedule = ToRate(entry.optimizer, lr, anneal, self._start, trainer.progress)
-            trainer.optimizers.add_schedule(name, lr_scheduler.ScheduledLR(schedule))
+            trainer.optimizers.add_schedule(name, schedule_stepping.ScheduledLR(schedule))
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:

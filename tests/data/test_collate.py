@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import forge
+from forge.data.accumulation_windows import batch_size
 from forge.data.collate import Padded, pad_collate
-from forge.data.windows import batch_size
 from forge.env import move
 
 

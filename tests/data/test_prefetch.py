@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import forge
+from forge.data.accumulation_windows import length_of
 from forge.data.prefetch import DevicePrefetch, _mapped
 from forge.data.tensor import TensorLoader
-from forge.data.windows import length_of
 from forge.env import Env
 from forge.testing import assert_same_weights, check_plugin, fit_tiny, tiny_batches
 from forge_plugins.prefetch import Prefetch

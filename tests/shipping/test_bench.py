@@ -37,7 +37,9 @@ def test_advice_names_the_fastest_and_the_widest() -> None:
 
 
 def test_an_engine_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge.shipping.formats.find_spec", lambda name: None if name == "executorch" else object())
+    monkeypatch.setattr(
+        "forge.shipping.export_formats.find_spec", lambda name: None if name == "executorch" else object()
+    )
     found = bench(Source(Classifier().eval()), batches(), engines=["eager", "executorch"], batches=[1], seconds=0.01)
     assert "pip install" in found.missing["executorch"]
 

@@ -15,8 +15,8 @@ from forge.cli import main
 from forge.errors import ForgeError
 from forge.shipping import card, formats
 from forge.shipping.engine import ExportError
-from forge.shipping.engines import open_engine
-from forge.shipping.formats import aoti, onnx, pt2, torchscript
+from forge.shipping.export_formats import aoti, onnx, pt2, torchscript
+from forge.shipping.open_engine import open_engine
 from forge.shipping.verify import ExportMismatch
 from forge_plugins import EMA, Checkpoint
 from tests.support.ships import Classifier, batches, trained_run

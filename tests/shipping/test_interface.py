@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import forge
 from forge.data.collate import Padded
 from forge.shipping.engine import ExportError
-from forge.shipping.engines import open_engine
 from forge.shipping.interface import SeenCall, dynamic_axes, observe
+from forge.shipping.open_engine import open_engine
 from forge.shipping.structure import outputs_of, take_apart
 from forge.shipping.verify import ExportMismatch
 from tests.support.ships import Classifier, batches

@@ -22,7 +22,7 @@ import torch
 
 from forge import cli
 from forge.cli.serve import parser
-from forge.shipping.serving import server
+from forge.shipping.serving import server_process
 from tests.conftest import PLAIN, REPO
 from tests.support import forked
 from tests.support.small_engines import LinearEngine
@@ -38,7 +38,7 @@ class Slow(LinearEngine):
         time.sleep(0.1)
         return super().__call__(inputs)
 
-engines = types.ModuleType("forge.shipping.engines")
+engines = types.ModuleType("forge.shipping.open_engine")
 engines.open_engine = lambda path, **options: Slow()
 sys.modules[engines.__name__] = engines
 sys.exit(main(["serve", "model.onnx", "--port", "0", "--max-batch", "1", *sys.argv[1:]]))
@@ -102,7 +102,7 @@ def test_sigterm_answers_what_is_in_flight_and_exits_with_0() -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace the engine that the command opens; the list has what it was asked for."""
     asked: list[Any] = []
-    module = types.ModuleType("forge.shipping.engines")
+    module = types.ModuleType("forge.shipping.open_engine")
 
     def open_engine(path: str, **options: Any) -> LinearEngine:
         asked.append((path, options))
@@ -123,7 +123,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         when_ready()
         return True
 
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(server_process, "serve", serve)
     return limits
 
 
@@ -190,7 +190,7 @@ def test_a_model_that_fails_on_zeros_ends_the_server(
 def test_a_missing_package_is_named_with_the_pip_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "forge.shipping.serving.app", None)
+    monkeypatch.setitem(sys.modules, "forge.shipping.serving.http_answers", None)
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert cli.main(["serve", "a.pt2"]) == 2
     assert "pip install 'forge-trainer[serve]'" in capsys.readouterr().err
@@ -216,8 +216,8 @@ def test_options_out_of_range_are_refused(words: str, capsys: pytest.CaptureFixt
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
     try:
-        bound = server.listen("::1", 0)
+        bound = server_process.listen("::1", 0)
     except Exception:
         pytest.skip("no IPv6 here")
     with bound:
-        assert server.address_of(bound).startswith("http://[::1]:")
+        assert server_process.address_of(bound).startswith("http://[::1]:")

@@ -17,8 +17,8 @@ from forge.errors import TaskError
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-    from forge.optim.lr_scheduler import ScheduledLR
     from forge.optim.optimizers import OptimizerEntry, Optimizers
+    from forge.optim.schedule_stepping import ScheduledLR
 
 logger = logging.getLogger("forge")
 

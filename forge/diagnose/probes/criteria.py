@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors, with_rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, parameters
 from forge.diagnose.probes.graph import leaves, nodes, own_functions

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient, loss_of, tensors, with_rows
 from forge.diagnose.probes.losses import padding_value

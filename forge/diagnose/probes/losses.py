@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors, with_rows
 from forge.diagnose.probes.graph import leaves

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from forge.contract.task import defines
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors, with_rows
 from forge.runs.directions import mode_of

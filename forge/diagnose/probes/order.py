@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors

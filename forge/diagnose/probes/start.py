@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from forge.contract.run import Run
 from forge.contract.task import TaskModule
-from forge.data.windows import batch_size
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, tensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import forge
-from forge.data.windows import Feed, batch_size
+from forge.data.accumulation_windows import Feed, batch_size
 from forge.rng import RNGState
 from forge_plugins._finite import bad_gradients, moving_buffers, not_finite
 from forge_plugins.anomaly.origin import find

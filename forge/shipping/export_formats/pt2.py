@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge.shipping.formats.plan import Plan, traced
+from forge.shipping.export_formats.plan import Plan, traced
 from forge.shipping.quantize import in_torchs_operators
 
 PACKAGES = ("torch",)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import forge
-from forge.config.trainer_options import GivenSettings, Settings
+from forge.config.trainer_defaults import GivenSettings, Settings
 from forge.contract.plugin import Plugin
 
 

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive
 
 from forge.shipping.engine import Engine, Port
-from forge.shipping.serving.app import ModelService, make_app
+from forge.shipping.serving.http_answers import ModelService, make_app
 from forge.shipping.serving.limits import ServeLimits
 from forge.shipping.serving.protocol import JSON, RAW
 from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine
@@ -475,7 +475,7 @@ def test_a_client_that_leaves_while_it_sends_is_let_go() -> None:
 
 
 def test_a_client_that_leaves_the_queue_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge.shipping.serving.app.LOOK", 0.001)
+    monkeypatch.setattr("forge.shipping.serving.http_answers.LOOK", 0.001)
     engine = GatedEngine()
     app = make_app(engine, FAST, warmup=False)
 

@@ -25,7 +25,7 @@ def module_of(format: str) -> Any:
     """Import a format's module, after its packages were found."""
     if format not in FORMATS:
         raise ExportError(f"There is no format {format!r}.{did_you_mean(format, FORMATS)}")
-    module = import_module(f"forge.shipping.formats.{format.replace('-', '_')}")
+    module = import_module(f"forge.shipping.export_formats.{format.replace('-', '_')}")
     require(module.PACKAGES, f"The format {format}", getattr(module, "EXTRA", "export"))
     return module
 

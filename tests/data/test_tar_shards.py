@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import forge
-from forge.data import shards as shards_module
-from forge.data.shards import TarShards, decode_basic
+from forge.data import tar_shards as shards_module
+from forge.data.tar_shards import TarShards, decode_basic
 
 Files = Iterable[tuple[str, bytes]]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forge.shipping.engine import ExportError
-from forge.shipping.formats.plan import Plan, quiet, traced
+from forge.shipping.export_formats.plan import Plan, quiet, traced
 
 PACKAGES = ("torch",)
 FILE = "model.aoti.pt2"

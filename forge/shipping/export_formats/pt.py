@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge.shipping.formats.plan import Plan
-from forge.shipping.formats.safetensors import task_in
+from forge.shipping.export_formats.plan import Plan
+from forge.shipping.export_formats.safetensors import task_in
 
 PACKAGES = ("torch",)
 FILE = "model.pt"

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from forge.checkpoint.weights import save_weights
-from forge.shipping.formats.plan import Plan
+from forge.shipping.export_formats.plan import Plan
 
 PACKAGES = ("safetensors",)
 FILE = "model.safetensors"

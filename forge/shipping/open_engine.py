@@ -12,7 +12,7 @@ from forge.contract.task import TaskModule
 from forge.shipping import card
 from forge.shipping.engine import Engine, ExportError, Port, check_inputs
 from forge.shipping.export import ModuleEngine, loader_of, prepare
-from forge.shipping.formats import module_of
+from forge.shipping.export_formats import module_of
 from forge.shipping.interface import Deployed
 from forge.shipping.source import find
 

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from forge.errors import ForgeError
 from forge.shipping.engine import ExportError
-from forge.shipping.serving.app import ModelService
+from forge.shipping.serving.http_answers import ModelService
 
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Proxies keep theirs for 60; the end that closes first must be theirs."""

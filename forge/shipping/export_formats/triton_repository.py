@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forge.shipping.formats import onnx
-from forge.shipping.formats.plan import Plan
+from forge.shipping.export_formats import onnx
+from forge.shipping.export_formats.plan import Plan
 
 PACKAGES = onnx.PACKAGES
 FILE = "models"
