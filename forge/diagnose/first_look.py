@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,11 +110,30 @@ class Observed(Patient):
         return self.calls
 
 
+@dataclass
+class Look:
+    """What was noted while a micro-batch ran forward."""
+
+    name: str | None
+    batch: Any
+    loss: Tensor
+    watch: StepWatch
+    calls: list[OuterCall]
+    off: dict[str, bool]
+    traces: graph.Traces | None
+    activations: list[Any]
+
+
 class FirstLook:
-    """Runs the forward of the first micro-batches, and looks at them. `done` has the optimizers that need no more."""
+    """Runs the forward of the first micro-batches and notes what they do; `judge` looks at it once the update is over.
+
+    So nothing is computed inside a step that others measure.
+    """
 
     def __init__(self) -> None:
         self.done: set[str | None] = set()
+        "Optimizers whose micro-batches need no more looks."
+        self.waiting: list[Look] = []
         self._counts: dict[str | None, int] = {}
         self._has_evaluated = False
         self._said: set[str] = set()
@@ -138,59 +158,70 @@ class FirstLook:
             return forward(step, batch) if reason else self._watched(step, batch, forward)
 
     def _watched(self, step: Step, batch: Any, forward: Callable[[Step, Any], Any]) -> Any:
-        task, is_first = step.trainer.task, self._patient is None
+        task, is_first = step.trainer.task, self._patient is None and not self.waiting
         graphs = self._graphs = self._graphs or graph.Graphs(task)
         small = is_small(step.trainer, batch)
-        # after the first batch nothing waits for an accelerator
-        on_host = step.trainer.env.device.type == "cpu"
-        reads = small and (is_first or on_host)
-        self._weigh(step, small and on_host)
-        traces = graph.Traces(task, batch) if is_first and small else None
+        traces = graph.Traces(task, batch, cheaply=True) if is_first else None
         watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
         with ExitStack() as looks:
-            calls = looks.enter_context(outermost_calls(task, copy=True)) if is_first and small else []
+            calls = looks.enter_context(outermost_calls(task)) if is_first and small else []
             off = looks.enter_context(graph.modes_noted(task))
             looks.enter_context(graphs.watching())
-            for mode in [active] * reads + [watch] * is_first:
+            for mode in [active] * small + [watch] * is_first:
                 looks.enter_context(mode)
             output = forward(step, batch)
         loss = loss_of(output)
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return output  # the check of the output says so
-        graphs.add(loss, batch)
-        self._losses.append(weakref.ref(loss))
-        if self._patient is None:
-            self._patient = self._judged(step, batch, watch, calls, loss, traces, off)
-        elif reads:
-            self._patient.losses.append(float(loss.detach()))
-        if reads:
-            self._activations.append([*active.outputs])
-            if not self._patient.in_memory and step.name == self._patient.names[0]:
-                self._patient.samples.extend(rows(batch))
-        if step.name in self.done and len(self.done) == len(self._patient.names):
-            self._tell(step, self._at_last(graphs, self._patient, small and on_host))
-            self._patient.calls.clear()
-            self._activations.clear()
+        if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
+            graphs.add(loss, batch)
+            if traces is not None:
+                traces.look_again()
+            self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
+            if not small:  # its scores may be the largest tensors of the step
+                self.judge(step)
         return output
 
-    def _judged(
-        self, step: Step, batch: Any, watch: StepWatch, calls: Any, loss: Tensor, traces: Any, off: dict[str, bool]
-    ) -> Observed:
+    def judge(self, step: Step) -> None:
+        """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""
+        if torch.autograd.profiler._is_profiler_enabled:
+            return
+        on_host = step.trainer.env.device.type == "cpu"
+        with saying(self._said):
+            while self.waiting:
+                look = self.waiting.pop(0)
+                small = is_small(step.trainer, look.batch)
+                if self._patient is None:
+                    self._patient = self._judged(step, look, small)
+                elif small and on_host:  # nothing after the first update waits for an accelerator
+                    self._patient.losses.append(float(look.loss.detach()))
+                self._keep(look, self._patient, small and on_host)
+            self._weigh(step, on_host)
+            if self._patient is not None and len(self.done) == len(self._patient.names):
+                self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)))
+                self._patient.calls.clear()
+                self._activations.clear()
+
+    def _judged(self, step: Step, look: Look, small: bool) -> Observed:
         """Judge the first step, and return what the next looks add to."""
-        small = traces is not None
         with no_trace(step.trainer.env.device):
-            patient = observed(step.trainer, batch, watch, calls)
+            patient = observed(step.trainer, look)
             patient.order = self._graphs.order() if self._graphs is not None else []
-        patient.losses.append(float(loss.detach()))
-        own: list[Any] = [traces.found] if traces is not None else []
-        own.append(lambda: graph.wrong_modes(patient.task, off))
+        own: list[Any] = [look.traces.found] if look.traces is not None else []
+        own.append(lambda: graph.wrong_modes(patient.task, look.off))
         probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
         self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
-        watch.settle()
-        if not small:  # its scores may be the largest tensors of the step
+        look.watch.settle()
+        if not small:
             patient.batches.clear()
-            watch.losses.clear()
+            look.watch.losses.clear()
         return patient
+
+    def _keep(self, look: Look, patient: Observed, reads: bool) -> None:
+        """Keep of a look what the last judgement needs."""
+        self._losses.append(weakref.ref(look.loss))
+        if reads:
+            self._activations.append([(kind, line, output.detach()) for kind, line, output in look.activations])
+            if not patient.in_memory and look.name == patient.names[0]:
+                patient.samples.extend(rows(look.batch))
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Run the forward of the first batch of an evaluation, and look at the first evaluation of a fit."""
@@ -198,10 +229,11 @@ class FirstLook:
         if self._has_evaluated or trainer.verb != "fit" or why_not(step):
             return first_forward(step, batch)
         self._has_evaluated = True
-        traces, watch = graph.Traces(task, batch, "val"), StepWatch(batch_size(batch))
+        traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
         with saying(self._said):
             with watch:
                 output = first_forward(step, batch)
+            traces.look_again()
             self._tell(step, [traces.found, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
         return output
 
@@ -212,20 +244,23 @@ class FirstLook:
             patient.val_samples = rows(batch)
             yield from data.splits(patient)
 
-    def _weigh(self, step: Step, reads: bool) -> None:
-        """Note by how much the last update changed the weights."""
+    def _weigh(self, step: Step, on_host: bool) -> None:
+        """Note by how much this update changed the weights since the last."""
         index, before = self._weights
-        if not reads or index == step.index:
+        patient = self._patient
+        if patient is None or not on_host or not patient.batches or index == step.index:
             return
         now = copied(step.trainer.task)
-        if self._patient is not None and step.index == index + 1:
-            self._patient.note_motion(before, now)
-            self._patient.updates = step.index
+        if step.index == index + 1:
+            patient.note_motion(before, now)
+            patient.updates = step.index + 1
         self._weights = (step.index, now)
 
-    def _at_last(self, graphs: graph.Graphs, patient: Observed, reads: bool) -> Iterator[Any]:
-        yield graphs.unregistered
-        yield lambda: graphs.unreached(graph.trained(patient))
+    def _at_last(self, patient: Observed, reads: bool) -> Iterator[Any]:
+        graphs = self._graphs
+        if graphs is not None:
+            yield graphs.unregistered
+            yield lambda: graphs.unreached(graph.trained(patient))
         yield self._kept
         if reads:
             yield lambda: start.idle_units(self._activations[:3])
@@ -235,7 +270,7 @@ class FirstLook:
 
     def _kept(self) -> Iterator[Finding]:
         """Losses of earlier updates that are alive with their graphs."""
-        alive = sum(1 for found in self._losses[:-1] if (loss := found()) is not None and loss.grad_fn is not None)
+        alive = sum(1 for found in self._losses if (loss := found()) is not None and loss.grad_fn is not None)
         if alive >= LOOKS - 1:
             yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
 
@@ -291,13 +326,15 @@ def is_small(trainer: Run, batch: Any) -> bool:
     return weights <= limit and sum(x.numel() for x in tensors(batch)) <= limit
 
 
-def observed(trainer: Run, batch: Any, watch: StepWatch, calls: list[OuterCall]) -> Observed:
+def observed(trainer: Run, look: Look) -> Observed:
+    """The patient whose first step this was."""
     train = trainer.given_loaders.get("train")
-    kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, batch)
+    kept = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, look.batch)
     patient = Observed(trainer.task, trainer, train, trainer.given_loaders.get("val"), [kept], [])
     patient.plugins = list(trainer.stack)
-    patient.calls, patient.headroom = calls, start.headroom(trainer)
-    vars(patient)["watched"] = watch
+    patient.calls, patient.headroom = [call.settled() for call in look.calls], start.headroom(trainer)
+    patient.losses.append(float(look.loss.detach()))
+    vars(patient)["watched"] = look.watch
     patient.samples = samples(train)
     patient.in_memory = bool(patient.samples)
     patient.val_samples = samples(patient.val) if patient.in_memory else []

@@ -82,10 +82,13 @@ class Patient:
         return False
 
     def note_motion(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-        """Note by how much an update changed each matrix; rows of a table move when they are used."""
+        """Note by how much an update changed each matrix that is trained; rows of a table move when they are used."""
+        trained = {id(p) for p in self.trainer.optimizers.parameters(None)}
         tables = {id(m.weight) for m in self.task.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         for name, p in parameters(self.task).items():
             old, new = before.get(name), now.get(name)
+            if id(p) not in trained:
+                continue
             if old is None or new is None or old.shape != new.shape or p.ndim < 2 or p.numel() < 2 or id(p) in tables:
                 continue
             size, moved = float(old.float().norm()), float((new.float() - old.float()).norm())

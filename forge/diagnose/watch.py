@@ -84,10 +84,8 @@ class StepWatch(TorchFunctionMode):
         self.batch = batch
         self.losses: list[LossCall] = []
         self.oddities: list[Oddity] = []
-        self.terms: list[tuple[float, str]] = []
+        self.terms: list[tuple[Tensor, str]] = []
         "Scalars with a gradient that are added up, with their lines."
-        self.added: list[tuple[Tensor, str]] = []
-        "These scalars themselves, with their lines."
         self.subtracted: list[tuple[Tensor, str]] = []
         "Scalars with a gradient that are subtracted from another, with their lines."
         self.differences: list[tuple[Tensor, Tensor, str]] = []
@@ -116,7 +114,8 @@ class StepWatch(TorchFunctionMode):
     def settle(self) -> None:
         """Let go of every graph, and of what is not needed once the step is judged."""
         self.losses = [LossCall(call.name, _detached(call.given), call.where) for call in self.losses]
-        self.dropped.clear()
+        for noted in (self.dropped, self.terms, self.subtracted, self.differences):
+            noted.clear()
 
     def _look(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         if any(isinstance(x, Tensor) and is_wrapped(x) for x in args):  # under vmap or grad: values are unreadable
@@ -136,8 +135,7 @@ class StepWatch(TorchFunctionMode):
     def _look_at_pair(self, name: str, a: Tensor, b: Tensor) -> None:
         if not a.ndim and not b.ndim:
             if "add" in name and (a.requires_grad or b.requires_grad):
-                self.terms += [(float(x.detach()), where()) for x in (a, b) if x.requires_grad]
-                self.added += [(x, where()) for x in (a, b) if x.requires_grad]
+                self.terms += [(x, where()) for x in (a, b) if x.requires_grad]
             elif name in ("sub", "__sub__") and a.requires_grad and b.requires_grad:
                 self.subtracted.append((b, where()))
             return
@@ -191,19 +189,20 @@ class OuterCall:
     kwargs: dict[str, Any]
     output: Any
 
+    def settled(self) -> OuterCall:
+        """The call without its graph, on copies of what went in."""
+        given = (self.args, self.kwargs)
+        args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+        return OuterCall(self.path, args, kwargs, _detached(self.output))
+
 
 def _detached(tree: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
 
 
-def _cloned(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)
-
-
 @contextmanager
-def outermost_calls(task: nn.Module, copy: bool = False) -> Iterator[list[OuterCall]]:
-    """Note calls of modules that are not made by another module's forward; `copy` the tensors that go in."""
-    given: list[Any] = []
+def outermost_calls(task: nn.Module) -> Iterator[list[OuterCall]]:
+    """Note calls of modules that are not made by another module's forward."""
     calls: list[OuterCall] = []
     depth = 0
     handles = []
@@ -211,16 +210,13 @@ def outermost_calls(task: nn.Module, copy: bool = False) -> Iterator[list[OuterC
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal depth
         depth += 1
-        if depth == 1:
-            given[:] = [_cloned((args, kwargs)) if copy else (args, kwargs)]
 
     def leave(path: str) -> Any:
         def noted(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal depth
             depth -= 1
             if not depth:
-                before = given.pop()
-                calls.append(OuterCall(path, before[0], before[1], _detached(output) if copy else output))
+                calls.append(OuterCall(path, args, kwargs, output))
 
         return noted
 

@@ -196,12 +196,10 @@ class Trainer(Run):
             progress.update += 1
             progress.micro += len(step.window)
             progress.sample += step.samples
-            if not step.updated:
-                progress.skipped += 1
+            progress.skipped += not step.updated
             if hooks.forge_step_end is not None:
                 hooks.forge_step_end(step)
-            if step.ends_epoch:
-                progress.epoch += 1
+            progress.epoch += step.ends_epoch
             if self._late_log is not None:
                 self._deliver_log()
             if progress.update % self.log_every == 0 or step.ends_epoch:
@@ -213,6 +211,8 @@ class Trainer(Run):
             if hooks.forge_boundary is not None:
                 hooks.forge_boundary(self, step)
             self.at_boundary = True
+            if self.core.first_look.waiting:
+                self.core.first_look.judge(step)
             if not self._savable and step.updated and hooks.forge_save is not None:
                 check_savable(capture(self))  # optimizers have their state now: better refused here than in an hour
                 self._savable = True

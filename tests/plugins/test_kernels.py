@@ -139,9 +139,12 @@ def test_after_an_error_in_the_step_everything_is_put_back(install: Any) -> None
 def test_the_work_of_another_trainer_inside_of_a_step_is_its_own_affair(install: Any) -> None:
     install("toy", "toy_rival")
 
-    class Outer(TinyTask):
+    class Inner(TinyTask):
+        check_first_batch = False  # it runs modules again
+
+    class Outer(Inner):
         def training_step(self, batch: Any) -> Any:
-            fit_tiny([Kernels("toy_rival")], max_updates=1)
+            fit_tiny([Kernels("toy_rival")], task=Inner(), max_updates=1)
             CALLS.append(("inside", ()))
             return super().training_step(batch)
 

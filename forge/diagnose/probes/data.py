@@ -136,7 +136,7 @@ def targets(patient: Patient) -> Iterator[Finding]:
         if call.name in REGRESSION and isinstance(call.target, Tensor) and call.target.numel() > 1:
             y = call.target.detach().float()
             spread = float(y.std()) if y.numel() > 1 else 0.0
-            if spread > 50 or abs(float(y.mean())) > 200 * max(spread, 1e-3):
+            if spread > 50 or abs(float(y.mean())) > max(200 * spread, 20):
                 yield Finding(
                     "target_scale",
                     f"Targets of {call.name} have mean {float(y.mean()):.4g} and deviation {spread:.4g}; an untrained "

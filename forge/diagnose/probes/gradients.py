@@ -202,7 +202,7 @@ def other_players(patient: Patient) -> Iterator[Finding]:
         inside = {id(node) for node in nodes(loss)}
         terms = [(call.input, call.where) for call in watch.losses if isinstance(call.input, Tensor)]
         others = set().union(*(owned[other] for other in patient.names if other != key)) - owned[key]
-        for term, line in [*terms, *watch.added]:
+        for term, line in [*terms, *watch.terms]:
             if term.grad_fn is None or id(term.grad_fn) not in inside:
                 continue
             reached = {id(leaf) for leaf in leaves(term)}

@@ -203,26 +203,38 @@ def purity(patient: Patient) -> Iterator[Finding]:
         traces = Traces(task, given := copy.deepcopy(batch), stage)
         with torch.set_grad_enabled(stage == "train"):
             patient.run(task, given, stage)
+        traces.look_again()
         yield from traces.found()
 
 
 class Traces:
-    """The modes, the gradients and the batch before a step, to be compared with those after it."""
+    """The modes, the gradients and the batch before a step, to be compared with those after it.
 
-    def __init__(self, task: nn.Module, batch: Any, stage: str = "train"):
+    `cheaply`: by the counters of torch's own in-place operations instead of copies of the batch.
+    """
+
+    def __init__(self, task: nn.Module, batch: Any, stage: str = "train", cheaply: bool = False):
         self.task, self.batch = task, batch
         self.where = f"{type(task).__name__}.{'training_step' if stage == 'train' else 'validation_step'}"
         self._modes = {path: module.training for path, module in task.named_modules()}
-        self._values = [x.clone() for x in tensors(batch)]
+        self._values = [_version(x) if cheaply else x.clone() for x in tensors(batch)]
         self._has_gradients = any(p.grad is not None for p in task.parameters())
+        self.calls_backward, self.modes, self.rows = False, self._modes, list[int]()
+
+    def look_again(self) -> None:
+        """Note what is there after the step, before the backward of the Trainer."""
+        self.calls_backward = not self._has_gradients and any(p.grad is not None for p in self.task.parameters())
+        self.modes = {path: module.training for path, module in self.task.named_modules()}
+        pairs = zip(tensors(self.batch), self._values, strict=True)
+        self.rows = [i for i, (x, y) in enumerate(pairs) if not _equal(x, y)]
 
     def found(self) -> Iterator[Finding]:
-        task, where = self.task, self.where
-        if not self._has_gradients and any(p.grad is not None for p in task.parameters()):
+        where, rows = self.where, self.rows
+        if self.calls_backward:
             yield Finding(
                 "backward_in_step", f"{where} calls backward(): gradients are there before the Trainer's own.", where
             )
-        changed = [path or "the task" for path, module in task.named_modules() if _differs(self._modes, path, module)]
+        changed = [path or "the task" for path, mode in self.modes.items() if self._modes.get(path, mode) != mode]
         if changed:
             yield Finding(
                 "mode_changed",
@@ -230,7 +242,6 @@ class Traces:
                 where,
                 {"modules": changed[:8]},
             )
-        rows = [i for i, (x, y) in enumerate(zip(tensors(self.batch), self._values, strict=True)) if not _equal(x, y)]
         if rows:
             yield Finding(
                 "batch_changed",
@@ -241,11 +252,13 @@ class Traces:
             )
 
 
-def _differs(modes: dict[str, bool], path: str, module: nn.Module) -> bool:
-    return modes.get(path, module.training) != module.training
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
+def _equal(x: Tensor, y: Tensor | int) -> bool:
+    if isinstance(y, int):
+        return _version(x) == y
     return x.shape == y.shape and bool(torch.equal(x.nan_to_num(), y.nan_to_num()))
 
 

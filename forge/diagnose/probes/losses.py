@@ -267,7 +267,7 @@ def _loss_and_terms(patient: Patient, batch: Any) -> tuple[float, list[tuple[flo
     watch = StepWatch(batch_size(batch))
     with watch:
         loss = patient.loss(patient.clone(), batch)
-    return float(loss.detach()), watch.terms
+    return float(loss.detach()), [(float(x.detach()), line) for x, line in watch.terms]
 
 
 def padding(patient: Patient) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ def rates(patient: Patient) -> Iterator[Finding]:
             "configure_optimizers",
             {"ratio": typical},
         )
-    elif max(largest) * patient.headroom < 2e-6 and ratios:
+    elif max(largest) * patient.headroom < 2e-6 and ratios and (max(largest) > 0 or _are_at_rest(patient)):
         yield Finding(
             "learning_rate_low",
             f"No update changes a matrix by more than {max(largest):.2g} of its size in {patient.updates} updates.",
@@ -41,6 +41,12 @@ def rates(patient: Patient) -> Iterator[Finding]:
                 f"{len(still)} of {len(entry.optimizer.param_groups)} parameter groups have a learning rate of 0.",
                 "configure_optimizers",
             )
+
+
+def _are_at_rest(patient: Patient) -> bool:
+    """Whether no optimizer has a rate above 0; otherwise weights without a gradient stand still, which others say."""
+    groups = [group for entry in patient.trainer.optimizers.entries.values() for group in entry.optimizer.param_groups]
+    return all(float(group["lr"]) == 0 for group in groups)
 
 
 def gradients(patient: Patient) -> Iterator[Finding]:

@@ -69,7 +69,7 @@ class ActivationWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in ("relu", "relu_", "sigmoid", "tanh", "sigmoid_", "tanh_") and isinstance(result, Tensor):
-            self.outputs.append((name.rstrip("_"), where(), result.detach()))
+            self.outputs.append((name.rstrip("_"), where(), result))
         return result
 
 
