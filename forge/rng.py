@@ -37,6 +37,15 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def reseed(seed: int) -> None:
+    """Seed python, numpy and torch on the devices in use: `seed_all` also notes the seed for those that are not."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def seed_of(seed: int, data_rank: int, update: int = 0) -> int:
     """Return the seed of one rank: the run's own on rank 0 at update 0, else a different one for each rank and update,
     so that a rank that joins a resumed run does not repeat earlier random numbers."""

@@ -1,10 +1,11 @@
 """Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--jobs N] [--only NAME ...] [--out FILE]
+    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--jobs N] [--only NAME ...] [--out FILE] [--record]
 
 `bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it. `zoo/` has healthy
 models, where every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says
 instead. Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted.
+`--record` writes what was found of the bugs to `bugs/FOUND.json`, from which docs/make_findings.py makes the gallery.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.doctor.cases import HERE, items, one
+from benchmarks.doctor.cases import HERE, ZOOS, items, one
 
 
 def main() -> None:
@@ -37,7 +38,10 @@ def main() -> None:
             print(json.dumps(row), file=file, flush=True)
             shown = ", ".join(f"{level} {finding}" for level, finding, _ in row["findings"]) or "nothing"
             print(f"{row['name']}: {row['error'] or shown}", flush=True)
-    report([row for row in rows(out) if row["how"] == how], args.sets, args.only)
+    found = [row for row in rows(out) if row["how"] == how]
+    report(found, args.sets, args.only)
+    if args.record:
+        record(found, how)
 
 
 def parsed() -> argparse.Namespace:
@@ -47,6 +51,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", nargs="*", default=[], help="names")
     parser.add_argument("--out", default="runs/doctor.jsonl")
+    parser.add_argument("--record", action="store_true", help="write bugs/FOUND.json")
     args = parser.parse_args()
     args.sets = args.sets or ["bugs", "zoo"]
     return args
@@ -54,6 +59,20 @@ def parsed() -> argparse.Namespace:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def record(found: list[dict[str, Any]], how: str) -> None:
+    """Write the right findings of each bug, with their messages, beside those of the other way."""
+    path = HERE / "bugs" / "FOUND.json"
+    known: dict[str, dict[str, dict[str, str]]] = json.loads(path.read_text()) if path.is_file() else {}
+    right = expected("bugs")
+    for row in found:
+        kind, _, name = row["name"].partition("/")
+        if kind == "bugs":
+            loud = {finding: text for level, finding, text in row["findings"] if level != "note"}
+            told = {finding: text for finding, text in loud.items() if finding in right.get(name, set())}
+            known.setdefault(name, {})[how] = told
+    path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,7 +90,7 @@ def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> N
         mine = [row for row in mine if not only or row["name"].partition("/")[2] in only]
         if mine:
             print()
-            (_report_zoo if kind == "zoo" else _report_bugs)(kind, mine)
+            (_report_zoo if kind in ZOOS else _report_bugs)(kind, mine)
 
 
 def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
@@ -96,7 +115,7 @@ def _report_zoo(kind: str, results: list[dict[str, Any]]) -> None:
     }
     alarmed = sum(1 for errors, alarms in zip(by_level["error"], by_level["warning"], strict=True) if errors or alarms)
     print(
-        f"zoo: {len(results)} healthy models; errors on {sum(map(bool, by_level['error']))}, warnings on "
+        f"{kind}: {len(results)} healthy models; errors on {sum(map(bool, by_level['error']))}, warnings on "
         f"{sum(map(bool, by_level['warning']))}, quiet {1 - alarmed / len(results):.1%}; notes: median "
         f"{statistics.median(by_level['note']):g}, most {max(by_level['note'])}"
     )

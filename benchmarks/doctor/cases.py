@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+ZOOS = ("zoo", "blind_zoo")
+"""Folders of healthy models; the blind ones were written by somebody who had not seen the probes."""
 SECONDS = 240
 """After which an examination is given up."""
 
@@ -30,29 +32,29 @@ def items(sets: list[str], only: list[str]) -> list[tuple[str, str]]:
 
 
 def names(kind: str) -> list[str]:
-    if kind == "zoo":
-        return list(zoo())
+    if kind in ZOOS:
+        return list(zoo(kind))
     return sorted(path.stem for path in (HERE / kind).glob("*.py") if path.stem != "__init__")
 
 
 @functools.cache
-def zoo() -> dict[str, Any]:
+def zoo(kind: str = "zoo") -> dict[str, Any]:
     """Every healthy model by name; those whose package is not installed are left out."""
     found: dict[str, Any] = {}
-    for path in sorted((HERE / "zoo").glob("*.py")):
+    for path in sorted((HERE / kind).glob("*.py")):
         if path.stem in ("__init__", "common"):
             continue
         try:
-            found |= importlib.import_module(f"benchmarks.doctor.zoo.{path.stem}").MODELS
+            found |= importlib.import_module(f"benchmarks.doctor.{kind}.{path.stem}").MODELS
         except ImportError as error:
-            print(f"zoo/{path.name} is left out: {error}")
+            print(f"{kind}/{path.name} is left out: {error}")
     return found
 
 
 def made(kind: str, name: str) -> tuple[Any, Any, Any]:
     """The task, its loaders, and a function that makes the loader of train again."""
-    if kind == "zoo":
-        make = zoo()[name]
+    if kind in ZOOS:
+        make = zoo(kind)[name]
         task, splits = make()
         return task, splits, None
     own = loaded(HERE / kind / f"{name}.py")

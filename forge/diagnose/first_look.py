@@ -69,9 +69,9 @@ MODULES_AGAIN = (
 )
 """Probes that run modules again, on a copy."""
 FIRST_UPDATES = (
-    *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.gradients, motion.losses),
+    *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.losses),
     *(data.copies, data.scales, data.targets, data.first_layer, data.splits, data.labels, data.order, data.giveaways),
-    serving.noise,
+    *(serving.noise, motion.gradients),
 )
 """Probes after a few updates, and of the samples up to there."""
 
@@ -84,6 +84,8 @@ class Observed(Patient):
     """A patient whose steps are those of its fit: no step runs for a probe."""
 
     calls: list[OuterCall]
+    twin: TaskModule | None = None
+    "The copy that the probes of one judgement share."
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."
 
@@ -92,9 +94,11 @@ class Observed(Patient):
 
     def clone(self) -> TaskModule:
         """Return a copy without the hooks of others: they would count its runs."""
+        if self.twin is not None:
+            return self.twin.train()
         if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
             raise Unseen
-        twin = super().clone()
+        self.twin = twin = super().clone()
         for module in twin.modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
@@ -209,6 +213,7 @@ class FirstLook:
         own.append(lambda: graph.wrong_modes(patient.task, look.off))
         probes = (*FIRST_STEP, *(MODULES_AGAIN if small else ()))
         self._tell(step, [*own, *(functools.partial(probe, patient) for probe in probes)])
+        patient.twin = None
         look.watch.settle()
         if not small:
             patient.batches.clear()
@@ -285,6 +290,8 @@ class FirstLook:
                     continue
                 except Exception as error:
                     logger.debug("A probe of the first steps failed: %s: %s", type(error).__name__, error)
+        if self._patient is not None:
+            self._patient.twin = None
         for finding in found:
             if finding.level != "note":
                 warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)

@@ -19,7 +19,7 @@ from forge.contract.run import Run
 from forge.contract.task import TaskModule, defines
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
-from forge.rng import RNGState, seed_all
+from forge.rng import RNGState, reseed
 
 SEED = 20
 """With which each step of a probe begins, so that two of them draw the same numbers."""
@@ -120,7 +120,7 @@ class Patient:
 
     def run(self, task: TaskModule, batch: Any, stage: str = "train", name: str | None = None, seed: int = SEED) -> Any:
         """Return the output of a step, with the same random numbers every time, unless a seed is given."""
-        seed_all(seed)
+        reseed(seed)
         if stage == "train":
             name = self.names[0] if name is None else name
             return task.training_step(batch) if name is None else task.training_step(batch, name)  # pyright: ignore[reportCallIssue]

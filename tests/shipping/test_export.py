@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import forge
 from forge.cli import main
 from forge.errors import ForgeError
-from forge.shipping import card, formats
+from forge.shipping import card
+from forge.shipping import export_formats as formats
 from forge.shipping.engine import ExportError
 from forge.shipping.export_formats import aoti, onnx, pt2, torchscript
 from forge.shipping.open_engine import open_engine

@@ -43,7 +43,7 @@ def copies(patient: Patient) -> Iterator[Finding]:
         )
     both = sum(1 for key in val if key in counts)
     shared = both / len(val) if val else 0.0
-    if both < 3 or len(counts) <= 4:
+    if both < 8 or len(counts) <= 4:
         return
     if shared < 3 * again + 0.02:
         yield from _copies_of_a_class(patient, val, counts)

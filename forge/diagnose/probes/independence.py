@@ -15,7 +15,7 @@ from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient, loss_of, tensors, with_rows
 from forge.diagnose.probes.losses import padding_value
 from forge.diagnose.watch import OuterCall
-from forge.rng import seed_all
+from forge.rng import reseed
 
 NEAR = 1e-4
 """Differences of outputs that count as none, as a share of their deviation."""
@@ -97,7 +97,7 @@ def _plain(output: Any) -> Any:
 
 
 def again(task: nn.Module, call: OuterCall, args: Any, kwargs: Any, seed: int = SEED) -> list[Tensor]:
-    seed_all(seed)
+    reseed(seed)
     with torch.no_grad():
         return tensors(_plain(task.get_submodule(call.path)(*args, **kwargs)))
 
@@ -294,7 +294,7 @@ def repeated_evaluation(patient: Patient) -> Iterator[Finding]:
     task = patient.clone().eval()
     results = []
     for number in (1, 2):
-        seed_all(number)
+        reseed(number)
         with torch.no_grad(), DropoutWatch() as watch:
             results.append(task.validation_step(patient.val_batches[0]))
     first, second = (_numbers(result) for result in results)

@@ -14,7 +14,7 @@ from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors
 from forge.diagnose.probes.independence import networks
 from forge.diagnose.watch import OuterCall
-from forge.rng import seed_all
+from forge.rng import reseed
 
 ALLOWED = {"device": 1e-2, "compile": 1e-2, "amp": 0.3}
 """Differences of a module's outputs that rounding explains, as a share of their deviation."""
@@ -96,7 +96,7 @@ def _outputs(module: nn.Module, args: Any, kwargs: Any) -> Outputs:
 
     handles = [inner.register_forward_hook(hook(path)) for path, inner in module.named_modules()]
     try:
-        seed_all(0)
+        reseed(0)
         module(*args, **kwargs)
     finally:
         for handle in handles:
