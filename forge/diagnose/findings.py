@@ -67,6 +67,10 @@ FINDINGS = {
     "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
     "gradients_left": ("warning", "Clear all gradients in zero_grad, or leave it to torch's."),
     "wrong_gradient": ("error", "Derive the backward again, and check it with torch.autograd.gradcheck."),
+    "attribute_name": ("warning", "Write p.requires_grad = False, or p.requires_grad_(False)."),
+    "shared_storage": ("warning", "Tie the parameter itself: self.out.weight = self.embed.weight."),
+    "target_is_the_model": ("warning", "Make the target a copy: copy.deepcopy(self.online).requires_grad_(False)."),
+    "mask_inverted": ("error", "Invert the mask: True marks padding in key_padding_mask."),
     # losses and their inputs
     "activation_before_loss": ("error", "Pass raw logits: the loss applies its own softmax or sigmoid."),
     "relu_before_loss": ("warning", "Remove the ReLU after the last layer: logits may be negative."),

@@ -27,6 +27,7 @@ from forge.diagnose.checks.user_line import saying, warn_of
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
 from forge.diagnose.probes import (
+    aliases,
     criteria,
     data,
     gradients,
@@ -60,6 +61,7 @@ SAMPLES = 2000
 FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
+    *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules, losses.copied_labels),
     *(criteria.options, gradients.repeated, gradients.decay, measures.modes),
 )
 """Probes of the first step and of the plan."""

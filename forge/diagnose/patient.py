@@ -43,6 +43,8 @@ class Patient:
     "Classes of the modules with parameters, in the order of their calls."
     rebuild: Any = None
     "A function that makes another loader of train; None if there is no such function."
+    original: TaskModule | None = None
+    "The user's own task, where `task` is a copy: copies lose shared memory and attributes of parameters."
     headroom: float = 1.0
     "How many times the first rate the schedule reaches."
     updates: int = 0
@@ -94,7 +96,8 @@ class Patient:
             size, moved = float(old.float().norm()), float((new.float() - old.float()).norm())
             if moved:
                 self.moved.add(name)
-            if size > 1e-6:
+            begins_at_zero = float(new.float().pow(2).mean()) < 0.1 / new[0].numel()  # far below a usual initialisation
+            if size > 1e-6 and not (begins_at_zero and moved > 0.1 * size):
                 self.ratios.setdefault(name, []).append(moved / size)
 
     @property

@@ -39,6 +39,7 @@ LOSSES = {
     F.multi_margin_loss: "multi_margin_loss",
     F.multilabel_soft_margin_loss: "multilabel_soft_margin_loss",
     F.triplet_margin_loss: "triplet_margin_loss",
+    F.ctc_loss: "ctc_loss",
 }
 REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 PAIRWISE = {"sub", "__sub__", "__rsub__", "rsub", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "div"}

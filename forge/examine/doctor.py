@@ -27,6 +27,7 @@ from forge.contract.task import TaskModule
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge.diagnose.probes import (
+    aliases,
     alignment,
     criteria,
     data,
@@ -114,6 +115,11 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "first loss": start.first_loss,
     "activations": start.activations,
     "layers": start.layers,
+    "names of attributes": aliases.attributes,
+    "memory of parameters": aliases.shared_storage,
+    "copies of modules": aliases.copies_of_modules,
+    "labels that are inputs": losses.copied_labels,
+    "masks of padding": order.padding_mask,
     "samples of batch normalisation": start.normalised_samples,
     "options of the optimizer": start.optimizer,
     "schedule, rehearsed": start.schedules,
@@ -128,6 +134,7 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "results in mixed precision": precision.mixed_precision,
     "results of the compiled model": precision.compiled,
     "clamps": gradients.clamps,
+    "steps without a slope": gradients.flat,
     "weights of batches in metrics": measures.weights,
     "rows of weights": start.equal_rows,
     "activations between layers": start.linear,
@@ -147,7 +154,8 @@ SAMPLES = 3000
 """Samples of each split that are looked at."""
 BATCHES = 4
 """Batches of train that the graph is looked at on."""
-GRAPHS_AT = (5, 10)
+GRAPHS_AT, SETTLED = (5, 10), 3
+"""Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
 
 
 def doctor(
@@ -175,7 +183,7 @@ def doctor(
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild)
-        examination.hooks = gradient_hooks(task)
+        examination.hooks, examination.original = gradient_hooks(task), task
         _run(examination, _copy(task), train, plugins, settings, report, planned_seed(trainer))
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
@@ -231,6 +239,7 @@ class Examination(Plugin):
         self.name = "forge.examine.examination"
         self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
+        self.original: TaskModule | None = None
         self.patient: Patient | None = None
         self.plugins: list[Plugin] = []
         self.hooks: dict[str, list[Any]] = {}
@@ -245,6 +254,7 @@ class Examination(Plugin):
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
+        self.patient.original = self.original
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
@@ -271,6 +281,8 @@ class Examination(Plugin):
         patient.note_motion(self._weights, now)
         self._weights = now
         patient.updates = step.index + 1
+        if patient.updates == SETTLED:  # what is made at its first use counts from then on
+            self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
         if patient.updates >= self.updates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,20 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.diagnose.findings import FindingWarning
 from forge.diagnose.first_look import LOOKS, samples
-from tests.support.patients import Healthy, loader, numbers, splits
-
-
-def said(task: forge.TaskModule, train: Any = None, val: Any = None, **options: Any) -> list[str]:
-    """The names of the findings that a fit warns of."""
-    if train is None:
-        train, val = splits()
-    options = {"max_epochs": 1, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0} | options
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        forge.Trainer(**options).fit(task, train, val)
-    return [item.message.finding for item in caught if isinstance(item.message, FindingWarning)]
+from tests.support.patients import Healthy, loader, numbers, said
 
 
 def made(kind: type[forge.TaskModule]) -> Any:

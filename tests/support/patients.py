@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import forge
-from forge.diagnose.findings import Finding
+from forge.diagnose.findings import Finding, FindingWarning
 from forge.diagnose.patient import Patient
 from forge.engine.trainer import Trainer
 from forge.examine.doctor import Examination
@@ -76,3 +77,14 @@ def found(
     trainer.fit(task, train, val)
     assert not report.skipped
     return {finding.name: finding for finding in report.findings}
+
+
+def said(task: forge.TaskModule, train: Any = None, val: Any = None, **options: Any) -> list[str]:
+    """The names of the findings that a fit warns of."""
+    if train is None:
+        train, val = splits()
+    options = {"max_epochs": 1, "plugins": [], "run_dir": False, "device": "cpu", "seed": 0} | options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forge.Trainer(**options).fit(task, train, val)
+    return [item.message.finding for item in caught if isinstance(item.message, FindingWarning)]

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from forge.contract.task import TaskModule, defines
@@ -59,13 +60,29 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
             _refuse_short_schedule(schedule, name, label, task)
     orphans = {name: p for name, p in task.named_parameters() if id(p) not in covered and p.requires_grad}
     optimizers.orphans = list(orphans.values())
-    if orphans:
+    if orphans and not _are_copies(orphans.values(), optimizers):
         _warn(
             task,
             f"{len(orphans)} trainable parameters of {type(task).__name__} are in no optimizer and will not be "
             f"trained: {_names(orphans.values(), named)}. Add them, or set requires_grad_(False).",
             "not_in_optimizer",
         )
+
+
+def _are_copies(orphans: Iterable[nn.Parameter], optimizers: Optimizers) -> bool:
+    """Whether each has the values of one that is trained, as a target network or an average begins."""
+    trained: dict[Any, list[nn.Parameter]] = {}
+    for p in optimizers.parameters(None):
+        trained.setdefault((p.shape, p.dtype, p.device), []).append(p)
+    return all(
+        p.ndim > 0 and any(equal(p, other) for other in trained.get((p.shape, p.dtype, p.device), ())) for p in orphans
+    )
+
+
+def equal(a: nn.Parameter, b: nn.Parameter) -> bool:
+    """Whether two parameters have the same values; False where they cannot be read."""
+    plain = type(a.data) is Tensor and type(b.data) is Tensor and not a.is_meta and not b.is_meta
+    return plain and torch.equal(a.detach(), b.detach())
 
 
 def _refuse_foreign(entry: OptimizerEntry, label: str, task: TaskModule, named: dict[int, str]) -> None:

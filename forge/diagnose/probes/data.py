@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
-from forge.diagnose.patient import Patient
+from forge.diagnose.patient import Patient, tensors
 from forge.diagnose.watch import REGRESSION
 
 Sample = tuple[Tensor, ...]
@@ -31,7 +32,8 @@ def copies(patient: Patient) -> Iterator[Finding]:
     )
     whole = all(not x.is_floating_point() for x in patient.samples[0])
     usual = 0.8 if draws_again else 0.6 if whole else 0.3
-    if len(train) >= 16 and repeated > usual and (whole or repeated > 0.9 or _is_rich(patient, len(counts))):
+    counted = whole or len(counts) <= 2 or _is_rich(patient, len(counts))  # a table of few values repeats by chance
+    if len(train) >= 16 and repeated > usual and counted:
         top = max(counts.values())
         yield Finding(
             "duplicates",
@@ -110,14 +112,15 @@ def scales(patient: Patient) -> Iterator[Finding]:
         if float(x.max()) == float(x.min()):
             yield Finding("constant_input", f"All inputs are {float(x.max()):g}.", where, {"value": float(x.max())})
             continue
-        if (deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)) and not _normalises(patient):
+        is_far = deviation > 15 or abs(centre) > 30 * max(deviation, 1e-6)
+        if is_far and not _normalises(patient) and not _is_scaled_inside(patient):
             yield Finding(
                 "unscaled_inputs",
                 f"Inputs have mean {centre:.4g} and deviation {deviation:.4g}; networks want about 0 and 1.",
                 where,
                 {"mean": centre, "deviation": deviation, "lowest": float(x.min()), "highest": float(x.max())},
             )
-        elif x.ndim == 2 and 1 < x.shape[1] <= 4096 and not _normalises(patient):
+        elif not is_far and x.ndim == 2 and 1 < x.shape[1] <= 4096 and not _normalises(patient):
             columns = x.std(0)
             moving = columns[columns > 0]
             if len(moving) > 1 and float(moving.max() / moving.median()) > 300:
@@ -151,16 +154,44 @@ def _note(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: An
     seen.append((path, args[0].detach()))
 
 
-def first_layer(patient: Patient) -> Iterator[Finding]:
-    """Whole numbers that reach the first layer as they are."""
+def _inputs_of_layers(patient: Patient) -> list[tuple[str, Tensor]]:
+    """The layers with a matrix that a step calls, and their inputs, in this order."""
     seen: list[tuple[str, Tensor]] = []
     task = patient.clone()
-    for path, module in task.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-            module.register_forward_pre_hook(functools.partial(_note, seen, path))
+    handles = [
+        module.register_forward_pre_hook(functools.partial(_note, seen, path))
+        for path, module in task.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    ]
     with torch.no_grad():
         patient.again(task)
-    if not seen or not patient.samples or any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _is_scaled_inside(patient: Patient) -> bool:
+    """Whether the model scales its inputs before its first layer."""
+    seen = _inputs_of_layers(patient)
+    return bool(seen) and float(seen[0][1].float().std()) < 5 and abs(float(seen[0][1].float().mean())) < 20
+
+
+def first_layer(patient: Patient) -> Iterator[Finding]:
+    """What reaches the first layer: the same for all samples, or whole numbers as they are."""
+    seen = _inputs_of_layers(patient)
+    size = batch_size(patient.batches[0])
+    whole = [x for x in tensors(patient.batches[0]) if x.ndim and len(x) == size]
+    if not seen or not patient.samples or size is None or size < 4:
+        return
+    same = [len(x) == size and bool((x == x[:1]).all()) for _, x in seen]
+    if all(same) and len({id(x) for x in whole}) and any(bool((x != x[:1]).any()) for x in whole):
+        yield Finding(
+            "input_ignored",
+            f"{seen[0][0]}, the first layer, gets the same input for all {size} samples of a batch.",
+            seen[0][0],
+        )
+        return
+    if any(x.is_floating_point() and x.ndim > 1 for x in patient.samples[0]):
         return
     path, x = seen[0]
     if float(x.float().std()) > 15 and not _normalises(patient):
@@ -191,8 +222,6 @@ def stacked(patient: Patient, samples: list[Sample]) -> dict[int, Tensor]:
 
 def is_target(patient: Patient, place: int) -> bool:
     """Whether a tensor of a sample is the target of a loss."""
-    from forge.diagnose.patient import tensors
-
     x = tensors(patient.batches[0])[place] if place < len(tensors(patient.batches[0])) else None
     for call in patient.watched.losses:
         y = call.target
@@ -300,20 +329,21 @@ def _sampler(patient: Patient) -> str:
 
 def dropped(patient: Patient) -> Iterator[Finding]:
     """Samples that drop_last leaves out."""
-    loader = patient.train
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
-    if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
-        return
-    sampler = getattr(loader, "sampler", None)
-    count = len(sampler) if sampler is not None and hasattr(sampler, "__len__") else len(dataset)
-    left = count % size
-    if count and left / count > 0.1:
-        yield Finding(
-            "dropped_data",
-            f"drop_last leaves out {left} of {count} samples in every epoch, at a batch size of {size}.",
-            "train",
-            {"dropped": left, "samples": count},
-        )
+    val = next(iter(patient.val.values()), None) if isinstance(patient.val, dict) else patient.val
+    for stage, loader in (("train", patient.train), ("val", val)):
+        dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+        if dataset is None or not size or not getattr(loader, "drop_last", False) or not hasattr(dataset, "__len__"):
+            continue
+        sampler = getattr(loader, "sampler", None)
+        count = len(sampler) if sampler is not None and hasattr(sampler, "__len__") else len(dataset)
+        left = count % size
+        if count and left / count > 0.1:
+            yield Finding(
+                "dropped_data",
+                f"drop_last leaves out {left} of {count} samples of {stage} every time, at a batch size of {size}.",
+                stage,
+                {"dropped": left, "samples": count},
+            )
 
 
 def giveaways(patient: Patient) -> Iterator[Finding]:
@@ -360,6 +390,6 @@ def generator(patient: Patient) -> Iterator[Finding]:
 
 
 def _some(loader: Any) -> list[Sample]:
-    from forge.diagnose.patient import first, tensors
+    from forge.diagnose.patient import first
 
     return [tuple(tensors(batch)) for batch in first(loader, 2)]

@@ -112,6 +112,32 @@ def clamps(patient: Patient) -> Iterator[Finding]:
         )
 
 
+FLAT = ("Sign", "Round", "Floor", "Ceil", "Trunc", "Heaviside", "Sgn")
+
+
+def flat(patient: Patient) -> Iterator[Finding]:
+    """After a few updates: weights whose gradient is 0 in all batches, behind a function without a slope."""
+    if len(patient.names) > 1:
+        return
+    task = patient.clone()
+    found: set[str] = set()
+    for batch in patient.batches:
+        loss = patient.loss(task, batch)
+        found |= {name for node in nodes(loss) if (name := type(node).__name__.partition("Backward")[0]) in FLAT}
+        loss.backward()
+    matrices = {name: p.grad for name, p in parameters(task).items() if p.ndim > 1 and p.grad is not None}
+    still = [name for name, gradient in matrices.items() if not bool(gradient.any())]
+    if found and still and len(still) < len(matrices):
+        what = sorted(found)[0].lower()
+        yield Finding(
+            "no_gradient",
+            f"The gradient of {named(still)} is 0 in all of {len(patient.batches)} batches: {what} has no slope.",
+            still[0],
+            {"parameters": still[:8]},
+            cure=f"Pass the gradient straight through: x + ({what}(x) - x).detach().",
+        )
+
+
 def repeated(patient: Patient) -> Iterator[Finding]:
     """Lists of modules that hold one module several times."""
     for path, module in patient.task.named_modules():

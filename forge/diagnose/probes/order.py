@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors
 from forge.diagnose.probes.independence import again, difference, networks, shifted
+from forge.diagnose.probes.losses import padding_value
 from forge.diagnose.watch import OuterCall
 
 FEW = 4
@@ -281,3 +283,35 @@ def _is_alike(x: Tensor, y: Tensor, order: Tensor) -> bool:
     if x.ndim > 2 and x.shape[1] == len(order):
         x = x[:, order]
     return x.shape == y.shape and difference(x, y) < 1e-4
+
+
+def padding_mask(patient: Patient) -> Iterator[Finding]:
+    """Masks of attention that mark the tokens instead of the padding."""
+    ids = [x for x in tensors(patient.batches[0]) if not x.is_floating_point() and x.ndim == 2]
+    padded = [(x, value) for x in ids if x.dtype != torch.bool and (value := padding_value(x)) is not None]
+    if not padded:
+        return
+    seen: list[tuple[str, Tensor]] = []
+    task = patient.clone()
+    for path, module in task.named_modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)):
+            module.register_forward_pre_hook(functools.partial(_note_mask, seen, path), with_kwargs=True)
+    with torch.no_grad():
+        patient.again(task)
+    for path, mask in seen:
+        for x, value in padded:
+            real = x != value
+            if mask.shape == x.shape and torch.equal(mask, real):
+                yield Finding(
+                    "mask_inverted",
+                    f"The padding mask of {path} is True at all tokens and False at the padding: attention sees the "
+                    "padding alone.",
+                    path,
+                )
+                return
+
+
+def _note_mask(seen: list[tuple[str, Tensor]], path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    mask = kwargs.get("src_key_padding_mask", kwargs.get("key_padding_mask"))
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        seen.append((path, mask))

@@ -1,0 +1,308 @@
+"""Probes of names, shared memory, masks and labels: each with its bug, and with a healthy neighbour."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import forge
+from forge.diagnose.probes import aliases, data, gradients, graph, losses, order
+from tests.support.patients import Healthy, found, loader, numbers, said
+
+
+class Misspelt(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.net[0].parameters():
+            p.require_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_misspelt_attribute_is_named() -> None:
+    assert "attribute_name" in found(Misspelt(), aliases.attributes)
+    assert found(Healthy(), aliases.attributes) == {}
+
+
+class Tied(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.tie()
+
+    def tie(self) -> None:
+        self.net[2].weight = self.net[0].weight
+
+
+class TiedByData(Tied):
+    def tie(self) -> None:
+        self.net[2].get_parameter("weight").data = self.net[0].get_parameter("weight").data
+
+
+def test_two_parameters_in_one_memory() -> None:
+    assert "shared_storage" in found(TiedByData(), aliases.shared_storage)
+    assert found(Tied(), aliases.shared_storage) == {}
+
+
+class Bootstraps(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = self.made()
+
+    def made(self) -> nn.Module:
+        return self.net
+
+
+class BootstrapsRightly(Bootstraps):
+    def made(self) -> nn.Module:
+        return copy.deepcopy(self.net).requires_grad_(False)
+
+
+def test_a_target_that_is_the_model() -> None:
+    assert "target_is_the_model" in found(Bootstraps(), aliases.copies_of_modules)
+    assert found(BootstrapsRightly(), aliases.copies_of_modules) == {}
+
+
+class Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -grad
+
+
+class Idle(Turn):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+class Turns(Healthy):
+    turn: Any = Turn
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(self.net(self.turn.apply(x.requires_grad_())), y)
+
+
+class TurnsNothing(Turns):
+    turn = Idle
+
+
+def test_a_function_that_does_nothing() -> None:
+    assert "wrong_gradient" in found(TurnsNothing(), graph.finite_differences)
+    assert found(Turns(), graph.finite_differences) == {}
+
+
+class Counts(Healthy):
+    log_input = True
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        rate = F.softplus(self.net(x)[:, 0])
+        return F.poisson_nll_loss(rate, y.float(), log_input=self.log_input)
+
+
+class CountsRightly(Counts):
+    log_input = False
+
+
+def test_a_rate_that_is_taken_for_a_logarithm() -> None:
+    assert "activation_before_loss" in found(Counts(), losses.inputs)
+    assert found(CountsRightly(), losses.inputs) == {}
+
+
+class Spells(Healthy):
+    blank = 0
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        scores = self.net(x).log_softmax(-1)[None].expand(6, -1, -1)
+        lengths = torch.full((len(x),), 6)
+        return F.ctc_loss(scores, y[:, None] % 3, lengths, torch.ones(len(x), dtype=torch.long), blank=self.blank)
+
+
+class SpellsRightly(Spells):
+    blank = 3
+
+
+def test_a_blank_among_the_labels() -> None:
+    assert "label_values" in found(Spells(), losses.inputs)
+    assert found(SpellsRightly(), losses.inputs) == {}
+
+
+class Fills(forge.TaskModule):
+    """Fills in hidden tokens; `counted` says which positions count."""
+
+    hidden_count = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
+
+    def training_step(self, batch: Any) -> Any:
+        (ids,) = batch
+        hidden = torch.rand(ids.shape) < 0.3
+        labels = ids.masked_fill(hidden != self.hidden_count, -100)
+        return F.cross_entropy(self.net(ids.masked_fill(hidden, 0)).flatten(0, 1), labels.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class FillsNothing(Fills):
+    hidden_count = False
+
+    def training_step(self, batch: Any) -> Any:
+        (ids,) = batch
+        labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+        return F.cross_entropy(self.net(ids).flatten(0, 1), labels.flatten())
+
+
+class FillsFromTheBatch(Fills):
+    def training_step(self, batch: Any) -> Any:
+        shown, labels = batch
+        return F.cross_entropy(self.net(shown).flatten(0, 1), labels.flatten())
+
+
+def tokens() -> Tensor:
+    return torch.randint(1, 12, (64, 10), generator=torch.Generator().manual_seed(0))
+
+
+def test_labels_that_are_the_inputs() -> None:
+    ids = tokens()
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    shown = ids.masked_fill(hidden, 0)
+    right, wrong = ids.masked_fill(~hidden, -100), ids.masked_fill(hidden, -100)
+    assert "label_in_features" in found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, wrong), None))
+    assert found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, right), None)) == {}
+    assert "label_in_features" in found(FillsNothing(), losses.copied_labels, data=(loader(ids), None))
+
+
+class Attends(forge.TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.out = nn.Linear(8, 2)
+
+    def mask(self, ids: Tensor) -> Tensor:
+        return ids == 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.layer(self.embed(ids), src_key_padding_mask=self.mask(ids)).mean(1))
+
+    def training_step(self, batch: Any) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class AttendsToPadding(Attends):
+    def mask(self, ids: Tensor) -> Tensor:
+        return ids != 0
+
+
+def test_a_padding_mask_upside_down() -> None:
+    ids = tokens()
+    lengths = torch.randint(3, 10, (64, 1), generator=torch.Generator().manual_seed(2))
+    ids = ids.masked_fill(torch.arange(10) >= lengths, 0)
+    given = (loader(ids, torch.arange(64) % 2), None)
+    assert "mask_inverted" in found(AttendsToPadding(), order.padding_mask, data=given)
+    assert found(Attends(), order.padding_mask, data=given) == {}
+
+
+class Codes(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.net = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.code(self.encoder(x)))
+
+    def code(self, x: Tensor) -> Tensor:
+        return x + (x.sign() - x).detach()
+
+
+class CodesWithoutSlope(Codes):
+    def code(self, x: Tensor) -> Tensor:
+        return x.sign()
+
+
+def test_a_step_without_a_slope() -> None:
+    assert "no_gradient" in found(CodesWithoutSlope(), gradients.flat, after=4)
+    assert found(Codes(), gradients.flat, after=4) == {}
+
+
+class SeesNoPlace(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x // 100).abs().clamp(max=0))
+
+
+def test_a_first_layer_that_gets_one_input() -> None:
+    assert "input_ignored" in found(SeesNoPlace(), data.first_layer)
+    assert found(Healthy(), data.first_layer) == {}
+
+
+class Scales(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - 130) / 100)
+
+
+def test_inputs_that_the_model_scales_itself() -> None:
+    x, y = numbers()
+    assert "unscaled_inputs" in found(Healthy(), data.scales, data=(loader(100 * x + 130, y), None))
+    assert found(Scales(), data.scales, data=(loader(100 * x + 130, y), None)) == {}
+
+
+def test_what_drop_last_leaves_out_of_val() -> None:
+    x, y = numbers(100)
+    short = loader(x, y, batch=60, drop_last=True, shuffle=False)
+    assert "dropped_data" in found(Healthy(), data.dropped, data=(loader(x, y), short))
+
+
+def test_states_of_a_small_world_repeat() -> None:
+    rows = torch.randint(0, 4, (400, 3), generator=torch.Generator().manual_seed(0)).float()
+    few = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))[torch.arange(400) % 8]
+    y = torch.arange(400) % 4
+
+    class Small(Healthy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    assert "duplicates" in found(Small(), data.copies, data=(loader(few, torch.zeros(400).long()), None))
+    assert found(Small(), data.copies, data=(loader(rows, y), None)) == {}
+
+
+class Teaches(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any) -> Any:
+        self.teacher.eval()
+        return super().training_step(batch)
+
+
+def test_a_teacher_may_be_set_to_evaluation() -> None:
+    assert found(Teaches(), graph.purity) == {}
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_average_needs_no_optimizer(copied: bool) -> None:
+    class Averages(Healthy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = copy.deepcopy(self.net) if copied else nn.Linear(8, 8)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.net.parameters())
+
+    assert ("not_in_optimizer" in said(Averages(), max_updates=1)) is not copied
