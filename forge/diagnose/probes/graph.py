@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -349,7 +350,7 @@ def finite_differences(patient: Patient) -> Iterator[Finding]:
 def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
     """The arguments of a function's first call in a step, in float64."""
     seen: list[list[Any]] = []
-    forward = kind.__dict__["forward"]
+    forward = inspect.getattr_static(kind, "forward")
     plain = forward.__func__ if isinstance(forward, staticmethod) else forward
     has_context = kind.setup_context.__qualname__ != f"{kind.__qualname__}.setup_context"
 
@@ -357,11 +358,15 @@ def _arguments_of(kind: Any, patient: Patient) -> list[Any] | None:
         seen.append(list(args[1:] if has_context else args))
         return plain(*args, **kwargs)
 
+    inherits = "forward" not in vars(kind)
     kind.forward = staticmethod(noting)
     try:
         patient.again(patient.clone())
     finally:
-        kind.forward = forward
+        if inherits:
+            del kind.forward
+        else:
+            kind.forward = forward
     if not seen:
         return None
     return [x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in seen[0]]
