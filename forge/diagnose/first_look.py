@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,13 @@ SAMPLES = 2000
 FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
-    *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules, losses.copied_labels),
+    *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
     *(criteria.options, gradients.repeated, gradients.decay, measures.modes),
 )
 """Probes of the first step and of the plan."""
 MODULES_AGAIN = (
     *(independence.random_modules, independence.samples, independence.future, independence.padded),
-    *(order.previous, order.positions, order.permuted, graph.finite_differences),
+    *(losses.copied_labels, order.previous, order.positions, order.permuted, graph.finite_differences),
 )
 """Probes that run modules again, on a copy."""
 FIRST_UPDATES = (
@@ -96,6 +96,8 @@ class Observed(Patient):
 
     def clone(self) -> TaskModule:
         """Return a copy without the hooks of others: they would count its runs."""
+        if not self.calls:  # the task is large
+            raise Unseen
         if self.twin is not None:
             return self.twin.train()
         if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
@@ -202,7 +204,7 @@ class FirstLook:
                 self._keep(look, self._patient, small and on_host)
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
-                self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)))
+                self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host)
                 self._patient.calls.clear()
                 self._activations.clear()
 
@@ -281,10 +283,10 @@ class FirstLook:
         if alive >= LOOKS - 1:
             yield Finding("graphs_kept", f"The losses of {alive} earlier updates are alive with their graphs.")
 
-    def _tell(self, step: Step, probes: Any) -> None:
-        """Run probes, and warn of what they find. A probe must not fail."""
+    def _tell(self, step: Step, probes: Any, draws: bool = True) -> None:
+        """Run probes, and warn of what they find. A probe must not fail. `draws`: they may draw random numbers."""
         trainer, found = step.trainer, list[Finding]()
-        with no_trace(trainer.env.device):
+        with no_trace(trainer.env.device) if draws else nullcontext():
             for probe in probes:
                 try:
                     found.extend(probe())

@@ -192,6 +192,8 @@ class Trainer(Run):
                 hooks.forge_train_step(step)
             for parameter in optimizers.orphans:
                 parameter.grad = None
+            if self.core.first_look.waiting:
+                self.core.first_look.judge(step)
 
             progress.update += 1
             progress.micro += len(step.window)
@@ -211,8 +213,6 @@ class Trainer(Run):
             if hooks.forge_boundary is not None:
                 hooks.forge_boundary(self, step)
             self.at_boundary = True
-            if self.core.first_look.waiting:
-                self.core.first_look.judge(step)
             if not self._savable and step.updated and hooks.forge_save is not None:
                 check_savable(capture(self))  # optimizers have their state now: better refused here than in an hour
                 self._savable = True

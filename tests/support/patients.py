@@ -75,7 +75,7 @@ def found(
     trainer = Trainer(plugins=[], run_dir=False, seed=0, max_epochs=10, validate_every=None)
     trainer.stack.add(examination)
     trainer.fit(task, train, val)
-    assert not report.skipped
+    assert not report.skipped, report.skipped
     return {finding.name: finding for finding in report.findings}
 
 

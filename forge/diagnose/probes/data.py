@@ -84,7 +84,7 @@ def _is_rich(patient: Patient, different: int) -> bool:
     for x in stacked(patient, patient.samples).values():
         if not x.is_floating_point() or not x[0].numel():
             continue
-        columns = x.flatten(1)[:, :64]
+        columns = x.reshape(len(x), -1)[:, :64]
         values = torch.tensor([len(column.unique()) for column in columns.T])
         if int(values.max()) >= 0.5 * different or int((values > 1).sum()) >= 32:
             return True

@@ -126,7 +126,9 @@ def _blank_among_labels(call: LossCall) -> Iterator[Finding]:
 
 def copied_labels(patient: Patient) -> Iterator[Finding]:
     """Labels that are ignored at some positions, and are the inputs at all others: there is nothing to fill in."""
-    ids = [x for x in tensors(patient.batches[0]) if not x.is_floating_point() and x.ndim == 2]
+    calls = patient.outer_calls(patient.clone(), patient.batches[0])
+    given = [x for call in calls for x in tensors((call.args, call.kwargs))]
+    ids = [x for x in given if not x.is_floating_point() and x.ndim == 2]
     for call in patient.watched.losses:
         y = call.target
         if call.name not in ("cross_entropy", "nll_loss") or not isinstance(y, Tensor) or y.is_floating_point():
