@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -71,7 +72,7 @@ def record(found: list[dict[str, Any]], how: str) -> None:
         if kind == "bugs":
             loud = {finding: text for level, finding, text in row["findings"] if level != "note"}
             told = {finding: text for finding, text in loud.items() if finding in right.get(name, set())}
-            known.setdefault(name, {})[how] = told
+            known.setdefault(name, {})[how] = {key: re.sub(r"/\S*?benchmarks/", "benchmarks/", told[key]) for key in told}
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
