@@ -15,7 +15,6 @@ the size in the manifest. Hostile content results in a CheckpointError or in pla
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from forge.checkpoint import manifest, slices, tensors, tree
 from forge.checkpoint.directory import Directory
+from forge.checkpoint.hashing import new_hash
 from forge.checkpoint.readers import ALONE, Readers
 from forge.checkpoint.slices import TensorSlice
 from forge.checkpoint.stored import Index, Stored
@@ -267,7 +267,7 @@ class _Files:
 
     def _check_hash(self, name: str) -> None:
         stream = self.directory.open(name)
-        digest, buffer, left = hashlib.sha256(), memoryview(bytearray(_CHUNK)), self.records[name].size
+        digest, buffer, left = new_hash(), memoryview(bytearray(_CHUNK)), self.records[name].size
         stream.seek(0)
         while left and (got := stream.readinto(buffer[: min(left, _CHUNK)])):
             digest.update(buffer[:got])

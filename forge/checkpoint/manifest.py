@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 from forge.checkpoint import strict_json
+from forge.checkpoint.hashing import new_hash
 from forge.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -64,13 +64,13 @@ def encode(files: Mapping[str, FileRecord]) -> bytes:
     version = VERSION if names == FILES else SHARED_VERSION
     content = {"format": FORMAT, "version": version, "files": {name: files[name]._asdict() for name in names}}
     body = json.dumps(content, indent=1).removesuffix("\n}").encode("ascii")
-    return body + f',\n "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode("ascii")
+    return body + f',\n "sha256": "{new_hash(body).hexdigest()}"\n}}\n'.encode("ascii")
 
 
 def decode(data: bytes, what: str) -> dict[str, FileRecord]:
     """Check a manifest against its own hash, then parse it. Every message begins with `what`."""
     body, end = data[:-_END_SIZE], _END.match(data[-_END_SIZE:])
-    if end is None or hashlib.sha256(body).hexdigest().encode("ascii") != end[1]:
+    if end is None or new_hash(body).hexdigest().encode("ascii") != end[1]:
         raise CheckpointError(f"{what} is damaged: its content does not match its hash.")
     content = strict_json.parse(data, what, _MAX_VALUES, _OUTLINE, strict_json.unique)
     if not isinstance(content, dict) or content.get("format") != FORMAT:

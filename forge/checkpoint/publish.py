@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import manifest, temp_names, tensors
+from forge.checkpoint.hashing import new_hash
 from forge.checkpoint.tree import Split, split
 from forge.checkpoint.writers import failure
 from forge.errors import CheckpointError
@@ -59,7 +59,7 @@ def _write_directory(folder: Path, content: Split) -> None:
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> manifest.FileRecord:
     """Write, hash and sync in one pass."""
-    digest, size, mode = hashlib.sha256(), 0, access(path, 6)
+    digest, size, mode = new_hash(), 0, access(path, 6)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         os.fchmod(descriptor, mode)

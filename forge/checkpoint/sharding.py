@@ -6,7 +6,6 @@ least loaded rank that holds it, and whole tensors are distributed by size.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 import json
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from forge.checkpoint.hashing import new_hash
 from forge.checkpoint.slices import TensorSlice, piece_name
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def layout(tensors: Named) -> str:
         for name, tensor in named.items():
             mesh = [tensor.device_mesh.shape, [*map(repr, tensor.placements)]] if is_distributed(tensor) else []
             lines.append([file, name, str(tensor.dtype), *tensor.shape, *mesh])
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+    return new_hash(json.dumps(lines).encode()).hexdigest()
 
 
 def _deal(tensors: Named, world: int) -> dict[tuple[str, str], int]:

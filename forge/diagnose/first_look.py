@@ -24,10 +24,9 @@ from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.first_batch import first_forward, is_compiled
 from forge.diagnose.checks.user_line import saying, warn_of
-from forge.diagnose.findings import Finding
-from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
-from forge.diagnose.probes import (
+from forge.diagnose.doctor_probes import (
     aliases,
+    class_labels,
     criteria,
     data,
     gradients,
@@ -40,6 +39,8 @@ from forge.diagnose.probes import (
     serving,
     start,
 )
+from forge.diagnose.findings import Finding
+from forge.diagnose.patient import Patient, copied, loss_of, no_trace, rows, tensors
 from forge.diagnose.watch import OuterCall, StepWatch, outermost_calls
 from forge.util.outside import reaches_outside
 
@@ -72,8 +73,8 @@ MODULES_AGAIN = (
 """Probes that run modules again, on a copy."""
 FIRST_UPDATES = (
     *(start.equal_rows, start.linear, independence.ignored, motion.rates, motion.losses),
-    *(data.copies, data.scales, data.targets, data.first_layer, data.splits, data.labels, data.order, data.giveaways),
-    *(serving.noise, motion.gradients),
+    *(data.copies, data.scales, data.targets, data.first_layer, data.splits),
+    *(class_labels.labels, class_labels.order, class_labels.giveaways, serving.noise, motion.gradients),
 )
 """Probes after a few updates, and of the samples up to there."""
 

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.graph import leaves
 from forge.diagnose.patient import Patient, tensors
-from forge.diagnose.probes.graph import leaves
 from forge.diagnose.watch import OuterCall, origin, outermost_calls
 
 MOST_NUMBERS = 2_000_000

@@ -24,11 +24,10 @@ from torch.utils import _pytree as pytree
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
-from forge.diagnose.findings import LEVELS, Finding
-from forge.diagnose.patient import Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
-from forge.diagnose.probes import (
+from forge.diagnose.doctor_probes import (
     aliases,
     alignment,
+    class_labels,
     criteria,
     data,
     gradients,
@@ -45,6 +44,8 @@ from forge.diagnose.probes import (
     splits,
     start,
 )
+from forge.diagnose.findings import LEVELS, Finding
+from forge.diagnose.patient import Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
@@ -101,10 +102,10 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "near copies in both splits": splits.near_copies,
     "targets of train and val": splits.agreement,
     "rows and their labels": splits.shifted,
-    "class labels": data.labels,
-    "order of samples": data.order,
+    "class labels": class_labels.labels,
+    "order of samples": class_labels.order,
     "samples that are left out": data.dropped,
-    "labels among the features": data.giveaways,
+    "labels among the features": class_labels.giveaways,
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
     "reading a sample again": serving.changed,

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
+from forge.diagnose.doctor_probes import motion
 from forge.diagnose.patient import Patient, first, loss_of
-from forge.diagnose.probes import motion
 from forge.engine.trainer import Plugins, Trainer
 from forge.examine.report import DoctorReport
 from forge.optim.optimizers import Optimizers

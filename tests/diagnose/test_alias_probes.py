@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import forge
-from forge.diagnose.probes import aliases, data, gradients, graph, losses, order
+from forge.diagnose.doctor_probes import aliases, data, gradients, graph, losses, order
 from tests.support.patients import Healthy, found, loader, numbers, said
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge.diagnose.probes import alignment, optimum
+from forge.diagnose.doctor_probes import alignment, optimum
 from tests.support.patients import Healthy, found, loader
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import forge
 from forge.data import TensorLoader
-from forge.diagnose.probes import data, preparation, serving, splits, start
+from forge.diagnose.doctor_probes import data, preparation, serving, splits, start
 from tests.support.patients import Healthy, found, loader, numbers
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge.diagnose.probes import gradients
+from forge.diagnose.doctor_probes import gradients
 from tests.support.patients import Healthy, found, loader, numbers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from forge.diagnose.probes import measures
+from forge.diagnose.doctor_probes import measures
 from tests.support.patients import Healthy, found
 
 

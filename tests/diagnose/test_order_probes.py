@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from forge.diagnose.probes import order
+from forge.diagnose.doctor_probes import order
 from tests.support.patients import Healthy, found, loader
 
 IDS = torch.randint(3, 20, (48, 8), generator=torch.Generator().manual_seed(0))

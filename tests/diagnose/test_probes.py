@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forge.diagnose.doctor_probes import class_labels, data, graph, independence, losses, motion, start
 from forge.diagnose.findings import FINDINGS, LEVELS
-from forge.diagnose.probes import data, graph, independence, losses, motion, start
 from forge.examine.doctor import AFTER, BEFORE
 from tests.support.patients import Healthy, found, loader, numbers, splits
 
@@ -413,14 +413,16 @@ def test_scales_are_judged() -> None:
 def test_labels_are_judged() -> None:
     x, y = numbers(400)
     order = y.argsort()
-    assert "not_shuffled" in found(Healthy(), data.labels, data=(loader(x[order], y[order], shuffle=False), None))
+    assert "not_shuffled" in found(
+        Healthy(), class_labels.labels, data=(loader(x[order], y[order], shuffle=False), None)
+    )
     rare = torch.where(torch.arange(400) % 50 == 0, 1, 0)
-    assert "imbalance" in found(Healthy(), data.labels, data=(loader(x, rare), None))
+    assert "imbalance" in found(Healthy(), class_labels.labels, data=(loader(x, rare), None))
     five = Healthy()
     five.net[2] = nn.Linear(16, 5)
-    assert "missing_class" in found(five, data.labels, data=(loader(x, y + 1), None))
+    assert "missing_class" in found(five, class_labels.labels, data=(loader(x, y + 1), None))
     leaky = torch.cat([x[:, :7], y[:, None].float()], 1)
-    assert "label_in_features" in found(Healthy(), data.giveaways, data=(loader(leaky, y), None))
+    assert "label_in_features" in found(Healthy(), class_labels.giveaways, data=(loader(leaky, y), None))
 
 
 def test_what_drop_last_drops() -> None:
@@ -517,8 +519,8 @@ def test_targets_that_come_sorted() -> None:
     y = x[:, 0]
     task = task_with(lambda s, y: F.mse_loss(s[:, 0], y))
     order = y.argsort()
-    assert "not_shuffled" in found(task, data.order, data=(loader(x[order], y[order], shuffle=False), None))
-    assert found(task, data.order, data=(loader(x, y, shuffle=False), None)) == {}
+    assert "not_shuffled" in found(task, class_labels.order, data=(loader(x[order], y[order], shuffle=False), None))
+    assert found(task, class_labels.order, data=(loader(x, y, shuffle=False), None)) == {}
 
 
 def test_gradients_that_vanish() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from forge.diagnose.doctor_probes.data import stacked
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient
-from forge.diagnose.probes.data import stacked
 from forge.diagnose.stored import (
     Array,
     Sample,

@@ -19,9 +19,9 @@ from forge.contract.run import Run
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.checks.optimizers import planned_steps
+from forge.diagnose.doctor_probes.independence import networks
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, tensors
-from forge.diagnose.probes.independence import networks
 from forge.diagnose.watch import where
 
 FEWEST_STEPS, MOST_STEPS = 8, 50_000

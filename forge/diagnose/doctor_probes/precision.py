@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from forge.diagnose.doctor_probes.independence import networks
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors
-from forge.diagnose.probes.independence import networks
 from forge.diagnose.watch import OuterCall
 from forge.rng import reseed
 

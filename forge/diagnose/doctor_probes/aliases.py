@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from forge.diagnose.doctor_probes.graph import trained
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named
-from forge.diagnose.probes.graph import trained
 
 COPIES = re.compile(r"(^|_)(target|teacher|ema|momentum|averaged|old|reference)(_|$)")
 """Names of modules that are meant to be copies of others."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.graph import leaves
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors, with_rows
-from forge.diagnose.probes.graph import leaves
 from forge.diagnose.watch import REGRESSION, LossCall, StepWatch, origin, outermost_calls
 
 SCALES = (10.0, 100.0)

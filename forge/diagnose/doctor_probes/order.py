@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.independence import again, difference, networks, shifted
+from forge.diagnose.doctor_probes.losses import padding_value
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import changed
 from forge.diagnose.patient import Patient, tensors
-from forge.diagnose.probes.independence import again, difference, networks, shifted
-from forge.diagnose.probes.losses import padding_value
 from forge.diagnose.watch import OuterCall
 
 FEW = 4

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from forge.diagnose.doctor_probes.data import stacked
+from forge.diagnose.doctor_probes.reference import table
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors
-from forge.diagnose.probes.data import stacked
-from forge.diagnose.probes.reference import table
 from forge.diagnose.watch import where
 
 LIMITED = {"log", "log2", "log10", "log1p", "sqrt", "rsqrt", "acos", "asin", "acosh", "atanh", "pow", "__pow__"}

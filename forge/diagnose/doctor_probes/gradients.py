@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.graph import leaves, nodes, own_functions
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, named, parameters
-from forge.diagnose.probes.graph import leaves, nodes, own_functions
 from forge.diagnose.watch import StepWatch, where
 
 CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "hardtanh", "relu6")

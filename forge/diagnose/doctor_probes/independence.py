@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.losses import padding_value
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import SEED, Patient, loss_of, tensors, with_rows
-from forge.diagnose.probes.losses import padding_value
 from forge.diagnose.watch import OuterCall
 from forge.rng import reseed
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge.diagnose.doctor_probes.data import Sample, is_target
 from forge.diagnose.patient import Patient
-from forge.diagnose.probes.data import Sample, is_target
 
 MOST_COLUMNS = 256
 """Columns of each tensor that a simple model gets."""

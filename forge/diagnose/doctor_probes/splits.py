@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge.diagnose.doctor_probes.data import stacked
+from forge.diagnose.doctor_probes.reference import MODELS, MOST_ROWS, Table, crossed, skill, table
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient
-from forge.diagnose.probes.data import stacked
-from forge.diagnose.probes.reference import MODELS, MOST_ROWS, Table, crossed, skill, table
 from forge.diagnose.stored import in_order, is_fixed
 
 STEPS = 8

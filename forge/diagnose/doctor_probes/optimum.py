@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge.diagnose.doctor_probes.graph import nodes
 from forge.diagnose.findings import Finding
 from forge.diagnose.free_output import FreeOutput, Supervised, supervised
 from forge.diagnose.patient import Patient
-from forge.diagnose.probes.graph import nodes
 
 QUANTILE_NAMES = re.compile(r"quant|tau|levels|^qs?$", re.I)
 STEPS = 60

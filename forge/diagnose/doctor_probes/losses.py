@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.data.accumulation_windows import batch_size
+from forge.diagnose.doctor_probes.graph import leaves
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors, with_rows
-from forge.diagnose.probes.graph import leaves
 from forge.diagnose.watch import REGRESSION, LossCall, Oddity, StepWatch, origin, origins
 
 LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
