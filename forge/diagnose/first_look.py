@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
@@ -54,6 +54,8 @@ LOOKS = 4
 """Micro-batches of each optimizer that are looked at."""
 SMALL = 3_000_000
 """Numbers in a task's weights, and in a batch, up to which modules run again on a copy."""
+FEWEST = 12
+"""Samples of a batch by which modules and data are judged."""
 LAZY = "layers get their sizes from this batch"
 SAMPLES = 2000
 """Samples of a dataset in memory that are looked at."""
@@ -89,6 +91,8 @@ class Observed(Patient):
     calls: list[OuterCall]
     twin: TaskModule | None = None
     "The copy that the probes of one judgement share."
+    last_twin: TaskModule | None = None
+    "That of the judgement before."
     in_memory: bool
     "Whether the samples are those of tensors in memory, rather than of the first batches."
 
@@ -101,9 +105,13 @@ class Observed(Patient):
             raise Unseen
         if self.twin is not None:
             return self.twin.train()
+        if self.last_twin is not None:
+            self.twin = self.last_twin
+            refresh(self.twin, self.task)
+            return self.twin.train()
         if any(reaches_outside(self.task.get_submodule(call.path)) for call in self.calls):
             raise Unseen
-        self.twin = twin = super().clone()
+        self.twin = self.last_twin = twin = super().clone()
         for module in twin.modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
@@ -173,10 +181,10 @@ class FirstLook:
         traces = graph.Traces(task, batch, cheaply=True) if is_first else None
         watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
         with ExitStack() as looks:
-            calls = looks.enter_context(outermost_calls(task)) if is_first and small else []
+            calls = looks.enter_context(outermost_calls(task)) if is_first and small and is_telling(batch) else []
             off = looks.enter_context(graph.modes_noted(task))
             looks.enter_context(graphs.watching())
-            for mode in [active] * small + [watch] * is_first:
+            for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
                 looks.enter_context(mode)
             output = forward(step, batch)
         loss = loss_of(output)
@@ -202,11 +210,12 @@ class FirstLook:
                     self._patient = self._judged(step, look, small)
                 elif small and on_host:  # nothing after the first update waits for an accelerator
                     self._patient.losses.append(float(look.loss.detach()))
-                self._keep(look, self._patient, small and on_host)
+                self._keep(look, self._patient, small and on_host and is_telling(look.batch))
             self._weigh(step, on_host)
             if self._patient is not None and len(self.done) == len(self._patient.names):
                 self._tell(step, self._at_last(self._patient, on_host and bool(self._activations)), draws=on_host)
                 self._patient.calls.clear()
+                self._patient.last_twin = None
                 self._activations.clear()
 
     def _judged(self, step: Step, look: Look, small: bool) -> Observed:
@@ -325,6 +334,14 @@ def why_not(step: Step) -> str:
     return "" if trainer.env.is_main else "another rank looks"
 
 
+def refresh(twin: nn.Module, task: nn.Module) -> None:
+    """Give a copy the present weights and buffers."""
+    with torch.no_grad():
+        for mine, own in zip(twin.state_dict().values(), task.state_dict().values(), strict=True):
+            if isinstance(mine, Tensor) and isinstance(own, Tensor):
+                mine.copy_(own)
+
+
 def is_torchs(hook: Any) -> bool:
     """Whether a hook is part of torch, as that of a weight norm is."""
     owner = hook if hasattr(hook, "__code__") else type(hook)
@@ -336,6 +353,11 @@ def is_small(trainer: Run, batch: Any) -> bool:
     limit = SMALL if trainer.env.device.type == "cpu" else SMALL // 10
     weights = sum(p.numel() for p in trainer.task.parameters())
     return weights <= limit and sum(x.numel() for x in tensors(batch)) <= limit
+
+
+def is_telling(batch: Any) -> bool:
+    """Whether a batch has enough samples to judge modules and data by."""
+    return (batch_size(batch) or 0) >= FEWEST
 
 
 def observed(trainer: Run, look: Look) -> Observed:
