@@ -171,6 +171,7 @@ FINDINGS = {
     "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
     "state_not_saved": ("warning", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
     "method_name": ("warning", "Rename the method: forge never calls it by this name."),
+    "never_validates": ("warning", "Validate more often, or train for longer: validate_every='1 epoch'."),
     "no_validation": ("note", "Pass a loader of held-out samples as val."),
 }
 """Every finding by name: its level, and what to do."""

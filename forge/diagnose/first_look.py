@@ -65,7 +65,7 @@ FIRST_STEP = (
     *(losses.inputs, losses.summed, losses.weights, losses.padding, start.first_loss, start.layers, start.optimizer),
     *(start.schedules, start.methods, start.normalised_samples, data.dropped),
     *(aliases.attributes, aliases.shared_storage, aliases.copies_of_modules),
-    *(criteria.options, gradients.repeated, gradients.decay, measures.modes),
+    *(criteria.options, gradients.repeated, gradients.decay, measures.modes, measures.validation),
 )
 """Probes of the first step and of the plan."""
 MODULES_AGAIN = (

@@ -149,6 +149,32 @@ def test_sorted_labels_and_copies_in_memory_are_named() -> None:
     assert "val_is_train" in said(made(Healthy), loader(x, y), loader(x, y, shuffle=False))
 
 
+class Derived(Misspelt):
+    pass
+
+
+def test_a_name_that_a_base_class_misspells_is_named() -> None:
+    assert "method_name" in said(made(Derived))
+
+
+class Trainig(Healthy):
+    training_step = forge.TaskModule.training_step
+
+    def trainig_step(self, batch: Any) -> Any:
+        return self.loss(self(batch[0]), batch[1])
+
+
+def test_a_step_that_is_nearly_there_is_refused_by_name() -> None:
+    with pytest.raises(forge.ForgeError, match=r"no training_step, but trainig_step.*Rename it"):
+        said(made(Trainig))
+
+
+def test_a_validation_after_the_end_is_named() -> None:
+    assert "never_validates" in said(made(Healthy), validate_every="30 updates")
+    assert "never_validates" in said(made(Healthy), validate_every="3 epochs", max_epochs=2)
+    assert said(made(Healthy), validate_every="10 updates") == []
+
+
 class Counted(Healthy):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from forge.contract.task import STAGE_METHODS, TaskModule, defines
@@ -32,12 +33,25 @@ def check_task(task: Any, stages: Mapping[str, Any]) -> None:
     for stage, loader in stages.items():
         method = STAGE_METHODS[stage]
         if loader is not None and stage in ("train", "val") and not defines(task, method):
+            refuse_near_miss(task, method)
             getattr(task, method)(None)  # the base method raises an error that explains it
         if loader is not None and stage != "train":  # the arguments of training depend on the optimizers
             check_signature(task, stage)
     refuse_hidden_layers(task)
     if "train" in stages:
         warn_of_plain_tensors(task)
+
+
+def refuse_near_miss(task: TaskModule, method: str) -> None:
+    """Refuse a method that is nearly called like one that is missing."""
+    own = [name for kind in type(task).__mro__ if kind is not TaskModule for name in vars(kind)]
+    near = get_close_matches(method, [name for name in own if not hasattr(TaskModule, name)], 1, 0.85)
+    if near:
+        error = TaskError(
+            f"{type(task).__name__} defines no {method}, but {near[0]}, which forge never calls. Rename it to {method}."
+        )
+        error.finding = "method_name"
+        raise error
 
 
 def is_lightning(kind: type) -> bool:

@@ -34,6 +34,23 @@ def modes(patient: Patient) -> Iterator[Finding]:
                 yield from _judge(path, monitor, mode)
 
 
+def validation(patient: Patient) -> Iterator[Finding]:
+    """Validations that are planned for after the end."""
+    trainer = patient.trainer
+    every, planned = trainer.validate_every, trainer.planned_updates
+    if every is None or planned is None or patient.val is None:
+        return
+    updates = every.count if every.unit == "update" else every.count * (trainer.updates_per_epoch or 0)
+    is_default = (every.count, every.unit) == (1, "epoch")  # a trial of a few updates
+    if every.unit in ("update", "epoch") and updates > planned and not is_default:
+        yield Finding(
+            "never_validates",
+            f"validate_every is {every}, but the run ends after {planned} updates: it never validates.",
+            "trainer.validate_every",
+            {"validate_every": str(every), "planned": planned},
+        )
+
+
 def _judge(where: str, monitor: str, mode: str) -> Iterator[Finding]:
     right = mode_of(monitor)
     if right is not None and mode in ("min", "max") and mode != right:

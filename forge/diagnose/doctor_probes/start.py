@@ -343,17 +343,22 @@ LIGHTNING = {
 
 def methods(patient: Patient) -> Iterator[Finding]:
     """Methods of the task whose names nearly are those that forge calls."""
-    kind = type(patient.task)
-    if not kind.__module__.startswith(("forge", "lightning")):
-        for name, value in vars(kind).items():
-            near = get_close_matches(name, sorted(KNOWN), 1, 0.85) if name not in KNOWN else []
-            if not callable(value) or name.startswith("__") or isinstance(value, type):
-                continue
-            if name in LIGHTNING or (near and near[0] not in vars(kind)):
-                meant = f"did you mean {near[0]}?" if near else "it is one of Lightning's; see docs/from-lightning.md."
-                yield Finding(
-                    "method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}"
-                )
+    for kind in type(patient.task).__mro__:
+        if kind is TaskModule or kind.__module__.startswith(("forge", "lightning")):
+            return
+        yield from _misnamed(kind)
+
+
+def _misnamed(kind: type) -> Iterator[Finding]:
+    for name, value in vars(kind).items():
+        near = get_close_matches(name, sorted(KNOWN), 1, 0.85) if name not in KNOWN else []
+        if not callable(value) or name.startswith("__") or isinstance(value, type):
+            continue
+        if name in LIGHTNING or (near and near[0] not in vars(kind)):
+            meant = f"did you mean {near[0]}?" if near else "it is one of Lightning's; see docs/from-lightning.md."
+            yield Finding(
+                "method_name", f"forge never calls {kind.__name__}.{name}: {meant}", f"{kind.__name__}.{name}"
+            )
 
 
 def unequal(tensor: Tensor) -> bool:
