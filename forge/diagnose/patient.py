@@ -25,6 +25,10 @@ SEED = 20
 """With which each step of a probe begins, so that two of them draw the same numbers."""
 
 
+class NotApplicable(Exception):
+    """Raised by a probe of something that the planned run does not have."""
+
+
 @dataclass
 class Patient:
     """What is examined. `trainer` runs nothing: it is there for a task that asks its length and its device."""

@@ -45,7 +45,7 @@ from forge.diagnose.doctor_probes import (
     start,
 )
 from forge.diagnose.findings import LEVELS, Finding
-from forge.diagnose.patient import Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
+from forge.diagnose.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
@@ -268,6 +268,8 @@ class Examination(Plugin):
             before = len(self.report.findings)
             try:
                 self.report.findings.extend(probe(self.patient))
+            except NotApplicable:
+                continue
             except Exception as error:
                 self.report.skipped[what] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             else:

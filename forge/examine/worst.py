@@ -12,6 +12,8 @@ from forge.data.accumulation_windows import batch_size
 from forge.diagnose.patient import Patient, loss_of, tensors, with_rows
 
 SHADES = " .:-=+*#%@"
+FAR = 6
+"""How many times the median a loss must be to stand out."""
 SAMPLES, SHOWN, COLUMNS = 64, 3, 32
 """How many samples are ranked, how many are shown, and how wide a picture is in characters."""
 
@@ -33,7 +35,7 @@ def worst_samples(patient: Patient) -> list[dict[str, Any]]:
     return [
         {"sample": i, "loss": losses[i], "median": typical, "shown": shown(with_rows(batch, size, lambda x, i=i: x[i]))}
         for i in order
-        if losses[i] > 2 * typical
+        if losses[i] > FAR * typical
     ]
 
 

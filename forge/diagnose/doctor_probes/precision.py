@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from forge.diagnose.doctor_probes.independence import networks
 from forge.diagnose.findings import Finding
-from forge.diagnose.patient import Patient, tensors
+from forge.diagnose.patient import NotApplicable, Patient, tensors
 from forge.diagnose.watch import OuterCall
 from forge.rng import reseed
 
@@ -24,31 +24,34 @@ Outputs = dict[str, Tensor]
 
 def devices(patient: Patient) -> Iterator[Finding]:
     """The same modules on the CPU, where the run is on an accelerator."""
-    if patient.device.type != "cpu":
-        yield from _compared(patient, "device", f"on {patient.device.type} and on the CPU", _on_cpu)
+    if patient.device.type == "cpu":
+        raise NotApplicable
+    yield from _compared(patient, "device", f"on {patient.device.type} and on the CPU", _on_cpu)
 
 
 def mixed_precision(patient: Patient) -> Iterator[Finding]:
     """The same modules under autocast, where the run has mixed precision."""
-    amp = next((plugin for plugin in patient.trainer.stack if plugin.name == "amp"), None)
-    if amp is not None:
-        dtype = torch.float16 if amp.config.dtype == "fp16" else torch.bfloat16
+    amp = next((plugin for plugin in patient.plugins if plugin.name == "amp"), None)
+    if amp is None:
+        raise NotApplicable
+    dtype = torch.float16 if amp.config.dtype == "fp16" else torch.bfloat16
 
-        def rounded(module: nn.Module, call: OuterCall) -> Outputs:
-            with torch.autocast(patient.device.type, dtype):
-                return _outputs(module, call.args, call.kwargs)
+    def rounded(module: nn.Module, call: OuterCall) -> Outputs:
+        with torch.autocast(patient.device.type, dtype):
+            return _outputs(module, call.args, call.kwargs)
 
-        yield from _compared(patient, "amp", f"in {str(dtype).removeprefix('torch.')} and in float32", rounded)
+    yield from _compared(patient, "amp", f"in {str(dtype).removeprefix('torch.')} and in float32", rounded)
 
 
 def compiled(patient: Patient) -> Iterator[Finding]:
     """The same modules compiled, where the run compiles them."""
-    if any(plugin.name == "compile" for plugin in patient.trainer.stack):
+    if not any(plugin.name == "compile" for plugin in patient.plugins):
+        raise NotApplicable
 
-        def fast(module: nn.Module, call: OuterCall) -> Outputs:
-            return {"": _first(torch.compile(module)(*call.args, **call.kwargs))}
+    def fast(module: nn.Module, call: OuterCall) -> Outputs:
+        return {"": _first(torch.compile(module)(*call.args, **call.kwargs))}
 
-        yield from _compared(patient, "compile", "compiled and eager", fast)
+    yield from _compared(patient, "compile", "compiled and eager", fast)
 
 
 def _compared(

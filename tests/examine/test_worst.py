@@ -1,0 +1,87 @@
+"""What the page of forge doctor ends with: samples that stand out, readiness, and results that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import forge
+from forge.config.build import make_plugins
+from forge.examine.readiness import planned_seed, readiness
+from forge.examine.worst import picture, shown
+from tests.support.patients import Healthy, loader, numbers
+
+
+class Quick(Healthy):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def squares(wrong: int | None) -> tuple[Tensor, Tensor]:
+    y = torch.arange(320) % 4
+    x = 0.1 * torch.rand(320, 8, generator=torch.Generator().manual_seed(0))
+    x[torch.arange(320), y] += 2
+    if wrong is not None:
+        y[wrong] = (y[wrong] + 2) % 4
+    return x, y
+
+
+def test_a_sample_with_a_wrong_label_stands_out() -> None:
+    train = loader(*squares(wrong=5), shuffle=False, batch=32)
+    report = forge.doctor(Quick(), train, budget=0)
+    assert [sample["sample"] for sample in report.worst] == [5]
+    assert report.worst[0]["loss"] > 6 * report.worst[0]["median"]
+    assert report.worst[0]["shown"].endswith("\n3")
+    assert forge.doctor(Quick(), loader(*squares(wrong=None), shuffle=False, batch=32), budget=0).worst == []
+
+
+def test_a_picture_is_drawn_in_shades() -> None:
+    x = torch.zeros(1, 8, 8)
+    x[0, :4, :4] = 1
+    rows = picture(x).splitlines()
+    assert (len(rows), len(rows[0])) == (8, 16)
+    assert rows[0] == "@" * 8 + " " * 8
+    assert rows[-1] == " " * 16
+    assert shown((torch.tensor([1.0, 2.5]), torch.tensor(3), torch.zeros(2, 70))) == "1 2.5\n3\nfloat32 (2, 70)"
+
+
+def test_readiness_names_what_is_missing() -> None:
+    found = {item.what: item for item in readiness(make_plugins(["guard", "jsonl"]), has_val=True, seed=None)}
+    assert {what: item.is_on for what, item in found.items()} == {
+        "checkpoints": False,
+        "validation": True,
+        "logging": True,
+        "reproducibility": False,
+        "failure detection": True,
+    }
+    assert found["checkpoints"].evidence == "add -p checkpoint, which saves and resumes"
+    assert planned_seed({"seed": 3}) == 3
+    assert planned_seed({}) is None
+
+
+class Rounds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1e4).sin()  # 1e4 times what rounding leaves
+
+
+class Sensitive(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), Rounds(), nn.Linear(16, 4))
+
+
+def results(task: forge.TaskModule) -> list[tuple[str, str]]:
+    report = forge.doctor(task, loader(*numbers()), loader(*numbers(48, seed=5)), plugins=["amp"], budget=0)
+    return [(finding.name, finding.where) for finding in report.findings if finding.name == "results_differ"]
+
+
+def test_the_first_module_that_bf16_changes_is_named() -> None:
+    assert results(Sensitive()) == [("results_differ", "net.1")]
+    assert results(Healthy()) == []
+
+
+def test_what_a_run_does_not_have_is_not_called_good() -> None:
+    report = forge.doctor(Healthy(), loader(*numbers()), budget=0)
+    assert not {"results in mixed precision", "results of the compiled model"} & {*report.good, *report.skipped}
