@@ -168,6 +168,8 @@ FINDINGS = {
         "Look at samples beside their labels: they may have been shuffled apart, or read wrongly.",
     ),
     "results_differ": ("warning", "Look at the module: its result depends on how it is run; keep it in float32."),
+    "memory_grows": ("warning", "Keep loss.detach() or loss.item(), and empty lists that outlive an update."),
+    "slow_loader": ("note", "Read ahead with num_workers, prepare samples once, or keep tensors in a TensorLoader."),
     "graphs_kept": ("warning", "Keep loss.detach() or loss.item(), not the loss itself."),
     "state_not_saved": ("warning", "Make it a buffer, or save it in get_extra_state and set_extra_state."),
     "method_name": ("warning", "Rename the method: forge never calls it by this name."),

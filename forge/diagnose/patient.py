@@ -58,6 +58,10 @@ class Patient:
     ratios: dict[str, list[float]] = field(default_factory=dict)
     "Each update's size against its weights', by parameter."
     graphs_kept: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+    "Seconds that each update waited for its batch, and that it took."
+    memory: list[int] = field(default_factory=list)
+    "Bytes of the accelerator in use after each update."
     ignores: bool = False
     "Whether the loss stayed when inputs were exchanged, at the last look."
     overfitted: list[float] = field(default_factory=list)

@@ -144,6 +144,8 @@ AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "clipping": motion.clipping,
     "graphs that are kept": motion.kept,
     "losses of the first updates": motion.losses,
+    "memory of the accelerator": motion.memory,
+    "waiting for batches": motion.waits,
 }
 """Probes after a few updates."""
 
@@ -284,12 +286,22 @@ class Examination(Plugin):
         patient.note_motion(self._weights, now)
         self._weights = now
         patient.updates = step.index + 1
+        if patient.device.type == "cuda":
+            patient.memory.append(torch.cuda.memory_allocated(patient.device))
         if patient.updates == SETTLED:  # what is made at its first use counts from then on
             self._hidden = fingerprint_hidden(step.trainer) | self._hidden
         if patient.updates in GRAPHS_AT:
             self._count_graphs(patient)
         if patient.updates >= self.updates:
             step.trainer.max_updates = patient.updates
+
+    @hookimpl(wrapper=True)
+    def forge_train_step(self, step: Any) -> Any:
+        began = time.perf_counter()
+        result = yield
+        if self.patient is not None:
+            self.patient.times.append((step.data_wait, time.perf_counter() - began))
+        return result
 
     def _count_graphs(self, patient: Patient) -> None:
         gc.collect()

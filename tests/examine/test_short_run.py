@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -103,3 +104,20 @@ def test_labels_that_nothing_tells() -> None:
     y = torch.randint(0, 4, (320,), generator=torch.Generator().manual_seed(9))
     random = loader(x[:256], y[:256], batch=32), loader(x[256:], y[256:], batch=32, shuffle=False)
     assert "labels_no_easier" in names(Walks(), budget=60, data=random)
+
+
+def test_a_loader_that_is_slower_than_the_step() -> None:
+    patient: Any = types.SimpleNamespace(times=[(0.5, 0.5), *11 * [(0.03, 0.01)]])
+    (slow,) = motion.waits(patient)
+    assert slow.message == "An update waits 30 ms for its batch and takes 10 ms."
+    patient.times = [(0.5, 0.001), *11 * [(0.004, 0.001)]]
+    assert list(motion.waits(patient)) == []
+    assert found(Healthy(), motion.waits, after=8).keys() <= {"slow_loader"}  # the times are noted
+
+
+def test_memory_that_grows_with_every_update() -> None:
+    patient: Any = types.SimpleNamespace(device=torch.device("cuda"), task=Healthy(), memory=[*range(100, 1300, 100)])
+    (growing,) = motion.memory(patient)
+    assert growing.name == "memory_grows"
+    patient.memory = [100, 900, *10 * [950]]
+    assert list(motion.memory(patient)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from statistics import median
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from forge.diagnose.findings import Finding
-from forge.diagnose.patient import Patient, parameters
+from forge.diagnose.patient import NotApplicable, Patient, parameters
+
+SLOW = 0.005
+"""Seconds that a batch may take in any case."""
 
 
 def rates(patient: Patient) -> Iterator[Finding]:
@@ -129,6 +133,36 @@ def losses(patient: Patient) -> Iterator[Finding]:
             f"The loss goes from {found[0]:.4g} to {found[-1]:.4g} within {len(found)} updates.",
             type(patient.task).__name__,
             {"losses": found[:10]},
+        )
+
+
+def memory(patient: Patient) -> Iterator[Finding]:
+    """Memory of an accelerator that grows with every update."""
+    if patient.device.type == "cpu":
+        raise NotApplicable
+    late = patient.memory[len(patient.memory) // 2 :]
+    growth = [after - before for before, after in itertools.pairwise(late)]
+    if len(growth) >= 4 and min(growth) > 0:
+        yield Finding(
+            "memory_grows",
+            f"Every update leaves {median(growth) / 2**20:.3g} MiB more on the accelerator.",
+            type(patient.task).__name__,
+            {"bytes": late},
+        )
+
+
+def waits(patient: Patient) -> Iterator[Finding]:
+    """Batches that take longer than the steps on them."""
+    later = patient.times[2:]
+    if len(later) < 6:
+        return
+    wait, step = median(wait for wait, _ in later), median(step for _, step in later)
+    if wait > 2 * step and wait > SLOW:
+        yield Finding(
+            "slow_loader",
+            f"An update waits {1e3 * wait:.3g} ms for its batch and takes {1e3 * step:.3g} ms.",
+            "train",
+            {"waits": wait, "takes": step},
         )
 
 
