@@ -201,7 +201,7 @@ class FirstLook:
         """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""
         if torch.autograd.profiler._is_profiler_enabled:
             return
-        on_host = step.trainer.env.device.type == "cpu"
+        on_host = is_on_host(step.trainer)
         with saying(self._said):
             while self.waiting:
                 look = self.waiting.pop(0)
@@ -350,9 +350,14 @@ def is_torchs(hook: Any) -> bool:
 
 def is_small(trainer: Run, batch: Any) -> bool:
     """Whether copies cost nothing to speak of; on an accelerator memory is short."""
-    limit = SMALL if trainer.env.device.type == "cpu" else SMALL // 10
+    limit = SMALL if is_on_host(trainer) else SMALL // 10
     weights = sum(p.numel() for p in trainer.task.parameters())
     return weights <= limit and sum(x.numel() for x in tensors(batch)) <= limit
+
+
+def is_on_host(trainer: Run) -> bool:
+    """Whether values can be read at any time, without waiting for a device."""
+    return trainer.env.device.type == "cpu"
 
 
 def is_telling(batch: Any) -> bool:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import forge
+from forge.diagnose import first_look
 from forge.diagnose.first_look import LOOKS, samples
 from tests.support.patients import Healthy, loader, numbers, said
 
@@ -208,6 +210,41 @@ def test_hooks_and_graphs_are_gone_after_it() -> None:
     task = made(Healthy)
     said(task, max_updates=LOOKS + 1)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in task.modules())
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that are read from tensors, by update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_update = [0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.by_update[-1] += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class Accelerated(Unused):
+    """As on an accelerator, where reading a value waits for it; an optimizer that reads none."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_nothing_is_read_after_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "is_on_host", lambda trainer: False)
+    reads = Reads()
+
+    @forge.on("step_end")
+    def mark() -> None:
+        reads.by_update.append(0)
+
+    with reads:
+        names = said(made(Accelerated), plugins=[mark], max_updates=LOOKS + 2, log_every=1000)
+    assert names == ["unused_parameters"]
+    without_a_look = reads.by_update[LOOKS + 1]
+    assert reads.by_update[0] > without_a_look
+    assert reads.by_update[1 : LOOKS + 2] == [without_a_look] * (LOOKS + 1)
 
 
 class Wide(Relu):
