@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ZOOS = ("zoo", "blind_zoo")
-"""Folders of healthy models; the blind ones were written by somebody who had not seen the probes."""
+"""Folders of healthy models; the blind ones were written by an author who had not seen the probes."""
 SECONDS = 240
 """After which an examination is given up."""
 
