@@ -15,6 +15,9 @@ from forge.snapshot.finite import may_be_infinite, not_finite, values_of
 from forge.snapshot.sandbox import Owned
 from forge_plugins._sharded import local
 
+PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+"""Dtypes that torch's kernel looks at as they are."""
+
 
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether no entry of this rank's parts is NaN or infinite. Reads the device once for all tensors."""
@@ -29,6 +32,23 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return not not_finite(("", tensor) for tensor in tensors)
 
 
+class FiniteCheck:
+    """`all_finite` on a CUDA device, with memory that is kept: one kernel per dtype and one read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._flag, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+
+    def __call__(self, tensors: list[Tensor]) -> bool:
+        if any(tensor.device != self._device for tensor in tensors):
+            return all_finite(tensors)
+        mark_bad(tensors, self._flag, self._one)
+        bad = bool(self._flag.item())
+        if bad:
+            self._flag.zero_()
+        return not bad
+
+
 def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
     """Set `flag` to 1 on the device if any entry is NaN or infinite: one kernel per dtype, without a read.
 
@@ -36,7 +56,9 @@ def mark_bad(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        values = values_of(tensor)
+        values = (
+            tensor if type(tensor) is Tensor and tensor.dtype in PLAIN and not tensor.is_sparse else values_of(tensor)
+        )
         by_dtype.setdefault(values.dtype, []).append(values)
     for alike in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)

@@ -19,6 +19,7 @@ from forge.env import Env
 from forge.errors import NonFiniteError, RecipeError
 from forge.snapshot.finite import HALF, is_half, may_be_infinite
 from forge_plugins._finite import (
+    FiniteCheck,
     all_finite,
     bad_gradients,
     bad_weights,
@@ -41,6 +42,12 @@ READS = {
 }
 
 
+LOOK_EVERY = 16
+"""The weights are looked at in every such update."""
+READ_EVERY = 16
+"""Updates whose flag is read at once, on a CUDA device."""
+
+
 class Guard(forge.Plugin):
     """Protect weights and checkpoints from a loss or gradient that is NaN or infinite.
 
@@ -49,15 +56,15 @@ class Guard(forge.Plugin):
     existed. `rewind` goes back to the newest checkpoint and skips the bad window this time.
 
     An optimizer can make weights non-finite from finite gradients (Adam in float16 does). So the weights are looked at
-    after the step too: on a CUDA device all of them in every update, on a CPU one parameter per update in turn, and all
-    of them whenever a loss or gradient is not finite and before anything is saved. Such a step cannot be skipped any
-    more: `skip` stops the run, as `stop` does, and `rewind` goes back. What held an infinity when the run began, such
-    as a mask of -inf, may hold it.
+    too: in every 16th update, whenever a loss or gradient is not finite, and before anything is saved. Such a step
+    cannot be skipped any more: `skip` stops the run, as `stop` does, and `rewind` goes back. What held an infinity when
+    the run began, such as a mask of -inf, may hold it.
 
     With finite numbers the run is bit for bit unchanged. On a CUDA device with fused optimizers, `stop` and `rewind`
-    never wait: the bad update and all after it become no-ops on the device, and the host learns of it one update later,
-    always before a checkpoint is written. Otherwise the device is read once per update. Gradients that a loss scaler
-    owns are left to the scaler; the loss is checked anyway. A finding of one rank is acted upon by all.
+    never wait: the bad update and all after it become no-ops on the device. The host reads of it every 16 updates, and
+    always before a log, a validation or a checkpoint, and names the update. Otherwise the device is read once per
+    update. Gradients that a loss scaler owns are left to the scaler; the loss is checked anyway. A finding of one rank
+    is acted upon by all.
 
     ::
 
@@ -92,8 +99,15 @@ class Guard(forge.Plugin):
 
     def _begin(self) -> None:
         """Reset the state of one run."""
-        self._flag = None
-        self._pending: Pending | None = None
+        self._flag, self._all_finite = None, all_finite
+        self._unread: list[Checked] = []
+        "Updates since the host last read the flag."
+        self._sent = False
+        "Whether the flag of the updates up to the last one is on its way to the host."
+        self._losses: list[Tensor | float] | None = None
+        "The losses of the unread updates, once their means are read; before, the means have them."
+        self._marks = self._marks_per_replay = 0
+        "Checks of the update under way, and those of a replayed one, whose hooks are not called."
         self._on_device: set[str | None] = set()
         "Optimizers that skip an update on the device."
         self._last: tuple[int, str | None] | None = None
@@ -122,6 +136,8 @@ class Guard(forge.Plugin):
         self.capturable = False
         if device.type == "cpu":
             return
+        if device.type == "cuda":
+            self._all_finite = FiniteCheck(device)
         unfit = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
         owners = [call.plugin for call in trainer.stack.calls()["forge_optimizer_step"] if call.role == "own"]
         if self.config.policy != "skip" and device.type == "cuda" and not owners:
@@ -143,7 +159,7 @@ class Guard(forge.Plugin):
             named = step.trainer.task.named_parameters()
             self._may_be_infinite = {id(p) for name, p in named if may_be_infinite(step.trainer.task, name)}
         if step.name in self._on_device and self._flag is not None:
-            self._check_on_device(step, self._flag)
+            self._mark(step, self._flag)
             return
         means, loss = step.trainer.means, step.prefix + "loss"
         again, self._last = self._last == (step.index, step.name), (step.index, step.name)
@@ -168,16 +184,22 @@ class Guard(forge.Plugin):
     def _check(self, step: forge.Step, loss: str) -> tuple[bool, bool, bool]:
         """Return exactly whether the loss, and whether a gradient or a weight of this rank, is not finite."""
         means = step.trainer.means
+        found = [] if self._only_loss else gradients(step)
         if means.on_host:
             bad_loss = not math.isfinite(means.total(loss))
         else:
-            bad_loss = not all_finite(_as_tensors(means.latest(loss, len(step.window)), means.device))
-        look = self._together or not bad_loss
-        weights = trained_weights(step, self._may_be_infinite or ())
-        found = [] if self._only_loss else gradients(step)
-        if not look or all_finite([*found, *weights]):  # read at once
-            return bad_loss, False, False
-        return bad_loss, not all_finite(found), not all_finite(weights)
+            losses = _as_tensors(means.latest(loss, len(step.window)), means.device)
+            looked_at = [] if step.index % LOOK_EVERY else self._weights(step)
+            if self._all_finite([*losses, *found, *looked_at]):  # read at once
+                return False, False, False
+            bad_loss = not self._all_finite(losses)
+        if bad_loss and not self._together:
+            return True, False, False
+        return bad_loss, not self._all_finite(found), not self._all_finite(self._weights(step))
+
+    def _weights(self, step: forge.Step) -> list[Tensor]:
+        """Return the weights to look at, as the last update left them."""
+        return trained_weights(step, self._may_be_infinite or ())
 
     def _on_all_ranks(self, trainer: forge.Run, names: list[str]) -> list[str]:
         """Return the parameters that any rank names."""
@@ -187,19 +209,18 @@ class Guard(forge.Plugin):
         return [name for name, _ in trainer.task.named_parameters() if name in found]
 
     def _total(self, step: forge.Step, total: float) -> float:
-        """Return the sum of loss, gradients and one weight, finite if all of them are: the cheapest check, made on
-        every update. If it is not finite, large numbers may have overflowed, and an exact check follows."""
-        groups = step.optimizer.param_groups
+        """Return the sum of loss and gradients, and at times the weights, finite if all of them are: the cheapest
+        check, made on every update. If it is not finite, large numbers may have overflowed, and an exact check
+        follows."""
         try:
-            weights = groups[step.index % len(groups)]["params"]
-            if weights:  # each in its turn: all of them would cost as much as all gradients
-                weight = weights[step.index // len(groups) % len(weights)].data
-                total += (local(weight) if self._sharded else weight).sum().item()
+            if step.index % LOOK_EVERY == 0:
+                for weight in self._weights(step):
+                    total += (local(weight) if self._sharded else weight).sum().item()
             if self._only_loss:
                 return total
             if self._sharded:
                 return total + sum(local(gradient).sum().item() for gradient in gradients(step))
-            for group in groups:
+            for group in step.optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is not None:
@@ -269,7 +290,7 @@ class Guard(forge.Plugin):
         trainer.request_rewind(f"update {bad.index}: {bad}", skipped, everywhere=self._together, by=self.name)
 
     def _error(self, trainer: forge.Run, bad: NonFinite | NonFiniteWeights, why: str = "") -> NonFiniteError:
-        self._pending = None  # it is being reported
+        self._unread = []  # it is being reported
         saved = last_checkpoint(trainer)
         if isinstance(bad, NonFiniteWeights):
             text = [f"{bad.when}: {bad}.", why, f"The last good checkpoint is {saved}." if saved is not None else ""]
@@ -285,67 +306,119 @@ class Guard(forge.Plugin):
             text.append("To skip such updates, set guard.policy=skip.")
         return NonFiniteError(" ".join(filter(None, text)))
 
-    # -- on a CUDA device, one update later ---------------------------------------------------------------------------
+    # -- on a CUDA device, some updates later -------------------------------------------------------------------------
 
-    def _check_on_device(self, step: forge.Step, flag: DeviceFlag) -> None:
+    def _mark(self, step: forge.Step, flag: DeviceFlag) -> None:
         """Let the device check, and skip the update if needed. This may run inside a CUDA graph; the host's part then
         follows in forge_step_end."""
-        if flag.can_be_read() and self._pending is not None and self._pending.index != step.index:
-            self._receive(step, flag)
-            if step.skip_reason is not None:  # this window is skipped as well, so its values do not matter
-                return
+        captured = flag.is_captured()
         losses = step.trainer.means.latest(step.prefix + "loss", len(step.window))
-        tensors = [loss.to(flag.value.device, non_blocking=True) for loss in losses if isinstance(loss, Tensor)]
+        tensors = [flag.here(loss) for loss in losses if isinstance(loss, Tensor)]
         self._plain += [loss for loss in losses if not isinstance(loss, Tensor)]
-        weights = trained_weights(step, self._may_be_infinite or ())  # as the last update left them
-        flag.mark(tensors, [*weights, *([] if self._only_loss else gradients(step))])
+        if not self._only_loss:
+            tensors += gradients(step)
+        if captured or step.index % LOOK_EVERY == 0:
+            tensors += self._weights(step)
+        flag.mark(tensors)
         if self._together:
             flag.share(step.trainer.env, self._plain_loss_is_bad())
+        flag.count()
+        self._marks += 1
+        if captured:
+            self._marks_per_replay = self._marks
         step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        if self._flag is None or step.skip_reason is not None:
+        flag, marks = self._flag, self._marks
+        if flag is None:
             return
-        self._receive(step, self._flag)
-        self._pending, self._plain = Pending(step.index, step.epoch, self._plain_loss_is_bad()), []
-        self._flag.send()
+        if self._sent:
+            self._receive(step, flag, newer=len(step.window))
+        if marks == 0 and step.updated:
+            marks = self._marks_per_replay
+        if marks == 0:
+            return
+        self._marks = 0
+        self._unread.append(Checked(step.index, step.epoch, marks, len(step.window)))
+        bad, self._plain = self._plain_loss_is_bad(), []
+        if bad:
+            self._read(step, flag, bad)
+            return
+        logs = step.trainer.progress.update % step.trainer.log_every == 0 or step.ends_epoch
+        if logs or len(self._unread) >= READ_EVERY:
+            flag.send()
+            self._sent = True
+            # the means are about to be read, and forget what they have
+            self._losses = self._latest_losses(step.trainer) if logs else None
 
     def _plain_loss_is_bad(self) -> bool:
         """Check losses that are plain numbers: they never pass through the device."""
         return any(not math.isfinite(loss) for loss in self._plain)
 
-    def _receive(self, step: forge.Step, flag: DeviceFlag) -> None:
-        """Read the flag of the last checked update, and act on it."""
-        pending, self._pending = self._pending, None
-        if pending is None or not (flag.arrived() or pending.plain_loss_is_bad):
-            return
-        bad = self._finding(step.trainer, pending, flag)
-        flag.clear()  # what follows is stopped or rewound anyway, and a restored run starts with a clean flag
-        self._act(step, bad)
+    def _latest_losses(self, trainer: forge.Run, newer: int = 0) -> list[Tensor | float]:
+        """Return the losses of the unread updates, as far as the means have them; they have `newer` ones too."""
+        count = sum(checked.micro for checked in self._unread) + newer
+        names = [f"{name}/loss" for name in trainer.optimizers if name is not None] or ["loss"]
+        found = [trainer.means.latest("train/" + name, count) for name in names]
+        return [loss for losses in found for loss in losses[: len(losses) - newer]]
 
-    def _finding(self, trainer: forge.Run, pending: Pending, flag: DeviceFlag) -> NonFinite | NonFiniteWeights:
-        """Return what set the flag; the weights have not changed since."""
+    def _read(self, step: forge.Step, flag: DeviceFlag, plain_loss_is_bad: bool = False) -> None:
+        """Read the flag of all updates so far now, and act on it."""
+        if self._unread:
+            flag.send()
+            self._receive(step, flag, plain_loss_is_bad)
+
+    def _receive(self, step: forge.Step, flag: DeviceFlag, plain_loss_is_bad: bool = False, newer: int = 0) -> None:
+        """Read the flag that was sent, `newer` micro-batches ago, and act on it."""
+        bad = self._finding(step.trainer, flag, plain_loss_is_bad, newer)
+        self._unread, self._losses, self._sent = [], None, False
+        if bad is not None:
+            flag.clear()  # what follows is stopped or rewound anyway, and a restored run starts with a clean flag
+            self._act(step, bad)
+
+    def _finding(
+        self, trainer: forge.Run, flag: DeviceFlag, plain_loss_is_bad: bool = False, newer: int = 0
+    ) -> NonFinite | NonFiniteWeights | None:
+        """Return what set the flag that was sent; the weights have not changed since."""
+        count = flag.arrived()
+        if not count and not plain_loss_is_bad:
+            return None
+        first = self._unread[-1]
+        for checked in reversed(self._unread):
+            if count <= 0:
+                break
+            first, count = checked, count - checked.marks
         weights = self._on_all_ranks(trainer, bad_weights(trainer.task))
         if weights:
-            return NonFiniteWeights(pending.index - 1, weights)
-        return NonFinite(pending.index, pending.epoch, pending.plain_loss_is_bad or flag.loss_was_bad(), None)
+            return NonFiniteWeights(first.index - 1, weights)
+        losses = self._latest_losses(trainer, newer) if self._losses is None else self._losses
+        after = sum(checked.micro for checked in self._unread if checked.index > first.index)
+        own = losses[: len(losses) - after][-first.micro :] if len(trainer.optimizers) == 1 else losses
+        bad_loss = not all_finite(_as_tensors(own, trainer.env.device))
+        return NonFinite(first.index, first.epoch, plain_loss_is_bad or bad_loss, None)
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
-        if self._flag is None or self._pending is None:
+        if self._flag is None or not self._unread:
             return
         # a requested checkpoint or stop must not act on an unknown result; a request of one of several ranks is not
         # granted now, and the others do not know of it
         asked = any(request.everywhere or not self._together for request in trainer.requests.open.values())
         if asked or step.ends_epoch or trainer.progress.update == trainer.max_updates:
-            self._receive(step, self._flag)
+            self._read(step, self._flag)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_evaluate(self, trainer: forge.Run) -> Generator[None, Any, Any]:
+        if self._flag is not None and trainer.step is not None:
+            self._read(trainer.step, self._flag)
+        return (yield)
 
     @forge.hookimpl
     def forge_state_dict(self, trainer: forge.Run) -> dict[str, Any] | None:
         if self.config.policy == "rewind" and self._flag is not None and trainer.step is not None:
-            self._receive(trainer.step, self._flag)  # the Trainer goes back instead of saving
-        self._raise_pending(trainer, "No checkpoint of it was written.")
+            self._read(trainer.step, self._flag)  # the Trainer goes back instead of saving
+        self._raise_unread(trainer, "No checkpoint of it was written.")
         if "rewind" not in trainer.requests.open:
             self._look_at_all_weights(trainer)
         return {"skipped": self._skipped, "in_a_row": dict(self._in_a_row)} if self._skipped else None
@@ -376,14 +449,19 @@ class Guard(forge.Plugin):
             if getattr(optimizer, "found_inf", None) is self._flag.value:
                 del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            self._raise_pending(trainer, "It was the run's last update, and changed no weight.")
+            self._raise_unread(trainer, "It was the run's last update, and changed no weight.")
         finally:
             self._flag = None
 
-    def _raise_pending(self, trainer: forge.Run, why: str) -> None:
-        pending, flag = self._pending, self._flag
-        if pending is not None and flag is not None and (flag.arrived() or pending.plain_loss_is_bad):
-            raise self._error(trainer, self._finding(trainer, pending, flag), why)
+    def _raise_unread(self, trainer: forge.Run, why: str) -> None:
+        flag = self._flag
+        if flag is None or not self._unread:
+            return
+        flag.send()
+        bad = self._finding(trainer, flag)
+        self._unread, self._losses, self._sent = [], None, False
+        if bad is not None:
+            raise self._error(trainer, bad, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,32 +503,40 @@ class NonFiniteWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """The last update whose flag is being copied to the host."""
+class Checked:
+    """An update that the device has checked: how often (once per optimizer), and over how many micro-batches."""
 
     index: int
     epoch: int
-    plain_loss_is_bad: bool
+    marks: int
+    micro: int
 
 
 class DeviceFlag:
-    """A number on the device that becomes 1 when something is not finite, and stays 1, and another for the loss alone;
-    both are read without waiting."""
+    """A number on the device that becomes 1 when something is not finite, and stays 1, and the number of checks since
+    then. The host reads the count without waiting for what follows."""
 
     def __init__(self, device: torch.device):
         self._both = torch.zeros(2, device=device)
-        self.value, self._loss = self._both[0], self._both[1]
+        self.value, self._count = self._both[0], self._both[1]
         self._one = torch.ones((), device=device)
-        self._here = torch.zeros(2, pin_memory=True)
+        self._sent = torch.zeros((), pin_memory=True)
         self._event = torch.cuda.Event()
 
-    def mark(self, losses: list[Tensor], gradients: list[Tensor]) -> None:
-        """Set the flags if any entry is NaN or infinite."""
-        mark_bad([*gradients, *losses], self.value, self._one)
-        mark_bad(losses, self._loss, self._one)
+    def here(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the flag's device."""
+        return tensor if tensor.device == self.value.device else tensor.to(self.value.device, non_blocking=True)
+
+    def mark(self, tensors: list[Tensor]) -> None:
+        """Set the flag if any entry is NaN or infinite."""
+        mark_bad(tensors, self.value, self._one)
+
+    def count(self) -> None:
+        """Count this check if the flag is set."""
+        self._count.add_(self.value)
 
     def clear(self) -> None:
-        """Reset both flags."""
+        """Reset flag and count."""
         self._both.zero_()
 
     def share(self, env: Env, bad: bool) -> None:
@@ -461,21 +547,17 @@ class DeviceFlag:
 
     def send(self) -> None:
         """Start the copy to the host."""
-        self._here.copy_(self._both, non_blocking=True)
+        self._sent.copy_(self._count, non_blocking=True)
         self._event.record()
 
-    def can_be_read(self) -> bool:
-        """Whether no CUDA graph is being captured, in which the host cannot wait."""
-        return not torch.cuda.is_current_stream_capturing()
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return torch.cuda.is_current_stream_capturing()
 
-    def arrived(self) -> bool:
-        """Return the flag that was sent; wait for the copy if needed."""
+    def arrived(self) -> int:
+        """Return the count that was sent; wait for the copy if needed."""
         self._event.synchronize()
-        return bool(self._here[0].item())
-
-    def loss_was_bad(self) -> bool:
-        """Whether the loss was not finite, as of the last `arrived`."""
-        return bool(self._here[1].item())
+        return int(self._sent.item())
 
 
 def takes_flag(optimizer: Optimizer, device: torch.device) -> bool:

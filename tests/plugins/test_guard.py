@@ -321,17 +321,17 @@ class HostFlag(DeviceFlag):
     """The device's flag in host memory; what was sent arrives when it is asked for."""
 
     def __init__(self) -> None:
-        self._both, self._one, self._here = torch.zeros(2), torch.ones(()), torch.zeros(2)
-        self.value, self._loss = self._both
+        self._both, self._one, self._sent = torch.zeros(2), torch.ones(()), torch.zeros(())
+        self.value, self._count = self._both
 
     def send(self) -> None:
-        self._here.copy_(self._both)
+        self._sent.copy_(self._count)
 
-    def can_be_read(self) -> bool:
-        return True
+    def is_captured(self) -> bool:
+        return False
 
-    def arrived(self) -> bool:
-        return bool(self._here[0].item())
+    def arrived(self) -> int:
+        return int(self._sent.item())
 
 
 class LateGuard(Guard):
@@ -353,21 +353,59 @@ class FusedNaNLoss(NaNLoss, Fused):
     pass
 
 
-def test_the_host_hears_late_and_the_weights_have_not_moved() -> None:
-    heard: list[int] = []
+class Hear(forge.Plugin):
+    """Notes the update at which an error ends the run, and how many were logged by then."""
 
-    class Hear(forge.Plugin):
-        @forge.hookimpl
-        def forge_exception(self, trainer: forge.Trainer) -> None:
-            heard.append(trainer.progress.update)
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[int] = []
+        self.logs: list[int] = []
 
-    task, before = Fused(), Fused()
-    with pytest.raises(NonFiniteError, match=r"Update 3 \(epoch 0\): the loss is not finite"):
-        fit([LateGuard(), Hear()], batches(3), task)
-    fit([], batches(3), before, max_epochs=None, max_updates=3)
-    assert heard == [4]
+    @forge.hookimpl
+    def forge_log(self, update: int) -> None:
+        self.logs.append(update)
+
+    @forge.hookimpl
+    def forge_exception(self, trainer: forge.Trainer) -> None:
+        self.at.append(trainer.progress.update)
+
+
+class InfiniteGradient(Fused):
+    """The gradients of update 3 are infinite, its loss is not."""
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)["loss"]
+        assert self.trainer is not None
+        if self.trainer.progress.update == 3:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "bad", "what"), [(Fused, (3,), "the loss"), (InfiniteGradient, (), "a gradient")], ids=["loss", "gradient"]
+)
+@pytest.mark.parametrize("log_every", [1000, 10])
+def test_the_host_hears_late_of_weights_that_stayed(
+    make: type[Fused], bad: tuple[int, ...], what: str, log_every: int
+) -> None:
+    hear, task, before = Hear(), make(), Fused()
+    train = batches(*bad, count=30)
+    with pytest.raises(NonFiniteError, match=rf"Update 3 \(epoch 0\): {what} is not finite"):
+        fit([LateGuard(), hear], train, task, log_every=log_every)
+    fit([], train, before, max_epochs=None, max_updates=3)
+    assert hear.at == [11 if log_every == 10 else 17]  # sixteen updates are read at once, and before a log
+    assert not hear.logs
     names = dict(task.named_parameters())
     assert_same_weights(names, {name: p for name, p in before.state_dict().items() if name in names})
+
+
+def test_a_late_finding_comes_before_a_validation() -> None:
+    hear = Hear()
+    trainer = forge.Trainer(max_epochs=1, plugins=[LateGuard(), hear], run_dir=False, validate_every="5 updates")
+    with pytest.raises(NonFiniteError, match="Update 3"):
+        trainer.fit(Fused(), batches(3, count=30), val=batches())
+    assert hear.at == [5]
+    assert not any("val/loss" in metrics for metrics in trainer.metrics)
 
 
 def test_a_bad_loss_alone_is_heard_of_late_too() -> None:
