@@ -37,6 +37,7 @@ logger = logging.getLogger("forge")
 
 READS = {
     "skip": "policy skip must decide before every update",
+    "anomaly": "anomaly looks at every update before its step",
     "owner": "{name!r} owns the optimizer step, so no update can be skipped on the device",
     "optimizer": "{names} cannot skip an update on the device (Adam, AdamW and SGD can with fused=True)",
 }
@@ -140,13 +141,16 @@ class Guard(forge.Plugin):
             self._all_finite = FiniteCheck(device)
         unfit = [o for o in trainer.optimizers.values() if not takes_flag(o, device)]
         owners = [call.plugin for call in trainer.stack.calls()["forge_optimizer_step"] if call.role == "own"]
-        if self.config.policy != "skip" and device.type == "cuda" and not owners:
+        watched = any("anomaly" in plugin.provides for plugin in trainer.stack)
+        if self.config.policy != "skip" and device.type == "cuda" and not owners and not watched:
             self._on_device = {name for name, o in trainer.optimizers.items() if takes_flag(o, device)}
         if self._on_device:
             self._flag = DeviceFlag(device)
             self.capturable = self._on_device == set(trainer.optimizers) and not self._together
         if self.config.policy == "skip":
             logger.info("guard reads the device once per update: %s.", READS["skip"])
+        elif watched:
+            logger.info("guard reads the device once per update: %s.", READS["anomaly"])
         elif owners:
             logger.info("guard reads the device once per update: %s.", READS["owner"].format(name=owners[0]))
         elif len(self._on_device) < len(trainer.optimizers):
