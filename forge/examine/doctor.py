@@ -49,11 +49,12 @@ from forge.diagnose.patient import NotApplicable, Patient, copied, first, gradie
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
-from forge.examine.learning import is_left_out, learn
+from forge.examine.learning import learn
 from forge.examine.readiness import planned_seed, readiness
 from forge.examine.report import DoctorReport
 from forge.examine.worst import worst_samples
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
+from forge.snapshot.left_out import is_left_out
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "what the loss reaches": graph.reach,
