@@ -57,6 +57,8 @@ class Patient:
     "Parameters that have changed."
     ratios: dict[str, list[float]] = field(default_factory=dict)
     "Each update's size against its weights', by parameter."
+    norms: list[float] = field(default_factory=list)
+    "Of the gradients of each update, before they are clipped."
     graphs_kept: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     "Seconds that each update waited for its batch, and that it took."

@@ -43,6 +43,7 @@ from forge.diagnose.doctor_probes import (
     serving,
     splits,
     start,
+    worker_noise,
 )
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
@@ -60,6 +61,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "what the loss reaches": graph.reach,
     "what a step changes": graph.purity,
     "modes while training": graph.modes,
+    "modes while validating": graph.validation_modes,
     "hand-written gradients": graph.finite_differences,
     "inputs of losses": losses.inputs,
     "dimensions of metrics": losses.evaluation_inputs,
@@ -109,6 +111,7 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "labels among the features": class_labels.giveaways,
     "seeds of the data": data.generator,
     "noise of the samples": serving.noise,
+    "noise of workers": worker_noise.workers,
     "reading a sample again": serving.changed,
     "seeds while training": serving.reseeded,
     "turned pictures": serving.turned,
@@ -295,6 +298,12 @@ class Examination(Plugin):
             self._count_graphs(patient)
         if patient.updates >= self.updates:
             step.trainer.max_updates = patient.updates
+
+    @hookimpl
+    def forge_inspect_grads(self, step: Any) -> None:
+        if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
+            gradients = [p.grad for p in step.parameters() if p.grad is not None]
+            self.patient.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     @hookimpl(wrapper=True)
     def forge_train_step(self, step: Any) -> Any:
