@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor.cases import HERE, ZOOS, items, one
+from forge.diagnose.findings import FINDINGS
 
 
 def main() -> None:
@@ -70,10 +71,18 @@ def record(found: list[dict[str, Any]], how: str) -> None:
     for row in found:
         kind, _, name = row["name"].partition("/")
         if kind == "bugs":
-            loud = {finding: text for level, finding, text in row["findings"] if level != "note"}
-            told = {finding: text for finding, text in loud.items() if finding in right.get(name, set())}
+            told = {finding: text for finding, text in loud(row).items() if finding in right.get(name, set())}
             known.setdefault(name, {})[how] = {key: re.sub(r"/\S*?benchmarks/", "benchmarks/", told[key]) for key in told}
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def loud(row: dict[str, Any]) -> dict[str, str]:
+    """What was found by an error or a warning, and the notes that are never more than that."""
+    return {
+        finding: text
+        for level, finding, text in row["findings"]
+        if level != "note" or FINDINGS.get(finding, ("",))[0] == "note"
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,18 +104,18 @@ def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> N
 
 
 def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
+    """Count bugs; those whose right finding is a note are counted apart."""
     right = expected(kind)
-    missed = []
-    for row in results:
-        name = row["name"].partition("/")[2]
-        loud = {finding for level, finding, _ in row["findings"] if level != "note"}
-        if not loud & right.get(name, set()):
-            missed.append(
-                f"  {name}: found {', '.join(sorted(loud)) or 'nothing'}; right {', '.join(right.get(name, []))}"
-            )
-    found = len(results) - len(missed)
-    print(f"{kind}: {found} of {len(results)} found by a right name ({found / len(results):.1%})")
-    print("\n".join(sorted(missed)))
+    by_name = {row["name"].partition("/")[2]: row for row in results}
+    mild = {name for name in by_name if all(FINDINGS[it][0] == "note" for it in right.get(name, {"refused"}))}
+    for what, names in ((kind, by_name.keys() - mild), (f"{kind} that are worth a note", mild)):
+        missed = [name for name in sorted(names) if not right.get(name, set()) & loud(by_name[name]).keys()]
+        if names:
+            found = len(names) - len(missed)
+            print(f"{what}: {found} of {len(names)} found by a right name ({found / len(names):.1%})")
+        for name in missed:
+            told = ", ".join(sorted(loud(by_name[name]))) or by_name[name]["error"] or "nothing"
+            print(f"  {name}: found {told}; right {', '.join(sorted(right.get(name, [])))}")
 
 
 def _report_zoo(kind: str, results: list[dict[str, Any]]) -> None:
