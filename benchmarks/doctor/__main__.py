@@ -2,15 +2,17 @@
 
     python -m benchmarks.doctor [bugs] [zoo] [--fit] [--jobs N] [--only NAME ...] [--out FILE] [--record]
 
-`bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it. `zoo/` has healthy
-models, where every error and warning is a false alarm. `--fit` counts what a plain fit with the recipe `default` says
-instead. Results are appended to FILE (runs/doctor.jsonl), and a second call goes on where the first was interrupted.
+`bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it; those that are worth a
+note (`note:NAME`) are counted apart. `zoo/` has healthy models, where every error and warning is a false alarm. `--fit`
+counts what a plain fit with the recipe `default` says instead. Results are appended to FILE (runs/doctor.jsonl), and a
+second call goes on where the first was interrupted. Calls with the same FILE and `--only` add to what is recorded.
 `--record` writes what was found of the bugs to `bugs/FOUND.json`, from which docs/make_findings.py makes the gallery.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -21,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor.cases import HERE, ZOOS, items, one
-from forge.diagnose.findings import FINDINGS
 
 
 def main() -> None:
@@ -71,18 +72,15 @@ def record(found: list[dict[str, Any]], how: str) -> None:
     for row in found:
         kind, _, name = row["name"].partition("/")
         if kind == "bugs":
-            told = {finding: text for finding, text in loud(row).items() if finding in right.get(name, set())}
+            told = {finding: text for finding, text in loud(row, kind).items() if finding in right.get(name, set())}
             known.setdefault(name, {})[how] = {key: re.sub(r"/\S*?benchmarks/", "benchmarks/", told[key]) for key in told}
     path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
-def loud(row: dict[str, Any]) -> dict[str, str]:
-    """What was found by an error or a warning, and the notes that are never more than that."""
-    return {
-        finding: text
-        for level, finding, text in row["findings"]
-        if level != "note" or FINDINGS.get(finding, ("",))[0] == "note"
-    }
+def loud(row: dict[str, Any], kind: str) -> dict[str, str]:
+    """What was found by an error or a warning, and the notes that are right for a bug that is worth a note."""
+    mild = notes(kind).get(row["name"].partition("/")[2], set())
+    return {finding: text for level, finding, text in row["findings"] if level != "note" or finding in mild}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,8 +88,20 @@ def loud(row: dict[str, Any]) -> dict[str, str]:
 
 
 def expected(kind: str) -> dict[str, set[str]]:
+    """The findings that are right for each bug."""
+    return {name: {finding.removeprefix("note:") for finding in given} for name, given in _table(kind).items()}
+
+
+def notes(kind: str) -> dict[str, set[str]]:
+    """The bugs that are worth a note only, and their findings."""
+    found = {name: {x.removeprefix("note:") for x in given if x.startswith("note:")} for name, given in _table(kind).items()}
+    return {name: findings for name, findings in found.items() if findings}
+
+
+@functools.cache
+def _table(kind: str) -> dict[str, list[str]]:
     lines = (HERE / kind / "EXPECTED.tsv").read_text().splitlines()
-    return {line.split("\t")[0]: set(line.split("\t")[1].split(",")) for line in lines if "\t" in line}
+    return {line.split("\t")[0]: line.split("\t")[1].split(",") for line in lines if "\t" in line}
 
 
 def report(results: list[dict[str, Any]], sets: list[str], only: list[str]) -> None:
@@ -107,14 +117,14 @@ def _report_bugs(kind: str, results: list[dict[str, Any]]) -> None:
     """Count bugs; those whose right finding is a note are counted apart."""
     right = expected(kind)
     by_name = {row["name"].partition("/")[2]: row for row in results}
-    mild = {name for name in by_name if all(FINDINGS[it][0] == "note" for it in right.get(name, {"refused"}))}
+    mild = by_name.keys() & notes(kind).keys()
     for what, names in ((kind, by_name.keys() - mild), (f"{kind} that are worth a note", mild)):
-        missed = [name for name in sorted(names) if not right.get(name, set()) & loud(by_name[name]).keys()]
+        missed = [name for name in sorted(names) if not right.get(name, set()) & loud(by_name[name], kind).keys()]
         if names:
             found = len(names) - len(missed)
             print(f"{what}: {found} of {len(names)} found by a right name ({found / len(names):.1%})")
         for name in missed:
-            told = ", ".join(sorted(loud(by_name[name]))) or by_name[name]["error"] or "nothing"
+            told = ", ".join(sorted(loud(by_name[name], kind))) or by_name[name]["error"] or "nothing"
             print(f"  {name}: found {told}; right {', '.join(sorted(right.get(name, [])))}")
 
 
