@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+import forge
+from forge.data.adapt import adopt
 from forge.diagnose.doctor_probes import worker_noise
+from forge.diagnose.patient import NotApplicable
 from tests.support.patients import Healthy, found, loader, numbers
 
 NAME = "workers_repeat_noise"
@@ -124,9 +128,14 @@ def seeds_apart(worker: int) -> None:
 
 
 def names(dataset: Dataset[Any], foreign: bool = False, workers: int = 2, **options: Any) -> set[str]:
+    """What the probe finds in the loader that a fit would use."""
     given: Any = DataLoader(dataset, 16, num_workers=workers, **options)
-    data = (Foreign(given) if foreign else given, None)
-    return set(found(Healthy(), worker_noise.workers, data=data))
+    used = adopt(Foreign(given) if foreign else given, "train")
+    patient: Any = SimpleNamespace(trainer=SimpleNamespace(loaders={"train": {None: used}}))
+    try:
+        return {finding.name for finding in worker_noise.workers(patient)}
+    except NotApplicable:
+        return set()
 
 
 @pytest.mark.parametrize("dataset", [FromAttribute, FromTorch, MadeInTheWorker])
@@ -143,7 +152,11 @@ def test_workers_that_their_own_function_seeds_apart() -> None:
 
 
 def test_a_generator_that_forge_has_not_seen_yet() -> None:
-    assert names(MadeInTheWorker()) == {NAME}
+    train = DataLoader(MadeInTheWorker(), 16, num_workers=2)
+    report = forge.doctor(Healthy(), train, budget=0)
+    [finding] = [finding for finding in report.findings if finding.name == NAME]
+    assert finding.where == "dataset.rng"
+    assert finding.evidence["workers"] == 2
 
 
 @pytest.mark.parametrize("dataset", [FromAttribute, FromTorch, FromNumpy, MadeByWorker, ByIndex, Counts])
