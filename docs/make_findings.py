@@ -94,7 +94,11 @@ def _page(
         if name in found[bug].get("fit", {}):
             parts.append("A plain fit warns of it too.")
         parts.append(f"```python\n{(BUGS / f'{bug}.py').read_text().strip()}\n```")
-        parts.append(f"Try it: `forge doctor benchmarks/doctor/bugs/{bug}.py:Task`")
+        recipe = BUGS / f"{bug}.yaml"
+        if recipe.is_file():
+            parts.append(f"`{bug}.yaml`:\n\n```yaml\n{recipe.read_text().strip()}\n```")
+        planned = f" --recipe benchmarks/doctor/bugs/{bug}.yaml" if recipe.is_file() else ""
+        parts.append(f"Try it: `forge doctor benchmarks/doctor/bugs/{bug}.py:Task{planned}`")
     parts.append(f'If it is meant, write `expected = {{"{name}"}}` on the task. [All findings](../findings.md)')
     return "\n\n".join(parts) + "\n"
 

@@ -85,9 +85,8 @@ def one(kind: str, name: str, how: str) -> dict[str, Any]:
             os.chdir(folder)
             forge.seed(0)
             task, splits, again = made(kind, name)
-            row |= (
-                by_doctor(task, splits, again, recipe(kind, name)) if how == "doctor" else by_fit(task, splits, again)
-            )
+            planned = recipe(kind, name)
+            row |= by_doctor(task, splits, again, planned) if how == "doctor" else by_fit(task, splits, planned)
             os.chdir(HERE)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -144,8 +143,8 @@ def two_epochs() -> Any:
     return plugin
 
 
-def by_fit(task: Any, splits: Any, again: Any) -> dict[str, Any]:
-    """What the first two epochs of ten, with the recipe `default`, warn of by name, or refuse.
+def by_fit(task: Any, splits: Any, planned: dict[str, Any]) -> dict[str, Any]:
+    """What the first two epochs of ten, with the recipe `default` or the one beside it, warn of by name, or refuse.
 
     A stream that cannot be continued is allowed: refusing it is about checkpoints, not about a mistake.
     """
@@ -160,7 +159,7 @@ def by_fit(task: Any, splits: Any, again: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer = forge.Trainer(max_epochs=10, device="cpu", run_dir="run", allow_inexact=True)
+            trainer = forge.Trainer(max_epochs=10, device="cpu", run_dir="run", allow_inexact=True, **planned)
             trainer.stack.add(two_epochs())
             trainer.fit(task, splits.train, splits.val)
         except ForgeError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import textwrap
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,7 @@ def parser() -> ArgumentParser:
     parser = show.new_parser("doctor", "Examine a task and its data for mistakes that raise no error.", EXAMPLES)
     target.add_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="leave out the updates on one batch")
+    parser.add_argument("--all", action="store_true", help="name every check that found nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser
 
@@ -56,12 +59,12 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(report.as_data(), default=str))
     else:
-        print_page(report, show.console())
+        print_page(report, show.console(), args.all)
     return 1 if report.errors else 0
 
 
-def print_page(report: DoctorReport, console: Console) -> None:
-    """Findings first, then what was examined."""
+def print_page(report: DoctorReport, console: Console, every: bool = False) -> None:
+    """Findings first, then what was examined; `every`: name each check that found nothing."""
     for finding in report.findings:
         _print_finding(finding, console)
     if not report.findings:
@@ -74,9 +77,35 @@ def print_page(report: DoctorReport, console: Console) -> None:
         console.print(Text(f"{text}{sample['median']:.4g}:", style="bold"))
         console.print(Text(f"{sample['shown']}\n", style="dim"))
     _print_readiness(report, console)
-    console.print(Text(f"\nExamined in {report.seconds:.0f} s and found good: {', '.join(report.good)}.", style="dim"))
+    _print_good(report, console, every)
     for what, why in report.skipped.items():
         console.print(Text(f"Not examined: {what} ({why})", style="dim"))
+
+
+def _print_good(report: DoctorReport, console: Console, every: bool) -> None:
+    """A line for each area: as many names as it holds, or all of them on several lines."""
+    from forge.examine.areas import by_area
+
+    count = len(report.good)
+    console.print(Text(f"\nFound good: {count} checks in {report.seconds:.0f} s", style="bold"))
+    areas = by_area(report.good)
+    indent = max(map(len, areas), default=0) + 4
+    width = max(40, console.width - indent)
+    for area, names in areas.items():
+        lines = textwrap.wrap(", ".join(names), width) if every else [_shortened(names, width)]
+        console.print(Text.assemble(f"  {area}".ljust(indent), (f"\n{' ' * indent}".join(lines), "dim")))
+    if not every:
+        console.print(Text("`--all` names all of them.", style="dim"))
+
+
+def _shortened(names: list[str], width: int) -> str:
+    """As many names as fit on a line, and the number of the others."""
+    for shown in range(len(names), 1, -1):
+        rest = len(names) - shown
+        line = ", ".join(names[:shown]) + (f" and {rest} more" if rest else "")
+        if len(line) <= width:
+            return line
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _print_readiness(report: DoctorReport, console: Console) -> None:
@@ -90,13 +119,19 @@ def _print_readiness(report: DoctorReport, console: Console) -> None:
 def _print_finding(finding: Finding, console: Console) -> None:
     head = Text.assemble((finding.level, STYLES[finding.level]), "  ", (finding.name, "bold"))
     console.print(head + Text(f"  {finding.where}" if finding.where else "", style="cyan"))
-    console.print(Text(f"  {finding.message}"))
+    console.print(_indented(finding.message, console))
     if finding.evidence:
-        console.print(
-            Text("  " + ", ".join(f"{key} {_number(value)}" for key, value in finding.evidence.items()), "dim")
-        )
-    console.print(Text(f"  Cure: {finding.cure}", style="green"))
+        evidence = ", ".join(f"{key} {_number(value)}" for key, value in finding.evidence.items())
+        console.print(_indented(evidence, console, "dim"))
+    console.print(_indented(f"Cure: {finding.cure}", console, "green"))
     console.print()
+
+
+def _indented(text: str, console: Console, style: str = "") -> Text:
+    """The text, with every line of it indented."""
+    fill = functools.partial(textwrap.wrap, width=console.width - 2, break_long_words=False, break_on_hyphens=False)
+    lines = [line for given in text.splitlines() for line in fill(given) or [""]]
+    return Text("\n".join(f"  {line}" for line in lines), style)
 
 
 def _number(value: object) -> str:

@@ -62,6 +62,10 @@ FINDINGS = {
         "warning",
         "Remove .eval(), or an overridden train(): dropout and batch statistics are off while it trains.",
     ),
+    "validated_in_train_mode": (
+        "warning",
+        "Remove .train() from validation, or an overridden eval(): dropout and batch statistics must be off there.",
+    ),
     "hidden_from_autograd": ("warning", "Compute without .data: autograd does not see what happens to it."),
     "gradient_hook": ("warning", "Look at what the hook multiplies by, or clamps to; freeze by requires_grad_(False)."),
     "repeated_module": ("warning", "Make a module for each layer: [Block() for _ in range(n)], not [Block()] * n."),
@@ -127,6 +131,10 @@ FINDINGS = {
     ),
     "labels_shifted": ("warning", "Cut inputs and labels at the same rows."),
     "repeated_noise": ("warning", "Draw new noise for each sample: make the generator once, not in __getitem__."),
+    "workers_repeat_noise": (
+        "warning",
+        "Draw from numpy's or torch's global generator, or seed your own by torch.initial_seed() in each worker.",
+    ),
     "dataset_changed": ("error", "Copy before changing in place in __getitem__: x = x - mean instead of x -= mean."),
     "augmentation_changes_label": ("warning", "Leave the turn out, or change the label with the picture."),
     "filled_values": ("warning", "Take the logarithm of positive numbers, before they are standardised."),
@@ -161,6 +169,7 @@ FINDINGS = {
     "dropout_rate": ("warning", "Drop 0.1 to 0.5 of the units."),
     "diverges": ("warning", "Take a smaller learning rate; look at the loss and the initialisation."),
     "clips_always": ("warning", "Raise max_norm: the clip decides the size of each update, not the learning rate."),
+    "clips_never": ("note", "Lower max_norm to a few times the usual norm, or leave clip out: it does nothing here."),
     # learning, and long runs
     "cannot_learn_a_batch": ("warning", "Find out why one batch cannot be learnt before training on all of them."),
     "labels_no_easier": (

@@ -250,10 +250,11 @@ class FirstLook:
         self._has_evaluated = True
         traces, watch = graph.Traces(task, batch, "val", cheaply=True), StepWatch(batch_size(batch))
         with saying(self._said):
-            with watch:
+            with watch, graph.modes_noted(task, at_any_call=True) as off:
                 output = first_forward(step, batch)
             traces.look_again()
-            self._tell(step, [traces.found, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+            modes = functools.partial(graph.on_in_validation, task, off)
+            self._tell(step, [traces.found, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
         return output
 
     def _compared(self, batch: Any) -> Iterator[Finding]:

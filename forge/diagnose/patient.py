@@ -49,6 +49,8 @@ class Patient:
     "A function that makes another loader of train; None if there is no such function."
     original: TaskModule | None = None
     "The user's own task, where `task` is a copy: copies lose shared memory and attributes of parameters."
+    validate_every: str | None = None
+    "How often the planned run validates, where that of the examination does not."
     headroom: float = 1.0
     "How many times the first rate the schedule reaches."
     updates: int = 0
@@ -57,6 +59,8 @@ class Patient:
     "Parameters that have changed."
     ratios: dict[str, list[float]] = field(default_factory=dict)
     "Each update's size against its weights', by parameter."
+    norms: list[float] = field(default_factory=list)
+    "Of the gradients of each update, before they are clipped."
     graphs_kept: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     "Seconds that each update waited for its batch, and that it took."

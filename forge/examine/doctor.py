@@ -13,6 +13,7 @@ import copy
 import functools
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -43,22 +44,26 @@ from forge.diagnose.doctor_probes import (
     serving,
     splits,
     start,
+    worker_noise,
 )
 from forge.diagnose.findings import LEVELS, Finding
 from forge.diagnose.patient import NotApplicable, Patient, copied, first, gradient_hooks, loss_of, no_trace, rows
 from forge.diagnose.stored import kept
 from forge.engine.trainer import Plugins, Trainer
 from forge.errors import ForgeError, TaskError
-from forge.examine.learning import is_left_out, learn
-from forge.examine.readiness import planned_seed, readiness
+from forge.examine.learning import learn
+from forge.examine.readiness import planned, readiness
 from forge.examine.report import DoctorReport
 from forge.examine.worst import worst_samples
 from forge.snapshot.hidden import fingerprint_hidden, is_a_librarys
+from forge.snapshot.left_out import is_left_out
 
 BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
+    "noise of workers": worker_noise.workers,  # before others have read samples in this process
     "what the loss reaches": graph.reach,
     "what a step changes": graph.purity,
     "modes while training": graph.modes,
+    "modes while validating": graph.validation_modes,
     "hand-written gradients": graph.finite_differences,
     "inputs of losses": losses.inputs,
     "dimensions of metrics": losses.evaluation_inputs,
@@ -123,14 +128,15 @@ BEFORE: dict[str, Callable[[Patient], Iterator[Finding]]] = {
     "masks of padding": order.padding_mask,
     "samples of batch normalisation": start.normalised_samples,
     "options of the optimizer": start.optimizer,
-    "schedule, rehearsed": start.schedules,
+    "rehearsal of the schedule": start.schedules,
     "directions of metrics": measures.modes,
+    "plan of validations": measures.validation,
     "names of methods": start.methods,
 }
 """Probes of the task as it is, in this order."""
 
 AFTER: dict[str, Callable[[Patient], Iterator[Finding]]] = {
-    "inputs are read, after updates": independence.reads_its_input,
+    "inputs are read after updates": independence.reads_its_input,
     "results on this device": precision.devices,
     "results in mixed precision": precision.mixed_precision,
     "results of the compiled model": precision.compiled,
@@ -159,6 +165,8 @@ BATCHES = 4
 """Batches of train that the graph is looked at on."""
 GRAPHS_AT, SETTLED = (5, 10), 3
 """Updates at which graphs that are alive are counted, and after which new attributes are watched too."""
+NOT_REPEATED = {"unseeded"}
+"""What a fit warns of and the doctor does not repeat: here the task is made by others, and the seed is the doctor's."""
 
 
 def doctor(
@@ -180,14 +188,16 @@ def doctor(
     """
     began = time.perf_counter()
     report = DoctorReport()
-    settings = {"seed": 0, "validate_every": None, "log_every": 10_000, **trainer, "run_dir": False, "resume": None}
-    if not {"max_epochs", "max_updates"} & {key for key in settings if settings[key]}:
+    plan = planned(trainer)
+    settings = {"seed": 0, "log_every": 10_000, **trainer, "validate_every": None, "run_dir": False, "resume": None}
+    if not plan.get("max_epochs") and not plan.get("max_updates"):
         settings["max_epochs"] = 10
     device = torch.device("cpu")
     with no_trace(device), kept(train, *(val.values() if isinstance(val, dict) else [val])):
         examination = Examination(report, train, val, tell, rebuild)
         examination.hooks, examination.original = gradient_hooks(task), task
-        _run(examination, _copy(task), train, plugins, settings, report, planned_seed(trainer))
+        examination.validate_every = plan.get("validate_every")
+        _run(examination, _copy(task), train, plugins, settings, report, plan.get("seed"))
         if budget != 0 and examination.patient is not None and not report.skipped.get("the run"):
             tell("learning one batch")
             learn(examination.patient, functools.partial(_copy, task), plugins, settings, budget or ONE_BATCH, report)
@@ -216,6 +226,26 @@ def _run(
     seed: int | None,
 ) -> None:
     """A short run of the user's own stack, with the examination in it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _fit(examination, task, train, plugins, settings, report, seed)
+    known = {finding.name for finding in report.findings} | NOT_REPEATED
+    for item in said:
+        name, text = getattr(item.message, "finding", ""), str(item.message)
+        if name and name not in known and not text.endswith(f"[{name}]"):  # the probes of a first look have run
+            known.add(name)
+            report.findings.append(Finding(name, text))
+
+
+def _fit(
+    examination: Examination,
+    task: TaskModule,
+    train: Any,
+    plugins: Plugins,
+    settings: Any,
+    report: DoctorReport,
+    seed: int | None,
+) -> None:
     try:
         trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **settings)
         examination.plugins = list(trainer.stack)
@@ -243,6 +273,8 @@ class Examination(Plugin):
         self.first_probes, self.last_probes, self.updates = BEFORE, AFTER, UPDATES
         self.report, self.given, self.tell, self.rebuild = report, (train, val), tell, rebuild
         self.original: TaskModule | None = None
+        self.validate_every: str | None = None
+        "Of the planned run; this one does not validate."
         self.patient: Patient | None = None
         self.plugins: list[Plugin] = []
         self.hooks: dict[str, list[Any]] = {}
@@ -257,7 +289,7 @@ class Examination(Plugin):
         self.patient = admitted(trainer, *self.given)
         self.patient.rebuild = self.rebuild
         self.patient.plugins = self.plugins or list(trainer.stack)
-        self.patient.original = self.original
+        self.patient.original, self.patient.validate_every = self.original, self.validate_every
         self.patient.hooks = self.hooks or gradient_hooks(trainer.task)
         with no_trace(trainer.env.device):
             self._probe(self.first_probes)
@@ -294,6 +326,12 @@ class Examination(Plugin):
             self._count_graphs(patient)
         if patient.updates >= self.updates:
             step.trainer.max_updates = patient.updates
+
+    @hookimpl
+    def forge_inspect_grads(self, step: Any) -> None:
+        if self.patient is not None and any(plugin.name == "clip" for plugin in step.trainer.stack):
+            gradients = [p.grad for p in step.parameters() if p.grad is not None]
+            self.patient.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     @hookimpl(wrapper=True)
     def forge_train_step(self, step: Any) -> Any:

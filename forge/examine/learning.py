@@ -19,16 +19,7 @@ from forge.diagnose.patient import Patient, first, loss_of
 from forge.engine.trainer import Plugins, Trainer
 from forge.examine.report import DoctorReport
 from forge.optim.optimizers import Optimizers
-
-LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard"})
-"""What plugins that the examination leaves out provide: they save, or stop the run."""
-
-
-def is_left_out(plugin: Plugin) -> bool:
-    """Return whether an examination leaves a plugin out. One that builds loaders stays."""
-    only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
-    saves = getattr(plugin, "forge_save", None) is not None
-    return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))
+from forge.snapshot.left_out import is_left_out
 
 
 class KeepsLosses(Plugin):
@@ -92,7 +83,7 @@ def _fit(task: TaskModule, batches: list[Any], plugins: Plugins, settings: dict[
     keeper = KeepsLosses()
     options = {**settings, "max_updates": len(batches), "max_epochs": None}
     trainer = Trainer(plugins=plugins if "recipe" not in settings else plugins or None, **options)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin) or plugin.name == "schedule"]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, "schedule")]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(keeper)
     trainer.fit(task, batches)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from forge.config.recipe import load_unbuilt
 from forge.contract.plugin import Plugin
 
 
@@ -35,8 +37,9 @@ def _plugin(what: str, names: list[str], wanted: list[str], cure: str) -> Readin
     return Readiness(what, bool(found), f"by {', '.join(found)}" if found else f"add {cure}")
 
 
-def planned_seed(trainer: dict[str, Any]) -> int | None:
-    """The seed of the arguments of a Trainer: its own, or its recipe's."""
+def planned(trainer: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the planned run: the arguments of a Trainer over those of its recipe."""
     recipe = trainer.get("recipe")
-    given = trainer.get("seed")
-    return given if given is not None else getattr(recipe, "trainer", {}).get("seed")
+    if isinstance(recipe, (str, Path)):
+        recipe = load_unbuilt(recipe, frozenset())
+    return {**(recipe.trainer if recipe is not None else {}), **trainer}

@@ -26,12 +26,16 @@ from forge.planning.fake_cuda import CUDA, FakeCudaMode
 from forge.planning.footprint import Footprint
 from forge.planning.refusal import READS, explained
 from forge.planning.tracker import ROUNDING, Tracker
-from forge.tuning.trial import is_left_out, quiet
+from forge.snapshot.left_out import is_left_out
+from forge.tuning.trial import quiet
 
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
-LEFT_OUT = frozenset({"compile", "strategy"})
-"""What plugins that are planned separately provide: strategies by formula, compiled code as if it were eager."""
+PLANNED_APART = ("compile", "schedule", "strategy")
+"""What plugins that are planned separately provide: strategies by formula, compiled code as if it were eager.
+
+Schedules are left out: rates take no memory.
+"""
 
 MakeTask = Callable[[], TaskModule]
 
@@ -154,7 +158,7 @@ class Rehearsal(Plugin):
 
 
 def _is_planned_apart(plugin: Plugin) -> bool:
-    return is_left_out(plugin) or plugin.observer or bool(LEFT_OUT & set(plugin.provides))
+    return is_left_out(plugin, *PLANNED_APART) or plugin.observer
 
 
 def _without_values(make_task: MakeTask, mode: FakeTensorMode) -> TaskModule:

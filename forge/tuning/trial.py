@@ -14,12 +14,10 @@ from forge.contract.plugin import Plugin
 from forge.contract.task import TaskModule
 from forge.engine.trainer import FitResult, Plugins, Trainer
 from forge.optim.optimizers import Optimizers
+from forge.snapshot.left_out import is_left_out
 
 if TYPE_CHECKING:
     from forge.config import Recipe
-
-LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard", "schedule"})
-"""What plugins that a trial leaves out provide: they would save, stop the run, or change the learning rate."""
 
 
 class TuningTrial(Plugin):
@@ -67,7 +65,7 @@ def run_trial(
     """Train a fresh task for some updates, with the stack less the plugins that observe, save or intervene."""
     settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
     trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin)]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, "schedule")]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(trial)
     with quiet():
@@ -86,10 +84,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def is_left_out(plugin: Plugin) -> bool:
-    """Return whether a trial leaves a plugin out. One that builds loaders stays: it takes memory and time."""
-    only_looks = plugin.observer and getattr(plugin, "forge_build_loader", None) is None
-    saves = getattr(plugin, "forge_save", None) is not None
-    return only_looks or saves or bool(LEFT_OUT & set(plugin.provides))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from forge.diagnose.doctor_probes import class_labels, data, graph, independence, losses, motion, start
 from forge.diagnose.findings import FINDINGS, LEVELS
 from forge.examine.doctor import AFTER, BEFORE
-from tests.support.patients import Healthy, found, loader, numbers, splits
+from tests.support.patients import Healthy, found, loader, numbers, said, splits
 
 
 def test_a_healthy_task_is_left_in_peace() -> None:
@@ -106,6 +106,66 @@ class Sleeps(Healthy):
 @pytest.mark.parametrize(("task", "name"), [(Noisy, "batch_changed"), (Sleeps, "mode_changed")])
 def test_what_a_step_changes(task: type[Healthy], name: str) -> None:
     assert name in found(task(), graph.purity)
+
+
+class WithDropout(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
+class ValidatesAwake(WithDropout):
+    """Leaves no trace: the modes are put back."""
+
+    def validation_step(self, batch: Any) -> Any:
+        self.net.train()
+        result = super().validation_step(batch)
+        self.net.eval()
+        return result
+
+
+class NeverSleeps(nn.Sequential):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(True)
+
+
+class HasOneThatNeverSleeps(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = NeverSleeps(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Draws(ValidatesAwake):
+    """Monte Carlo dropout, on purpose."""
+
+    expected = {"validated_in_train_mode"}
+
+
+class OneMode(HasOneThatNeverSleeps):
+    """In training mode all the time, where that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16, track_running_stats=False)
+        self.net = NeverSleeps(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("task", [ValidatesAwake, HasOneThatNeverSleeps])
+def test_validation_in_train_mode(task: type[Healthy]) -> None:
+    assert set(found(task(), graph.validation_modes, graph.purity, independence.repeated_evaluation)) == {
+        "validated_in_train_mode"
+    }
+    assert "validated_in_train_mode" in said(task())
+
+
+@pytest.mark.parametrize("task", [WithDropout, OneMode])
+def test_validation_in_eval_mode_is_left_alone(task: type[Healthy]) -> None:
+    assert found(task(), graph.validation_modes, graph.purity, independence.repeated_evaluation) == {}
+    assert "validated_in_train_mode" not in said(task())
+
+
+def test_monte_carlo_dropout_is_silenced_by_name() -> None:
+    assert "validated_in_train_mode" not in said(Draws())
 
 
 class Backward(Healthy):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional as F
 
 import forge
 from forge import cli
+from forge.cli.doctor import print_page
 from forge.errors import TaskError
+from forge.examine.areas import AREAS, by_area
+from forge.examine.doctor import AFTER, BEFORE
+from forge.examine.report import DoctorReport
 from tests.support.patients import Healthy, splits
 
 FILE = """
@@ -68,7 +75,9 @@ def test_the_command_line_prints_a_page_and_exits_with_1(
     assert "error  broadcast_loss" in text
     assert "task.py:16" in text
     assert "Cure: Give predictions and targets one shape" in text
-    assert "found good:" in text
+    [good] = [line for line in text.splitlines() if line.startswith("  gradients")]
+    assert "what the loss reaches" in good
+    assert "more" in good
     assert not Path("runs").exists()
     assert cli.main(["doctor", "task.py:Task", "--quick", "--json"]) == 1
     [first, *_] = json.loads(capsys.readouterr().out)["findings"]
@@ -103,3 +112,64 @@ def test_what_a_fit_refuses_is_a_finding() -> None:
     task.loss = lambda scores, y: F.cross_entropy(scores.softmax(1), y)  # pyright: ignore[reportAttributeAccessIssue]
     report = forge.doctor(task, *splits(), budget=0)
     assert {finding.name for finding in report.errors} == {"activation_before_loss"}
+
+
+class Planned(Healthy):
+    """Notes how long its run is."""
+
+    lengths: ClassVar[list[int | None]] = []
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer is not None
+        self.lengths.append(self.trainer.planned_updates)
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(("options", "updates"), [("{max_epochs: 3}", 30), ("{max_updates: 7}", 7), ("{}", 100)])
+def test_the_run_of_the_recipe_is_planned(tmp_path: Path, options: str, updates: int) -> None:
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(f"trainer: {options}\nplugins: {{}}\n")
+    Planned.lengths.clear()
+    forge.doctor(Planned(), *splits(), recipe=recipe, budget=0)
+    assert Planned.lengths[0] == updates
+
+
+def test_validations_after_the_end_and_none_at_all() -> None:
+    train, val = splits()
+    late = forge.doctor(Healthy(), train, val, budget=0, validate_every="20 epochs")
+    assert [finding.name for finding in late.findings] == ["never_validates"]
+    without = forge.doctor(Healthy(), train, budget=0)
+    assert [(finding.level, finding.name) for finding in without.findings] == [("note", "no_validation")]
+
+
+class DropsItsSchedule(Healthy):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return optimizer
+
+
+def test_what_only_a_fit_sees_is_a_finding() -> None:
+    report = forge.doctor(DropsItsSchedule(), *splits(), budget=0)
+    assert [finding.name for finding in report.findings] == ["schedule_dropped"]
+
+
+def test_every_check_belongs_to_an_area() -> None:
+    names = [*BEFORE, *AFTER, "learning one batch"]
+    areas = by_area(names)
+    assert list(areas) == list(AREAS)
+    assert sorted(name for inside in areas.values() for name in inside) == sorted(names)
+    assert "learning one batch" in areas["updates"]
+    assert by_area(["quantiles"]) == {"loss and metrics": ["quantiles"]}
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_what_is_good_is_printed_in_short_lines(every: bool) -> None:
+    file = io.StringIO()
+    report = DoctorReport(good=[*BEFORE], seconds=3)
+    print_page(report, Console(file=file, width=100), every)
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert f"Found good: {len(BEFORE)} checks in 3 s" in lines
+    assert all(name in " ".join(file.getvalue().split()) for name in BEFORE) is every
+    assert (len(lines) < 12) is not every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,16 @@ def test_a_batch_that_is_not_learnt() -> None:
 def test_a_clip_that_decides_every_update() -> None:
     assert "clips_always" in names(Healthy(), plugins=make_plugins({"clip": {"max_norm": 1e-5}}))
     assert names(Healthy(), plugins=make_plugins({"clip": {"max_norm": 1.0}})) == set()
+
+
+@pytest.mark.parametrize("limits", [{"max_norm": 1e6}, {"max_norm": None, "max_value": 1e6}])
+def test_a_clip_that_never_acts(limits: dict[str, Any]) -> None:
+    assert names(Healthy(), plugins=make_plugins({"clip": limits})) == {"clips_never"}
+
+
+@pytest.mark.parametrize("limits", [{"max_norm": 20.0}, {"max_norm": 1e6, "max_value": 0.1}])
+def test_a_clip_that_waits_for_a_spike_is_left_alone(limits: dict[str, Any]) -> None:
+    assert names(Healthy(), plugins=make_plugins({"clip": limits})) == set()
 
 
 class Counts(Healthy):

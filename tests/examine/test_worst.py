@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import forge
 from forge.config.build import make_plugins
-from forge.examine.readiness import planned_seed, readiness
+from forge.examine.readiness import planned, readiness
 from forge.examine.worst import picture, shown
 from tests.support.patients import Healthy, loader, numbers
 
@@ -57,8 +57,8 @@ def test_readiness_names_what_is_missing() -> None:
         "failure detection": True,
     }
     assert found["checkpoints"].evidence == "add -p checkpoint, which saves and resumes"
-    assert planned_seed({"seed": 3}) == 3
-    assert planned_seed({}) is None
+    assert planned({"seed": 3})["seed"] == 3
+    assert planned({}) == {}
 
 
 class Rounds(nn.Module):

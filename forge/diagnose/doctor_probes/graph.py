@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.diagnose.findings import Finding
-from forge.diagnose.patient import Patient, named, parameters, tensors
+from forge.diagnose.patient import NotApplicable, Patient, named, parameters, tensors
 from forge.util.walk import is_librarys
 
 
@@ -275,14 +275,27 @@ def modes(patient: Patient) -> Iterator[Finding]:
     yield from wrong_modes(task, off)
 
 
+def validation_modes(patient: Patient) -> Iterator[Finding]:
+    """Modules that validate in training mode."""
+    if not patient.can_validate:
+        raise NotApplicable
+    task = patient.clone().eval()
+    with modes_noted(task, at_any_call=True) as off, torch.no_grad():
+        patient.run(task, patient.val_batches[0], "val")
+    yield from on_in_validation(task, off)
+
+
 @contextmanager
-def modes_noted(task: nn.Module) -> Iterator[dict[str, bool]]:
-    """Note which layers that behave differently in evaluation run in evaluation mode."""
+def modes_noted(task: nn.Module, at_any_call: bool = False) -> Iterator[dict[str, bool]]:
+    """Note which layers that behave differently in evaluation run in evaluation mode, at their last call.
+
+    `at_any_call`: one that runs in training mode once is not in evaluation mode.
+    """
     off: dict[str, bool] = {}
 
     def hook(path: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
-            off[path] = not module.training
+            off[path] = not module.training and (off.get(path, True) or not at_any_call)
 
         return note
 
@@ -307,6 +320,25 @@ def wrong_modes(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
             wrong[0],
             {"modules": wrong[:8]},
         )
+
+
+def on_in_validation(task: nn.Module, off: dict[str, bool]) -> Iterator[Finding]:
+    """Layers that ran in training mode, and do something else there."""
+    wrong = [path for path, is_off in off.items() if not is_off and _has_two_modes(task.get_submodule(path))]
+    if wrong:
+        yield Finding(
+            "validated_in_train_mode",
+            f"{len(wrong)} modules run in training mode while validating: {named(wrong)}.",
+            wrong[0],
+            {"modules": wrong[:8]},
+        )
+
+
+def _has_two_modes(module: nn.Module) -> bool:
+    """Whether a layer of dropout drops anything, or one of normalisation has statistics of its own."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 
 def _is_trained(task: nn.Module, path: str) -> bool:

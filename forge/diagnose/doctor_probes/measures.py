@@ -16,6 +16,7 @@ from forge.contract.task import defines
 from forge.data.accumulation_windows import batch_size
 from forge.diagnose.findings import Finding
 from forge.diagnose.patient import Patient, tensors, with_rows
+from forge.progress import Interval
 from forge.runs.directions import mode_of
 
 MOST_BATCHES = 24
@@ -35,10 +36,14 @@ def modes(patient: Patient) -> Iterator[Finding]:
 
 
 def validation(patient: Patient) -> Iterator[Finding]:
-    """Validations that are planned for after the end."""
+    """A run without validation, or with validations that are planned for after its end."""
     trainer = patient.trainer
-    every, planned = trainer.validate_every, trainer.planned_updates
-    if every is None or planned is None or patient.val is None:
+    if patient.val is None:
+        yield Finding("no_validation", "Nothing is validated on: no samples are held out.", "val")
+        return
+    every = Interval(patient.validate_every) if patient.validate_every else trainer.validate_every
+    planned = trainer.planned_updates
+    if every is None or planned is None:
         return
     updates = every.count if every.unit == "update" else every.count * (trainer.updates_per_epoch or 0)
     is_default = (every.count, every.unit) == (1, "epoch")  # a trial of a few updates

@@ -14,6 +14,8 @@ from forge.diagnose.patient import NotApplicable, Patient, parameters
 
 SLOW = 0.005
 """Seconds that a batch may take in any case."""
+NEVER, HARDLY, FEWEST_NORMS = 1e4, 1e-6, 4
+"""By how much a clip is above each norm if it is said to do nothing; the norm and the number of updates to judge by."""
 
 
 def rates(patient: Patient) -> Iterator[Finding]:
@@ -95,20 +97,40 @@ def gradients(patient: Patient) -> Iterator[Finding]:
 
 
 def clipping(patient: Patient) -> Iterator[Finding]:
-    """A clip that decides each update."""
+    """A clip that decides each update, or that is far from every gradient."""
     clip = next((plugin for plugin in patient.trainer.stack if plugin.name == "clip"), None)
-    limit = getattr(getattr(clip, "config", None), "max_norm", None)
-    if not limit:
-        return
-    task = patient.clone()
-    patient.loss(task, patient.batches[0]).backward()
-    norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters(task).values() if p.grad is not None]))
-    if norm > 1000 * float(limit):
+    if clip is None:
+        raise NotApplicable
+    limit, value = (getattr(getattr(clip, "config", None), name, None) for name in ("max_norm", "max_value"))
+    if limit:
+        task = patient.clone()
+        patient.loss(task, patient.batches[0]).backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters(task).values() if p.grad is not None]))
+        if norm > 1000 * float(limit):
+            yield Finding(
+                "clips_always",
+                f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}.",
+                "clip.max_norm",
+                {"norm": norm, "max_norm": float(limit)},
+            )
+    yield from _idle_clip(patient, limit, value)
+
+
+def _idle_clip(patient: Patient, limit: float | None, value: float | None) -> Iterator[Finding]:
+    """A clip by norm, or by value, that is far above all gradients of the first updates.
+
+    No entry of a gradient is larger than its norm. A gradient that is hardly there is another matter.
+    """
+    norm = max(patient.norms, default=0.0)
+    name, bound = ("max_norm", limit) if limit is not None else ("max_value", value)
+    lowest = min((float(given) for given in (limit, value) if given is not None), default=0.0)
+    if len(patient.norms) >= FEWEST_NORMS and norm > HARDLY and lowest > NEVER * norm:
         yield Finding(
-            "clips_always",
-            f"Gradients have a norm of {norm:.3g}, and clip.max_norm is {float(limit):g}.",
-            "clip.max_norm",
-            {"norm": norm, "max_norm": float(limit)},
+            "clips_never",
+            f"The largest norm of {len(patient.norms)} gradients is {norm:.3g}, and clip.{name} is {bound:g}: the clip "
+            "never acts.",
+            f"clip.{name}",
+            {"norm": norm, name: bound, "updates": len(patient.norms)},
         )
 
 

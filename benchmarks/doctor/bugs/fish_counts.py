@@ -1,0 +1,40 @@
+import forge
+import torch
+import torch.nn.functional as F
+from forge.data import Splits, TensorLoader
+from torch import nn
+
+
+class Task(forge.TaskModule):
+    """Kinds of fish, with noise on the inputs."""
+
+    def __init__(self, hidden: int = 48, lr: float = 2e-3):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(12, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch):
+        x, y = batch
+        if self.training:
+            torch.manual_seed(1)
+            x = x + 0.3 * torch.randn_like(x)
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+def data() -> Splits:
+    g = torch.Generator().manual_seed(48)
+    y = torch.randint(4, (1000,), generator=g)
+    x = torch.randn(4, 12, generator=g)[y] + 0.8 * torch.randn(1000, 12, generator=g)
+    return Splits(
+        train=TensorLoader(x[:800], y[:800], batch_size=32, shuffle=True),
+        val=TensorLoader(x[800:], y[800:], batch_size=50),
+    )
