@@ -188,6 +188,8 @@ class InitialWeights:
         self._made.difference_update(module.modules())
 
     def _note(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
+        if torch.compiler.is_compiling():  # a container made in a forward: it holds modules that are noted already
+            return
         if value is None or torch.initial_seed() != self._own_seed:
             return
         if isinstance(value, nn.Module):  # its parameters may have been registered before the watch began

@@ -6,16 +6,18 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from forge_kernels import discovery
 from forge_kernels.call_pattern import RecordedCall
+from forge_kernels.contract import Kernel
 from forge_kernels.selection import Candidate, KernelChoice
 
 FILE = "kernels.json"
@@ -47,6 +49,14 @@ class Cache:
 
     def put(self, key: str, choice: KernelChoice) -> None:
         self._new[key] = choice.as_data()
+
+    def verdict(self, key: str) -> Mapping[str, Any] | None:
+        """Return what was decided for a whole step, if known."""
+        entry = self._known.get(key)
+        return entry if isinstance(entry, dict) and {"kept", "costs"} <= entry.keys() else None
+
+    def put_verdict(self, key: str, data: Mapping[str, Any]) -> None:
+        self._new[key] = dict(data)
 
     def write(self) -> None:
         """Add new choices to the file, which another run may have changed; ignore errors such as a full disk."""
@@ -86,6 +96,22 @@ def key_of(call: RecordedCall, candidates: list[Candidate], device: torch.device
         "torch": torch.__version__,
         "triton": _version("triton"),
         "compiled": compiled,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def step_key(calls: list[str], patterns: Sequence[Kernel], task: nn.Module, device: torch.device, memory: float) -> str:
+    """Return a hash over everything that the verdict on a whole step depends on: its calls, its weights, and the
+    kernels that are looked for in its graphs."""
+    parts: Mapping[str, Any] = {
+        "step": sorted(calls),
+        "weights": [[name, list(p.shape), str(p.dtype)] for name, p in task.named_parameters()],
+        "task": repr(task),
+        "patterns": {kernel.name: discovery.version(kernel) for kernel in patterns},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "memory": memory,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

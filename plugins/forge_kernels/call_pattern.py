@@ -19,6 +19,10 @@ Plain = None | bool | int | float | str | torch.dtype
 TENSOR, VALUE, DTYPE = "tensor", "value", "dtype"
 
 
+MARKED = 0.1
+"""The share of negative values among drawn integers, where the call had some."""
+
+
 class Unrecordable(Exception):
     """An argument cannot be recorded; its call is not replaced."""
 
@@ -54,6 +58,9 @@ class TensorSpec:
             tensor.normal_()
         elif self.dtype == torch.bool:
             tensor.fill_(True)
+        elif self.low < 0 <= self.high:  # numbers of classes or rows, and a mark such as an ignored label's -100
+            tensor.random_(0, self.high + 1)
+            tensor.masked_fill_(torch.rand(sizes, device=device) < MARKED, self.low)
         else:
             tensor.random_(self.low, self.high + 1)
         return tensor.expand(self.shape).requires_grad_(self.grad)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 
 from forge.errors import KernelError
@@ -67,6 +67,8 @@ class Functional:
     "Its full name. It is replaced where it is defined, so that `F.layer_norm` and `nn.LayerNorm` both find it."
     call: Callable[..., Any]
     "call(original, *args, **kwargs): runs the kernel, or original(...) for arguments that it does not support."
+    fuses: bool = True
+    "Whether torch.compile fuses the original with its neighbours: a compiled step then keeps it as written."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,16 @@ class Module:
     "The full name of the class."
     swap: Callable[[nn.Module], nn.Module | None]
     "Returns a replacement with the same parameters, or None if the module is not supported."
+
+
+@dataclass(frozen=True, slots=True)
+class Subgraph:
+    """Several calls in a compiled step that the kernel can replace, such as a linear layer and its loss."""
+
+    target: str
+    "The full name of the function that is called last."
+    rewrite: Callable[[fx.Graph, fx.Node], str | None]
+    "Given a graph of torch functions and the last call: replaces the calls, or returns why it cannot."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,7 @@ class Kernel:
     cost: Callable[..., Cost]
     "Given the arguments, returns the least work of forward and backward."
     cases: tuple[Case, ...]
-    replaces: tuple[Functional | Module, ...] = ()
+    replaces: tuple[Functional | Module | Subgraph, ...] = ()
 
 
 # -- helpers for public functions ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 from forge import registry
 from forge.errors import KernelError
-from forge_kernels.contract import Functional, Kernel, Module
+from forge_kernels.contract import Functional, Kernel, Module, Subgraph
 
 
 def names() -> list[str]:
@@ -60,7 +60,9 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _stand_in(target: Functional | Module) -> Callable[..., Any]:
+def _stand_in(target: Functional | Module | Subgraph) -> Callable[..., Any]:
+    if isinstance(target, Subgraph):
+        return target.rewrite
     return target.call if isinstance(target, Functional) else target.swap
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from forge_kernels import patch
 from forge_kernels.call_pattern import RecordedCall
-from forge_kernels.contract import Functional, Kernel, Module
+from forge_kernels.contract import Functional, Kernel, Module, Subgraph
 from forge_kernels.timing import Pass, Timing, Work, distance
 
 GAIN = 0.03
@@ -31,7 +31,7 @@ class Candidate:
     """A kernel and one of the functions or modules that it can replace."""
 
     kernel: Kernel
-    replaces: Functional | Module
+    replaces: Functional | Module | Subgraph
 
     @property
     def target(self) -> str:
@@ -117,6 +117,7 @@ class KernelTrial:
         if isinstance(replaces, Functional):
             return functools.partial(replaces.call, written)
         assert self.module is not None
+        assert isinstance(replaces, Module)
         new = patch.swapped(self.module, replaces.swap, candidate.kernel.name, type(self.module).__name__)
         return written if new is None else new
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from forge_kernels.call_pattern import RecordedCall
 from forge_kernels.timing import Timing
 from forge_plugins import DDP, Checkpoint, Compile, Remat
 from forge_plugins.kernels import Kernels
+from forge_plugins.kernels.judgement import StepCost, StepTrial
 from tests.conftest import PROFILE
 from tests.support import toy_kernels
 from tests.support.lasting_ranks import ranks
@@ -54,6 +56,8 @@ class Clock:
     """In a stopwatch's place: the first work, which is as written, takes 1 ms, the others what they are told to."""
 
     ms: tuple[float, ...] = (0.5,)
+    step_ms: float = 0.5
+    "What the whole step takes with kernels; as written it takes 1 ms."
     measured = 0
 
     def __init__(self, device: torch.device, quick: bool = False):
@@ -66,14 +70,24 @@ class Clock:
         return [Timing(ms / 1e3, ms / 1e3, ms / 1e3) for ms in (1.0, *self.ms)]
 
 
+def measure_steps(clock: type[Clock]) -> Any:
+    """In the place of StepTrial.measure."""
+
+    def measure(self: Any, contexts: Any) -> list[StepCost]:
+        return [StepCost(1.0), *[StepCost(clock.step_ms)] * (len(contexts) - 1)]
+
+    return measure
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Clock]:
     """`auto` on the CPU, with times that a test sets, and a cache of its own."""
 
     class Own(Clock):
-        pass
+        measured = 0
 
     monkeypatch.setattr("forge_plugins.kernels.Stopwatch", Own)
+    monkeypatch.setattr(StepTrial, "measure", measure_steps(Own))
     monkeypatch.setattr(Kernels, "_acts_on", lambda self, device: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Own
@@ -239,6 +253,30 @@ def test_auto_needs_a_gain_of_three_percent(install: Any, clock: type[Clock], ms
     assert (len(CALLS) > 2) is used
 
 
+@pytest.mark.parametrize(("ms", "used"), [(0.97, True), (0.99, False)])
+def test_the_whole_step_has_the_last_word(
+    install: Any, clock: type[Clock], ms: float, used: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("toy")
+    clock.step_ms = ms
+    caplog.set_level(logging.INFO, "forge")
+    fit_tiny([Kernels()], max_updates=2)
+    assert (len(CALLS) > 2) is used
+    assert f"forward and backward of the first batch: as written 1 ms; with toy {ms:g} ms" in caplog.text
+    assert ("(used)" in caplog.text) is used
+
+
+def test_a_step_under_trial_leaves_no_trace(install: Any, clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # measure for real
+    monkeypatch.setattr(Kernels, "_acts_on", lambda self, device: True)
+    monkeypatch.setattr("forge_plugins.kernels.Stopwatch", clock)
+    monkeypatch.setattr("forge_plugins.kernels.judgement.LEAST_GAIN", 2.0)  # nothing is kept
+    install("toy", "toy_module")
+    ours, _ = fit_tiny([Kernels(cache=False)])
+    assert "toy_module" in ran()
+    assert_same_weights(ours, fit_tiny([])[0])
+
+
 def test_auto_takes_the_fastest_of_several(install: Any, clock: type[Clock]) -> None:
     install("toy", "toy_rival")
     clock.ms = (0.9, 0.5)
@@ -302,10 +340,11 @@ def test_the_table_says_what_was_measured_and_what_is_used(
 
 
 @pytest.mark.slow
-def test_auto_under_compile_measures_against_compiled_code_and_keeps_its_graphs_out_of_the_count(
+def test_auto_measures_against_compiled_code(
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("toy")
+    """Its graphs are kept out of the count. A call that torch.compile would fuse is not even measured."""
+    install("toy", "toy_opaque")
     torch._dynamo.reset()
     compiled, real = [], torch.compile
 
@@ -318,10 +357,12 @@ def test_auto_under_compile_measures_against_compiled_code_and_keeps_its_graphs_
     plugins = [Compile(backend="aot_eager", fullgraph=True), Kernels()]
     _, result = fit_tiny(plugins, **FOUR)
     assert sorted(compiled) == ["measured", "measured", "training_step"]
+    assert clock.measured == 1
     assert "kernels against torch.compile" in caplog.text
     assert result.metrics["compile/graphs"] == 1
     assert result.metrics["compile/recompiles"] == 0
-    assert ran()[-4:] == ["toy"] * 4
+    assert ran()[-4:] == ["toy_opaque"] * 4
+    assert "toy" not in ran()
     assert "forge_toys" not in caplog.text
 
 
@@ -385,7 +426,7 @@ def test_verbs_without_training_run_as_written_under_auto(install: Any, clock: t
     assert ran() == []
 
 
-def on_one_rank() -> dict[str, Any]:
+def on_one_rank(cache: str | bool = False, rows: int = 8, stack: tuple[Any, ...] = (DDP,)) -> dict[str, Any]:
     """A fit under `auto` on one of several ranks: who measured what, and what ran."""
     others, found = registry.installed, entries("toy", "toy_module")
     CALLS.clear()
@@ -393,18 +434,28 @@ def on_one_rank() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
         patch.setattr("forge_plugins.kernels.Stopwatch", Clock)
+        patch.setattr(StepTrial, "measure", measure_steps(Clock))
         patch.setattr(Kernels, "_acts_on", lambda self, device: True)
         options: dict[str, Any] = {"max_updates": 4, "validate_every": None}
-        task, _ = fit_tiny([DDP(), Kernels(cache=False)], train=tiny_batches([7] * 4), **options)
+        plugins = [*(make() for make in stack), Kernels(cache=cache)]
+        task, _ = fit_tiny(plugins, train=tiny_batches([rows] * 4), **options)
     weights = {name: value.detach().clone() for name, value in task.named_parameters()}
     return {"measured": Clock.measured, "calls": CALLS[-8:], "weights": weights}
 
 
-def test_on_several_ranks_the_first_one_measures_and_all_use_the_same_kernels() -> None:
+def test_several_ranks_measure_nothing_and_run_as_written() -> None:
     first, second = ranks(2)(on_one_rank)
-    assert (first["measured"], second["measured"]) == (3, 0)  # relu on shares of 3 and 4 samples, and the module
-    assert first["calls"] == [("toy_module", (3, 6)), ("toy", (3, 8))] * 4
-    assert second["calls"] == [("toy_module", (4, 6)), ("toy", (4, 8))] * 4
+    assert (first["measured"], second["measured"]) == (0, 0)
+    assert first["calls"] == second["calls"] == []
+    assert_same_weights(first["weights"], second["weights"])
+
+
+def test_several_ranks_use_what_one_process_has_measured(tmp_path: Path) -> None:
+    alone = on_one_rank(str(tmp_path), 4, ())
+    assert alone["measured"] == 2
+    first, second = ranks(2)(partial(on_one_rank, str(tmp_path)))
+    assert (first["measured"], second["measured"]) == (0, 0)
+    assert first["calls"] == second["calls"] == alone["calls"] == [("toy_module", (4, 6)), ("toy", (4, 8))] * 4
     assert_same_weights(first["weights"], second["weights"])
 
 
@@ -448,7 +499,7 @@ def test_a_damaged_cache_is_measured_anew(install: Any, clock: type[Clock], tmp_
     install("toy")
     folder = tmp_path / "own"
     fit_tiny([Kernels(cache=str(folder))], max_updates=1)
-    (key,) = json.loads((folder / "kernels.json").read_text())["choices"]
+    key = next(iter(json.loads((folder / "kernels.json").read_text())["choices"]))
     (folder / "kernels.json").write_text(damage.replace("KEY", key))
     fit_tiny([Kernels(cache=str(folder))], max_updates=1)
     assert clock.measured == 2

@@ -101,6 +101,7 @@ RELU = "torch.nn.functional.relu"
 LINEAR = "torch.nn.modules.linear.Linear"
 
 TOY = toy("toy", Functional(RELU, partial(_relu, "toy", 0.0)))
+TOY_OPAQUE = toy("toy_opaque", Functional(RELU, partial(_relu, "toy_opaque", 0.0), fuses=False))
 TOY_RIVAL = toy("toy_rival", Functional(RELU, partial(_relu, "toy_rival", 0.0)))
 TOY_WRONG = toy("toy_wrong", Functional(RELU, partial(_relu, "toy_wrong", 1.0)))
 TOY_FUSSY = toy("toy_fussy", Functional(RELU, _hand_back))

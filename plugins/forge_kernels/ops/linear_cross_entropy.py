@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from forge.errors import KernelError
-from forge_kernels.contract import Case, Cost, Kernel, falls_back, triton_module, unusable
+from forge_kernels.contract import (
+    INTERPRETED,
+    Case,
+    Cost,
+    Kernel,
+    Subgraph,
+    dtype_name,
+    falls_back,
+    triton_module,
+    unusable,
+)
+from forge_kernels.graph_reading import (
+    LinearCall,
+    erase,
+    example,
+    has_example,
+    is_call,
+    is_function,
+    linear_call,
+    only_used_by,
+)
 from forge_kernels.ops.cross_entropy import MOST_CLASSES, check_loss
 from forge_kernels.ops.cross_entropy import reference as loss_of_logits
 
@@ -166,6 +189,124 @@ def _make(
     return hidden, weight, torch.randint(classes, (tokens,), device=device)
 
 
+# -- in a compiled step -----------------------------------------------------------------------------------------------
+
+
+def _fused(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    return linear_cross_entropy(hidden, weight, target, bias, **options).to(dtype)  # pyright: ignore[reportArgumentType]
+
+
+def rewrite(graph: fx.Graph, loss: fx.Node) -> str | None:
+    """Replace a linear layer and the cross-entropy of its result. Between them the logits may be cast, sliced along
+    other dimensions than the classes, and reshaped to rows."""
+    try:
+        given = inspect.signature(F.cross_entropy).bind(*loss.args, **loss.kwargs)
+    except TypeError:
+        return ""
+    given.apply_defaults()
+    options = given.arguments
+    logits, target = options["input"], options["target"]
+    if not has_example(loss, logits, target):
+        return ""
+    if options["weight"] is not None or options["size_average"] is not None or options["reduce"] is not None:
+        return "the loss has weights, or old options"
+    if options["reduction"] not in ("mean", "sum"):
+        return "the loss is not reduced"
+    if example(target).dtype != torch.int64:
+        return "the targets are not class numbers"
+    found = _path_to_linear(logits, loss)
+    if isinstance(found, str):
+        return found
+    layer, path = found
+    why_not = _cannot_run(example(layer.x), example(layer.weight))
+    if why_not:
+        return why_not
+    with graph.inserting_before(loss):
+        hidden = layer.x
+        for node in reversed(path):
+            index: Any = node.args[1] if len(node.args) > 1 else None
+            if is_function(node, operator.getitem):  # the same positions of the layer's input
+                value = example(hidden)[index]
+                hidden = graph.call_function(operator.getitem, (hidden, index))
+                hidden.meta["example_value"] = value
+        rows = graph.call_method("reshape", (hidden, -1, example(layer.x).shape[-1]))
+        labels = graph.call_method("reshape", (target, -1))
+        rest = (options["ignore_index"], options["label_smoothing"], options["reduction"], example(loss).dtype)
+        weight = layer.weight_of(graph)
+        new = graph.call_function(_fused, (rows, weight, labels, layer.bias, *rest))
+    new.meta.update(loss.meta)
+    loss.replace_all_uses_with(new)
+    erase(graph, [loss, *path, *layer.nodes])
+    return None
+
+
+def _path_to_linear(logits: fx.Node, loss: fx.Node) -> tuple[LinearCall, list[fx.Node]] | str:
+    """Return the linear layer that makes the logits, and the calls between it and the loss, the last one first."""
+    node: Any = logits
+    user, path = loss, []
+    if example(node).dim() == 3:  # (batch, classes, positions), from (batch, positions, classes)
+        if not (is_call(node, "transpose") and set(node.args[1:]) in ({1, 2}, {-1, -2}, {1, -1}, {-2, 2})):
+            return "the logits are neither rows nor transposed rows"
+    elif example(node).dim() != 2:
+        return "the logits are neither rows nor transposed rows"
+    while True:
+        if not only_used_by(node, user):
+            return "the logits are used elsewhere too"
+        layer = linear_call(node)
+        if layer is not None:
+            return layer, path
+        if not _keeps_classes(node, first=not path):
+            return ""
+        path.append(node)
+        node, user = node.args[0], node
+
+
+def _keeps_classes(node: Any, first: bool) -> bool:
+    """Whether a call leaves the order of rows and the last dimension, the classes, alone."""
+    if not node.args or not has_example(node, node.args[0]):
+        return False
+    before, after = example(node.args[0]), example(node)
+    if is_call(node, "transpose"):
+        return first and before.dim() == 3
+    if before.shape[-1] != after.shape[-1]:
+        return False
+    if is_call(node, "float", "contiguous", "to", "view", "reshape", "flatten") or is_function(node, torch.flatten):
+        return before.numel() == after.numel()
+    return is_function(node, operator.getitem) and _slices_rows(node.args[1], before.dim())
+
+
+def _slices_rows(index: Any, dimensions: int) -> bool:
+    """Whether an index takes slices, and all of the last dimension."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(item is Ellipsis or isinstance(item, slice) for item in items):
+        return False
+    if any(isinstance(bound, fx.Node) for item in items if item is not Ellipsis for bound in (item.start, item.stop)):
+        return False
+    reaches_last = Ellipsis in items or len(items) == dimensions
+    return not reaches_last or items[-1] is Ellipsis or items[-1] == slice(None)
+
+
+def _cannot_run(hidden: Tensor, weight: Tensor) -> str:
+    """Return why the kernel cannot run on these, as they are under the present autocast."""
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    if kind != "cuda" and not (INTERPRETED and kind == "cpu"):
+        return f"it runs on CUDA, not on {kind}"
+    if dtype not in (torch.bfloat16, torch.float32) or weight.dtype not in (dtype, torch.float32):
+        return f"it does not support {dtype_name(dtype)} with a weight of {dtype_name(weight.dtype)}"
+    return f"it supports at most {MOST_CLASSES:,} classes" if weight.shape[0] > MOST_CLASSES else ""
+
+
 LINEAR_CROSS_ENTROPY = Kernel(
     name="linear_cross_entropy",
     summary="cross_entropy(hidden @ weight.T + bias) over chunks of tokens",
@@ -178,4 +319,5 @@ LINEAR_CROSS_ENTROPY = Kernel(
         Case("T8192 D4096 V128256", partial(_make, 8192, 4096, 128256)),
         Case("T65536 D768 V50304", partial(_make, 65536, 768, 50304)),
     ),
+    replaces=(Subgraph("torch.nn.functional.cross_entropy", rewrite),),
 )

@@ -7,22 +7,34 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
 from forge.errors import KernelError
 from forge_kernels.contract import (
     HALF_TO_FULL,
+    INTERPRETED,
     Case,
     Cost,
     Kernel,
     Module,
+    Subgraph,
     as_autocast,
+    dtype_name,
     falls_back,
     plain,
     triton_module,
     unusable,
+)
+from forge_kernels.graph_reading import (
+    activation_call,
+    before_idle_dropout,
+    erase,
+    example,
+    is_function,
+    linear_call,
+    only_used_by,
 )
 from forge_kernels.ops.matmul import ACTIVATIONS, autocast_is_on, check_activation, check_dtypes, wants_grad
 
@@ -127,6 +139,40 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
+def rewrite(graph: fx.Graph, second: fx.Node) -> str | None:
+    """Replace two linear layers with an activation between them, whose results nothing else reads."""
+    if is_function(second, torch.addmm) and len(second.users) == 1:  # a Conv1D of transformers ends in a view
+        second = next(iter(second.users))
+    after = linear_call(second)
+    if after is None:
+        return ""
+    activated, idle = before_idle_dropout(after.x)
+    found = activation_call(activated)
+    first = None if found is None else linear_call(found[1])
+    if found is None or first is None:
+        return ""
+    name, before, between = found
+    readers = [after.nodes[-1], *idle]
+    if not all(only_used_by(node, reader) for node, reader in zip([*idle, activated], readers, strict=True)) or not set(
+        before.users
+    ) <= set(between):
+        return "the values between the layers are used elsewhere too"
+    kind = example(first.x).device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else example(first.x).dtype
+    if kind != "cuda" and not (INTERPRETED and kind == "cpu"):
+        return f"it runs on CUDA, not on {kind}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it does not support {dtype_name(dtype)}"
+    with graph.inserting_before(second):
+        w1, w2 = first.weight_of(graph), after.weight_of(graph)
+        new = graph.call_function(mlp, (first.x, w1, first.bias, w2, after.bias, name))
+    new.meta.update(second.meta)
+    second.replace_all_uses_with(new)
+    erase(graph, [*after.nodes, *idle, *between, *first.nodes])
+    return None
+
+
 def _check(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> None:
     fits = (
         x.dim() >= 1 and w1.dim() == 2 and w2.dim() == 2 and x.shape[-1] == w1.shape[1] and w1.shape[0] == w2.shape[1]
@@ -162,5 +208,9 @@ MLP = Kernel(
         Case("4096→16384→4096, T=8192", partial(_make, 8192, 4096, 16384)),
         Case("768→3072→768, T=65536", partial(_make, 65536, 768, 3072)),
     ),
-    replaces=(Module("torch.nn.Sequential", swap),),
+    replaces=(
+        Module("torch.nn.Sequential", swap),
+        Subgraph("torch.nn.functional.linear", rewrite),
+        Subgraph("torch.addmm", rewrite),
+    ),
 )

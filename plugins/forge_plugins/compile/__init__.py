@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from forge.contract.task import Build
 from forge.errors import RecipeError
 from forge_plugins._patterns import MANY, as_list, chosen, listed
 from forge_plugins.compile import messages
-from forge_plugins.compile.comparison import compare
+from forge_plugins.compile.comparison import comparable, compare
 from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
 from forge_plugins.compile.quiet import without_torchs_account
@@ -44,9 +44,9 @@ class Compile(forge.Plugin):
 
     What you see: after the first update, the number of graphs, and the line and reason of each graph break; later, each
     recompile with its reason. `compile/graphs`, `compile/breaks` and `compile/recompiles` are logged when they change.
-    Graphs for evaluation, for another optimizer's turn and for unfrozen parameters do not count as recompiles. With
-    `dynamic=false` each new shape is a recompile: the last, shorter batch of an epoch costs one, and a warning comes
-    before torch gives up on a stream of shapes. If nothing was compiled at all, a warning says so.
+    Graphs for evaluation, for another optimizer's turn and for unfrozen parameters do not count as recompiles. A new
+    shape is a recompile, after which the graph takes other sizes too; with `dynamic=false` each new shape is one, and a
+    warning comes before torch gives up on a stream of shapes. If nothing was compiled at all, a warning says so.
 
     Compiled arithmetic differs from eager arithmetic: fused kernels round differently, and inductor draws other random
     numbers for dropout. The backends `eager` and `aot_eager` generate no code and give the bits of eager on the CPU,
@@ -72,8 +72,8 @@ class Compile(forge.Plugin):
         "Effort of inductor: default, reduce-overhead (CUDA graphs) or max-autotune (measured kernels)."
         backend: str = "inductor"
         "The compiler; aot_eager traces graphs without generating code, for tests."
-        dynamic: bool | None = False
-        "Whether sizes may vary within one graph; null: after the first recompile for a size."
+        dynamic: bool | None = None
+        "Whether sizes may vary within one graph; null: from the first recompile for a size on, as torch does."
         fullgraph: bool = False
         "Raise an error on graph breaks instead of continuing without a graph."
         blocks: str | list[str] | None = None
@@ -149,6 +149,11 @@ class Compile(forge.Plugin):
             logger.info(
                 "compile.mode=%s: CUDA graphs need CUDA; on %s none are used.", self.config.mode, trainer.env.device
             )
+
+    def another(self) -> AbstractContextManager[None]:
+        """Compile the same modules once more, apart from the run's own graphs: for a trial inside its `with`."""
+        assert self._regions is not None
+        return self._regions.another(comparable(self._options))
 
     @forge.hookimpl(wrapper=True)
     def forge_train_step(self, step: forge.Step) -> Generator[None, Any, Any]:

@@ -205,13 +205,21 @@ class Regions:
 
     def install(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> None:
         """Compile, lazily: torch compiles at the first call, and `after` is called then."""
+        self.all = self._make(options, after)
+        for region in self.all:
+            region.module._compiled_call_impl = region
+
+    def _make(self, options: Mapping[str, Any], after: Callable[[], None] | None = None) -> list[Region]:
         functions, signatures = Functions(options, after), {}
-        self.all = []
+        made: list[Region] = []
         for name, module in self._modules.items():
             alike = signatures.setdefault(_signature(module), len(signatures))
-            region = (WholeRegion if self.whole else Region)(name, module, functions, alike)
-            module._compiled_call_impl = region
-            self.all.append(region)
+            made.append((WholeRegion if self.whole else Region)(name, module, functions, alike))
+        return made
+
+    def another(self, options: Mapping[str, Any]) -> OtherGraphs:
+        """Return other compiled functions of the same modules, which run inside its `with`, any number of times."""
+        return OtherGraphs(self._make(options))
 
     def remove(self) -> None:
         """Restore the modules."""
@@ -243,6 +251,23 @@ class Regions:
 
     def _made(self) -> Iterable[tuple[Any, Function]]:
         return self.all[0].functions.made.items() if self.all else ()
+
+
+class OtherGraphs:
+    """Compiled functions in place of a run's own, inside the `with`."""
+
+    def __init__(self, regions: list[Region]):
+        self._regions = regions
+        self._before: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = [region.module._compiled_call_impl for region in self._regions]
+        for region in self._regions:
+            region.module._compiled_call_impl = region
+
+    def __exit__(self, *error: object) -> None:
+        for region, before in zip(self._regions, self._before, strict=True):
+            region.module._compiled_call_impl = before
 
 
 def _signature(module: nn.Module) -> Hashable:
