@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forge_kernels.ops.clip_adamw_optimizer import ClipAdamW
     from forge_kernels.ops.cpp import all_finite
     from forge_kernels.ops.cross_entropy import cross_entropy
+    from forge_kernels.ops.cudnn_attention import cudnn_attention
     from forge_kernels.ops.glu import geglu, swiglu
     from forge_kernels.ops.linear_cross_entropy import linear_cross_entropy
     from forge_kernels.ops.matmul import matmul
@@ -35,6 +36,7 @@ _HOME = {
     "ClipAdamW": "clip_adamw_optimizer",
     "clip_adamw": "clip_adamw",
     "cross_entropy": "cross_entropy",
+    "cudnn_attention": "cudnn_attention",
     "geglu": "glu",
     "layer_norm": "norms",
     "linear_cross_entropy": "linear_cross_entropy",
@@ -52,6 +54,7 @@ __all__ = [
     "attention",
     "clip_adamw",
     "cross_entropy",
+    "cudnn_attention",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

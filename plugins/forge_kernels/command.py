@@ -104,13 +104,16 @@ def _dtypes(kernel: Kernel) -> str:
 
 def _replaces(kernel: Kernel) -> Text:
     """The last part of each replaced name: layer_norm, LayerNorm."""
-    names = [replaced.target.rpartition(".")[2] for replaced in kernel.replaces]
+    from forge_kernels.contract import Subgraph
+
+    names = [replaced.target.rpartition(".")[2] for replaced in kernel.replaces if not isinstance(replaced, Subgraph)]
+    names += ["calls in a compiled step"] if any(isinstance(r, Subgraph) for r in kernel.replaces) else []
     return Text(", ".join(names)) if names else Text("-", "dim")
 
 
 def _show(name: str) -> int:
     from forge_kernels import discovery as kernels
-    from forge_kernels.contract import dtype_name
+    from forge_kernels.contract import Subgraph, dtype_name
 
     kernel = kernels.load(name)
     entry = registry.installed("kernel")[name]
@@ -129,7 +132,8 @@ def _show(name: str) -> int:
     for dtype, bound in kernel.tolerance.items():
         grid.add_row(f"error in {dtype_name(dtype)}", f"at most {bound:g} of the norm, against float64")
     for replaced in kernel.replaces:
-        grid.add_row("replaces", Text(replaced.target))
+        ends = "in a compiled step, calls that end in " if isinstance(replaced, Subgraph) else ""
+        grid.add_row("replaces", Text(ends + replaced.target))
     if not kernel.replaces:
         grid.add_row("replaces", "nothing by itself: call it in your task")
     grid.add_row("reference", Text(_place(kernel.reference)))

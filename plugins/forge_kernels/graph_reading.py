@@ -63,9 +63,11 @@ def linear_call(node: Any) -> LinearCall | None:
         if len(product.args) != 3 or product.kwargs or not only_used_by(product, node):
             return None
         bias, rows, weight = product.args
-        if not (is_call(rows, "view", "reshape") and has_example(bias, rows, weight, rows.args[0])):
+        if not is_call(rows, "view", "reshape"):
             return None
         x = rows.args[0]
+        if not has_example(bias, rows, weight, x):
+            return None
         if example(x).shape[:-1] != example(node).shape[:-1] or example(rows).shape[-1] != example(x).shape[-1]:
             return None
         return LinearCall(x, weight, bias, transposed=True, nodes=(node, product, rows))

@@ -19,7 +19,7 @@ from forge_plugins.compile import messages
 from forge_plugins.compile.comparison import comparable, compare
 from forge_plugins.compile.compile_watch import CompileWatch
 from forge_plugins.compile.generations import Generations
-from forge_plugins.compile.quiet import without_torchs_account
+from forge_plugins.compile.quiet import without_breaks_for_messages, without_torchs_account
 from forge_plugins.compile.regions import Regions, checking_parameters
 from forge_plugins.compile.toolchain import check_backend
 
@@ -134,6 +134,7 @@ class Compile(forge.Plugin):
         self._regions, self._shell = Regions(modules, whole=not patterns), build.model
         self._flags.enter_context(checking_parameters())
         self._flags.enter_context(without_torchs_account())
+        self._flags.enter_context(without_breaks_for_messages())
         self._watch = CompileWatch()
         self._regions.install(self._options, after=self._watch.look)  # torch keeps its records for a while only
         if self.config.mode in CUDA_GRAPHS:

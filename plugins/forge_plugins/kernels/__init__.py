@@ -219,6 +219,8 @@ class Kernels(forge.Plugin):
                         f"Or call forge.kernels.{name} in your task."
                     )
                 continue
+            if target in takers and not self._named:  # the first by name
+                continue
             if target in takers:
                 raise RecipeError(
                     f"kernels.use: {takers[target]!r} and {name!r} both replace {target}. Exclude one of them: "

@@ -104,6 +104,10 @@ def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVe
     return StepVerdict(tuple(sorted(kept[0])) if kept else (), costs)
 
 
+Context = Callable[[], AbstractContextManager[Any]]
+"""Returns a new context to run a step in."""
+
+
 class StepTrial:
     """Forward and backward of a step's first batch, under any context, without side effects on the run."""
 
@@ -122,7 +126,7 @@ class StepTrial:
             loss = output if isinstance(output, Tensor) else output["loss"]
             torch.autograd.grad(loss, self._wanted, allow_unused=True)
 
-    def measure(self, contexts: Sequence[AbstractContextManager[Any]]) -> list[StepCost]:
+    def measure(self, contexts: Sequence[Context]) -> list[StepCost]:
         """Time the step under each context, in turns. A context that fails is left out with its reason."""
         why_not = [self.fails(context) for context in contexts]
         works = [place for place, why in enumerate(why_not) if not why]
@@ -139,7 +143,7 @@ class StepTrial:
             for place, why in enumerate(why_not)
         ]
 
-    def fails(self, context: AbstractContextManager[Any]) -> str:
+    def fails(self, context: Context) -> str:
         """Run the step under a context until it is compiled and tuned; return why that fails, or nothing."""
         try:
             for _ in range(WARM_UP):
@@ -149,17 +153,17 @@ class StepTrial:
             return f"it fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         return ""
 
-    def _seconds(self, context: AbstractContextManager[Any]) -> float:
+    def _seconds(self, context: Context) -> float:
         with ExitStack() as stack:
             stack.enter_context(without_side_effects(self._trainer))
-            stack.enter_context(context)
+            stack.enter_context(context())
             self._wait()
             began = time.perf_counter()
             self.once()
             self._wait()
             return time.perf_counter() - began
 
-    def _peak(self, context: AbstractContextManager[Any]) -> int:
+    def _peak(self, context: Context) -> int:
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import forge
@@ -14,7 +15,7 @@ from forge_kernels.contract import Functional, Module, Subgraph
 from forge_kernels.graph_rewriting import GraphRewriting
 from forge_kernels.patch import StandIns, SwappedModules
 from forge_kernels.selection import Candidate, KernelChoice
-from forge_plugins.kernels.judgement import StepTrial
+from forge_plugins.kernels.judgement import Context, StepTrial
 
 logger = logging.getLogger("forge")
 
@@ -50,9 +51,9 @@ class StepVariants:
         self._graphs[frozenset(found) | calls] = self._graphs[every]  # the same graphs
         return found
 
-    def get(self, names: frozenset[str]) -> AbstractContextManager[Any]:
-        """Return the context of a step with these kernels."""
-        return self._entered(names)
+    def get(self, names: frozenset[str]) -> Context:
+        """Return what makes the context of a step with these kernels."""
+        return partial(self._entered, names)
 
     @contextmanager
     def _entered(self, names: frozenset[str]) -> Generator[None, None, None]:
