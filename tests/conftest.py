@@ -40,6 +40,9 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: what modules and tests are made of is no garbage
+if PROFILE == "quick":
+    os.fsync = lambda descriptor: None  # no test cuts the power, and a disk takes milliseconds each time
 atexit.register(gc.unfreeze)  # for those who look at the end of a process for what was never freed
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it in the background; children would inherit it
@@ -72,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Commands that tests start are forked from a process in which no test has run."""
+    gc.freeze()
+    gc.enable()
     forked.prepare()
 
 
