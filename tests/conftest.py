@@ -25,11 +25,18 @@ from hypothesis import HealthCheck, settings
 
 import forge
 import forge.env
+from forge.diagnose import first_look
 from tests.support import forked
 from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
+UNWATCHED = {
+    *("checkpoint", "contract", "data", "kernels", "lightning", "metrics", "optim", "planning", "plugins", "report"),
+    *("runs", "shipping", "snapshot", "tuning"),
+}
+"""Folders of tests whose fits are not looked at by the first look, in the quick profile: it is a quarter of a small
+fit. Every plugin is looked at in tests/testing, and the command line looks as it does for users."""
 PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
 """What processes print is 160 characters wide, without colours."""
 
@@ -114,6 +121,8 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """
     if PROFILE == "quick":
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+        if request.node.path.parent.name in UNWATCHED:
+            monkeypatch.setattr(first_look, "why_not", lambda step: "the quick profile looks at others")
     on_a_gpu = request.node.get_closest_marker("gpu") is not None
     if on_a_gpu:
         gc.collect()
