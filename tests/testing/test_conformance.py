@@ -420,6 +420,15 @@ def test_the_report_tells_what_was_checked_and_what_it_costs() -> None:
     assert "shrink keeps the contract (leaks, state, runs, files, graphs); it adds" in str(report)
 
 
+def test_hooks_on_all_modules_that_others_left_are_not_its_own() -> None:
+    others = ["state", "runs", "files", "graphs", "exceptions", "order", "cost"]
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    try:
+        check_plugin(Shrink, leave_out=others)
+    finally:
+        handle.remove()
+
+
 def test_a_limit_of_the_cost_is_held() -> None:
     class Slow(forge.Plugin):
         """Computes for nothing."""
