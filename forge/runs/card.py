@@ -177,15 +177,14 @@ def device_name(device: torch.device) -> str:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return commit, branch and whether the folder's repository has local changes; None outside a repository."""
 
-    here = folder.resolve()
-    if "GIT_DIR" not in os.environ and not any((above / ".git").exists() for above in (here, *here.parents)):
-        return None  # without the milliseconds of a process that would say so
-
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.strip()
 
     try:
+        here = folder.resolve()
+        if "GIT_DIR" not in os.environ and not any((above / ".git").exists() for above in (here, *here.parents)):
+            return None  # without the milliseconds of a process that would say so
         return {
             "commit": git("rev-parse", "HEAD"),
             "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
