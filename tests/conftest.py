@@ -31,12 +31,12 @@ from tests.support.small_data import write_small_data
 
 REPO = Path(__file__).resolve().parent.parent
 PROFILE = os.environ.get("FORGE_PROFILE", "quick")
-UNWATCHED = {
-    *("checkpoint", "contract", "data", "kernels", "lightning", "metrics", "optim", "planning", "plugins", "report"),
-    *("runs", "shipping", "snapshot", "tuning"),
+WATCHED = {
+    *("diagnose", "engine", "examine", "recipes"),
+    *("test_clear_errors.py", "test_cli.py", "test_conformance.py", "test_findings.py", "test_refusals.py"),
 }
-"""Folders of tests whose fits are not looked at by the first look, in the quick profile: it is a quarter of a small
-fit. Every plugin is looked at in tests/testing, and the command line looks as it does for users."""
+"""Folders and files of tests whose fits get the first look in the quick profile too: it is a quarter of a small fit.
+Every plugin and every recipe is among them, and all commands that run in a process of their own."""
 PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
 """What processes print is 160 characters wide, without colours."""
 
@@ -121,7 +121,7 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """
     if PROFILE == "quick":
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
-        if request.node.path.parent.name in UNWATCHED:
+        if not WATCHED & {request.node.path.parent.name, request.node.path.name}:
             monkeypatch.setattr(first_look, "why_not", lambda step: "the quick profile looks at others")
     on_a_gpu = request.node.get_closest_marker("gpu") is not None
     if on_a_gpu:
