@@ -275,7 +275,7 @@ def test_of_meshes_that_hold_the_same_only_the_first_writes(tmp_path: Path) -> N
     assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": full}})
 
 
-def test_tied_shards_are_written_once_and_tied_again_even_where_they_are_empty(tmp_path: Path) -> None:
+def test_tied_shards_are_written_once_and_tied_again(tmp_path: Path) -> None:
     full = torch.randn(1, 4)
 
     def make() -> dict[str, Any]:
@@ -306,7 +306,7 @@ def test_names_that_read_like_pieces_are_kept_apart(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"w", "w@0,0", "w@2,0"}
 
 
-def test_one_process_on_a_mesh_of_one_writes_what_it_always_wrote(tmp_path: Path) -> None:
+def test_a_mesh_of_one_writes_what_one_process_writes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "plain", plain_tree(3))
     with pretending(0, 1):
         mesh = init_device_mesh("cpu", (1,))
@@ -318,7 +318,7 @@ def test_one_process_on_a_mesh_of_one_writes_what_it_always_wrote(tmp_path: Path
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "mesh" / name).read_bytes()
 
 
-def test_what_cannot_be_saved_of_a_dtensor_is_refused_by_its_path() -> None:
+def test_a_dtensor_that_cannot_be_saved_is_refused_by_path() -> None:
     with pretending(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(CheckpointError, match=r"a\.b is a DTensor of partial sums"):
@@ -557,7 +557,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_two_ranks_of_fsdp_save_one_process_loads_bit_for_bit(saved: Path) -> None:
+def test_one_process_loads_what_two_fsdp_ranks_save(saved: Path) -> None:
     checkpoint = StoredCheckpoint(saved / "update-00000002")
     loaded = checkpoint.load()
     assert same(loaded, StoredCheckpoint(saved / "expected").load())
@@ -587,7 +587,7 @@ def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_ranks_to_others_to_two_keep_every_bit_under_every_sharding(world: int, saved: Path) -> None:
+def test_two_ranks_to_others_and_back_keep_every_bit(world: int, saved: Path) -> None:
     assert launch(world, load_by_others, saved, world) == [0] * world
     for how in ("fsdp", "hybrid", "tensor"):
         assert same(StoredCheckpoint(saved / how).load(), StoredCheckpoint(saved / "expected").load()), how
@@ -618,7 +618,7 @@ def killed_while_saving(rank: int, store: dist.Store, folder: Path, victim: int)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_killed_during_a_save_leaves_the_old_checkpoint_and_no_torn_one(victim: int, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint(victim: int, tmp_path: Path) -> None:
     codes = launch(2, killed_while_saving, tmp_path, victim)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] == 0
@@ -633,7 +633,7 @@ def write_in_threads(target: Path, number: int, world: int = 2) -> None:
     in_threads(world, lambda rank: write_sharded(target, tree, Writers(rank, world, store)))
 
 
-def test_a_save_of_two_ranks_killed_at_any_system_call_is_there_or_not(tmp_path: Path) -> None:
+def test_a_save_of_two_ranks_killed_anywhere_is_there_or_not(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_in_threads(folder / "update-00000001", 1)
 
@@ -694,7 +694,7 @@ def test_a_disk_that_is_full_for_one_rank_is_one_error_on_all(
     assert {key for key in store.list_keys() if "begun" not in key} == set()
 
 
-def test_a_state_that_cannot_be_split_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_state_one_rank_cannot_split_is_an_error_on_all(tmp_path: Path) -> None:
     for victim in (0, 1):
         store = dist.HashStore()
 
@@ -854,7 +854,7 @@ def test_a_forged_manifest_is_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_ranks_fit_into_a_manifest_and_too_many_do_not() -> None:
+def test_thousands_of_ranks_fit_into_a_manifest() -> None:
     def made(world: int) -> bytes:
         return manifest.encode({name: manifest.FileRecord(2**61, "0" * 64) for name in manifest.files_of(world)})
 

@@ -186,7 +186,7 @@ def test_a_module_that_refuses_its_weights_leaves_all_as_it_was(tmp_path: Path) 
     assert_same_weights(task, before)
 
 
-def test_the_error_names_what_is_missing_unexpected_and_of_another_shape(tmp_path: Path) -> None:
+def test_the_error_names_missing_unexpected_and_misshapen(tmp_path: Path) -> None:
     torch.save({**Classifier().state_dict(), "old.bias": torch.zeros(1)}, tmp_path / "w.pt")
     with pytest.raises(forge.TaskError) as error:
         load_weights(Wider(), tmp_path / "w.pt")
@@ -345,7 +345,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_a_changed_byte_is_an_error_of_ours_or_other_numbers_but_never_a_crash(
+def test_a_changed_byte_never_crashes_the_process(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder, write = tmp_path_factory.mktemp("w"), data.draw(st.sampled_from([as_safetensors, as_pt, as_old_pth]))
@@ -375,7 +375,7 @@ def test_a_finished_run_stands_for_its_weights_file(run: Path) -> None:
     assert find_weights(run) == run / "weights.safetensors"
 
 
-def test_a_run_that_was_continued_stands_for_its_newest_checkpoint(run: Path) -> None:
+def test_a_continued_run_stands_for_its_newest_checkpoint(run: Path) -> None:
     old = (run / "weights.safetensors").read_bytes()
     fit_tiny([Checkpoint()], run_dir=run, max_epochs=3, resume="auto")
     assert find_weights(run) == run / "weights.safetensors"
@@ -394,7 +394,7 @@ def test_damaged_checkpoints_leave_the_weights_file_in_its_place(run: Path) -> N
     assert find_weights(run) == run / "weights.safetensors"
 
 
-def test_an_unfinished_run_stands_for_its_newest_valid_checkpoint(run: Path) -> None:
+def test_an_unfinished_run_stands_for_its_newest_checkpoint(run: Path) -> None:
     (run / "weights.safetensors").unlink()
     assert find_weights(run).name == "update-00000010"
     assert find_weights(run / "checkpoints").name == "update-00000010"
@@ -402,7 +402,7 @@ def test_an_unfinished_run_stands_for_its_newest_valid_checkpoint(run: Path) -> 
     assert find_weights(run).name == "update-00000005"
 
 
-def test_a_weights_file_of_somebody_elses_stands_before_checkpoints(run: Path) -> None:
+def test_foreign_weights_stand_before_checkpoints(run: Path) -> None:
     save_file(TinyTask().state_dict(), run / "weights.safetensors")
     assert find_weights(run) == run / "weights.safetensors"
 
@@ -494,7 +494,7 @@ def test_arguments_that_are_not_plain_data_are_asked_for_by_name(tmp_path: Path)
     assert Odd.from_checkpoint(tmp_path / "w.safetensors", layer=layer).init_args["layer"] is layer
 
 
-def test_a_subclass_or_a_renamed_class_is_fine_where_the_weights_fit(run: Path) -> None:
+def test_a_subclass_or_a_renamed_class_may_load_the_weights(run: Path) -> None:
     class Renamed(TinyTask):
         pass
 
@@ -515,7 +515,7 @@ def test_another_classs_checkpoint_is_refused_by_both_names(tmp_path: Path) -> N
     assert partly.net[2].out_features == 5
 
 
-def test_a_foreign_file_gives_the_weights_and_the_caller_the_arguments(tmp_path: Path) -> None:
+def test_a_foreign_file_leaves_the_arguments_to_the_caller(tmp_path: Path) -> None:
     task = Classifier(hidden=5)
     as_lightning(task, tmp_path / "w")
     assert_same_weights(Classifier.from_checkpoint(tmp_path / "w.ckpt", hidden=5), task)
@@ -526,7 +526,7 @@ def test_the_base_class_makes_no_task(run: Path) -> None:
         forge.TaskModule.from_checkpoint(run)
 
 
-def test_a_task_is_made_on_the_cpu_whatever_the_default_device_is(run: Path) -> None:
+def test_a_task_is_made_on_the_cpu_despite_the_default_device(run: Path) -> None:
     with torch.device("meta"):
         task = TinyTask.from_checkpoint(run)
     assert {tensor.device.type for tensor in task.state_dict().values()} == {"cpu"}
@@ -575,7 +575,7 @@ def saved_with(folder: Path, state: dict[str, Any]) -> tuple[Path, forge.TaskMod
     return folder / "checkpoints" / "latest", task
 
 
-def test_whoever_keeps_weights_by_the_tasks_names_offers_an_average(tmp_path: Path) -> None:
+def test_an_average_is_offered_by_the_tasks_names(tmp_path: Path) -> None:
     halves = torch.full((8, 6), 0.5, dtype=torch.float64)
     checkpoint, task = saved_with(tmp_path, {"weights": {"net.0.weight": halves}, "more": 1})
     loaded = TinyTask(seed=7)

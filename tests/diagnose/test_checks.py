@@ -73,7 +73,7 @@ class TestRegistration:
             (lambda layer: [layer.weight], "nn.ParameterList"),
         ],
     )
-    def test_layers_hidden_in_a_plain_container_are_named_with_the_right_one(self, hide: Any, better: str) -> None:
+    def test_layers_in_a_plain_container_are_named(self, hide: Any, better: str) -> None:
         class Hidden(Classifier):
             def __init__(self) -> None:
                 super().__init__()
@@ -104,7 +104,7 @@ class TestRegistration:
 
         assert fit(Fine()).updates == 4
 
-    def test_layers_that_were_passed_to_the_task_are_not_hidden_by_having_been_passed(self) -> None:
+    def test_layers_passed_to_the_task_are_not_hidden(self) -> None:
         class Transfer(Classifier):
             def __init__(self, backbone: nn.Sequential):
                 super().__init__()
@@ -129,7 +129,7 @@ class TestRegistration:
         )
         assert "self.scale = nn.Parameter(...)" in said
 
-    def test_tensors_that_are_kept_or_registered_are_no_forgotten_parameters(self) -> None:
+    def test_kept_or_registered_tensors_are_not_forgotten(self) -> None:
         class Keeps(Classifier):
             def __init__(self) -> None:
                 super().__init__()
@@ -161,7 +161,7 @@ class TestRegistration:
         what = "replaced the parameters net.2.bias" if replaced else "made the parameters extra.weight, extra.bias"
         assert said.startswith(f"test_checks.py: Late.training_step {what}, which no optimizer has")
 
-    def test_lazy_layers_and_parameters_that_the_step_gives_to_the_optimizer_are_fine(self) -> None:
+    def test_lazy_layers_and_late_parameters_are_fine(self) -> None:
         class Lazy(Classifier):
             def __init__(self) -> None:
                 super().__init__()
@@ -178,7 +178,7 @@ class TestRegistration:
         assert said_by(Lazy(), max_updates=2) == []
         assert said_by(Grows(), max_updates=2) == []
 
-    def test_a_task_without_parameters_or_with_all_of_them_frozen_is_refused(self) -> None:
+    def test_a_task_with_nothing_to_train_is_refused(self) -> None:
         class Empty(forge.TaskModule):
             def training_step(self, batch: Any) -> Any: ...
             def configure_optimizers(self) -> Any:
@@ -194,7 +194,7 @@ class TestRegistration:
 
         assert_refused(Foreign(), "SGD has 4 parameters, but none of them belong to Foreign")
 
-    def test_trainable_parameters_in_no_optimizer_are_warned_of_and_keep_no_gradient(self) -> None:
+    def test_parameters_in_no_optimizer_are_warned_of(self) -> None:
         class Partial(Classifier):
             def configure_optimizers(self) -> Any:
                 return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
@@ -216,7 +216,7 @@ class TestRegistration:
 
         assert_refused(Stepless(), r"Stepless defines no training_step")
 
-    def test_validation_without_a_validation_step_is_refused_before_training(self) -> None:
+    def test_validation_without_a_step_is_refused(self) -> None:
         class NoValidation(forge.TaskModule):
             def training_step(self, batch: Any) -> Any:
                 raise AssertionError("training began")
@@ -259,7 +259,7 @@ class TestOptimizers:
         with pytest.warns(UserWarning, match="duplicate parameters"):  # torch's own word
             assert_refused(Twice(), "SGD has net.2.weight, net.2.bias more than once")
 
-    def test_a_shared_layer_and_optimizers_that_share_parameters_are_fine(self) -> None:
+    def test_a_shared_layer_and_shared_parameters_are_fine(self) -> None:
         class Shared(Classifier):
             def __init__(self) -> None:
                 super().__init__()
@@ -288,7 +288,7 @@ class TestOptimizers:
             "test_checks.py: Drops.configure_optimizers made a schedule for SGD and did not return it"
         )
 
-    def test_a_schedule_that_is_returned_or_stepped_by_the_task_is_fine(self) -> None:
+    def test_a_schedule_returned_or_stepped_by_the_task_is_fine(self) -> None:
         class Returns(Classifier):
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -331,9 +331,7 @@ class TestOptimizers:
             (2, ("1 epoch",), None),
         ],
     )
-    def test_a_one_cycle_schedule_that_ends_before_the_run_is_refused(
-        self, total: int, when: Any, message: str | None
-    ) -> None:
+    def test_a_one_cycle_that_ends_before_the_run_is_refused(self, total: int, when: Any, message: str | None) -> None:
         class Cycles(Classifier):
             def configure_optimizers(self) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -369,7 +367,7 @@ class TestSignatures:
             ("predict", "predict_step"),
         ],
     )
-    def test_a_step_that_wants_an_index_is_refused_before_anything_runs(self, verb: str, method: str) -> None:
+    def test_a_step_that_wants_an_index_is_refused_at_the_start(self, verb: str, method: str) -> None:
         def step(self: Any, batch: Any, batch_idx: int) -> Any:
             raise AssertionError("it was called")
 
@@ -406,7 +404,7 @@ class TestSignatures:
         assert_refused(Named(), "returned one optimizer, so it passes the batch alone. Drop name, or return a dict")
         assert_refused(Unnamed(), r"returned a dict, so it is called with \(batch, name\)")
 
-    def test_defaults_any_number_of_arguments_and_decorators_are_fine(self) -> None:
+    def test_defaults_varargs_and_decorators_are_fine(self) -> None:
         def wrapped(function: Any) -> Any:
             @functools.wraps(function)
             def call(self: Any, batch: Any) -> Any:
@@ -540,7 +538,7 @@ class TestLoss:
         with pytest.warns(UserWarning, match="if these are logits, use cross_entropy"):
             fit(with_loss(lambda t, x, y: F.nll_loss(t(x).exp(), y)), max_updates=1)
 
-    def test_one_number_as_target_a_constant_head_and_vmap_are_no_mistakes(self) -> None:
+    def test_a_number_as_target_a_constant_head_and_vmap_are_fine(self) -> None:
         def loss(task: Any, x: Any, y: Any) -> Any:
             constant = torch.full((4, 2), 0.5) + task(x)[:, :2] * 0
             each = torch.func.vmap(lambda row, label: F.cross_entropy(row, label))(task(x), y)
@@ -609,7 +607,7 @@ class TestData:
     def test_a_dict_of_training_loaders_is_refused(self) -> None:
         assert_refused(None, "training takes one loader", {"a": make_batches()}, forge.DataError)
 
-    def test_one_loader_with_persistent_workers_cannot_train_and_validate_at_once(self) -> None:
+    def test_persistent_workers_cannot_train_and_validate_at_once(self) -> None:
         data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
         loader = forge.data.Loader(data, 2, num_workers=1)
         with pytest.raises(forge.DataError, match="Make a loader for each"):

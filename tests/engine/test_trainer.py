@@ -66,7 +66,7 @@ def test_the_rhythm_fires_every_hook_in_its_place() -> None:
     ]
 
 
-def test_phases_of_building_the_model_come_in_order_and_the_task_moves_after_surgery() -> None:
+def test_the_model_is_built_in_order_and_moves_after_surgery() -> None:
     seen: list[str] = []
 
     class Phases(forge.Plugin):
@@ -109,7 +109,7 @@ def test_planned_updates_count_short_last_windows() -> None:
     assert trainer.planned_updates == result.updates == 9
 
 
-def test_the_seed_makes_two_runs_equal_and_python_and_numpy_are_seeded_too() -> None:
+def test_the_seed_makes_two_runs_equal_numpy_included() -> None:
     drawn = []
 
     class Draws(Classifier):
@@ -122,7 +122,7 @@ def test_the_seed_makes_two_runs_equal_and_python_and_numpy_are_seeded_too() -> 
     assert drawn[:2] == drawn[2:]
 
 
-def test_gradients_left_over_from_before_do_not_enter_the_first_update() -> None:
+def test_left_over_gradients_do_not_enter_the_first_update() -> None:
     torch.manual_seed(0)
     clean = Classifier()
     dirty = copy.deepcopy(clean)
@@ -147,7 +147,7 @@ def test_a_task_left_in_eval_mode_is_trained_in_train_mode() -> None:
     assert modes == [True]
 
 
-def test_metrics_are_means_over_the_log_interval_weighted_by_items() -> None:
+def test_metrics_are_means_over_the_interval_by_items() -> None:
     logged: list[tuple[int, dict[str, Any]]] = []
 
     class Sink(forge.Plugin):
@@ -237,7 +237,7 @@ def test_num_items_may_be_a_tensor() -> None:
     assert all(torch.equal(a, b) for a, b in zip(task.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_skipped_update_leaves_the_weights_and_is_counted_with_its_reason() -> None:
+def test_a_skipped_update_leaves_weights_and_is_counted() -> None:
     class Skip(forge.Plugin):
         @forge.hookimpl
         def forge_inspect_grads(self, step: forge.Step) -> None:
@@ -288,7 +288,7 @@ def test_a_requested_validation_runs_once() -> None:
     assert calls == ["evaluate"] * 2
 
 
-def test_a_requested_checkpoint_captures_once_after_the_boundary_and_files_state_by_plugin() -> None:
+def test_a_requested_checkpoint_captures_once_by_plugin() -> None:
     captured: list[dict[str, Any]] = []
 
     class Keeper(forge.Plugin):
@@ -344,7 +344,7 @@ def test_tied_weights_are_saved_and_loaded(tmp_path: Any) -> None:
     assert torch.equal(again.alias.weight, task.net[0].weight)
 
 
-def test_weights_of_modules_with_extra_state_expanded_buffers_and_lazy_layers_are_saved(tmp_path: Any) -> None:
+def test_extra_state_views_and_lazy_layers_are_saved(tmp_path: Any) -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> Any:
             return {"a": 1}
@@ -375,7 +375,7 @@ def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "meant"), [("max_steps", "max_updates"), ("max_epoch", "max_epochs")])
-def test_an_argument_that_it_does_not_take_is_answered_with_the_one_that_was_meant(given: str, meant: str) -> None:
+def test_a_wrong_argument_is_answered_with_the_one_meant(given: str, meant: str) -> None:
     settings: dict[str, Any] = {given: 3}
     with pytest.raises(TypeError, match=f"takes no argument '{given}'. Did you mean '?{meant}"):
         forge.Trainer(**settings)
@@ -450,7 +450,7 @@ def test_end_runs_in_reverse_order_even_when_one_of_them_fails() -> None:
     assert ended == ["third", "second", "first"]
 
 
-def test_the_first_error_is_the_one_that_is_raised_and_observers_see_it() -> None:
+def test_the_first_error_is_raised_and_observers_see_it() -> None:
     seen: list[BaseException] = []
 
     class Observer(forge.Plugin):
@@ -538,7 +538,7 @@ def test_a_task_may_implement_hooks_itself_innermost() -> None:
     assert order == ["callback", "task"]
 
 
-def test_custom_autograd_functions_optimizers_and_double_backward_work_unchanged() -> None:
+def test_custom_autograd_and_double_backward_work() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -643,7 +643,7 @@ def test_a_plugin_can_put_other_weights_in_place_for_the_export(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch", "9 samples"])
-def test_an_interval_gives_one_answer_from_the_first_hook_of_a_step_to_its_boundary(every: str) -> None:
+def test_an_interval_gives_one_answer_within_a_step(every: str) -> None:
     interval, answers = forge.Interval(every), []
 
     class Asks(forge.Plugin):
@@ -667,7 +667,7 @@ def test_an_interval_gives_one_answer_from_the_first_hook_of_a_step_to_its_bound
     assert {True, False} == {three[0] for three in answers}
 
 
-def test_publish_reads_a_tensor_and_refuses_what_no_sink_can_take() -> None:
+def test_publish_reads_a_tensor_and_refuses_the_rest() -> None:
     seen: dict[str, Any] = {}
 
     @forge.on("step_end", every="4 updates")

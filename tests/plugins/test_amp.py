@@ -217,7 +217,7 @@ def test_only_the_optimizer_whose_gradients_overflow_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
-def test_fused_optimizers_end_in_the_bits_of_the_hand_written_loop(kind: str) -> None:
+def test_fused_optimizers_equal_the_hand_written_loop(kind: str) -> None:
     class Fused(TinyTask):
         def configure_optimizers(self) -> Any:
             return getattr(torch.optim, kind)(self.parameters(), lr=0.01, fused=True)
@@ -249,7 +249,7 @@ class Skip(forge.Plugin):
 
 @pytest.mark.parametrize("hook", ["forge_finalize_grads", "forge_inspect_grads", "forge_edit_grads"])
 @pytest.mark.parametrize("amp_first", [True, False])
-def test_another_plugins_skip_leaves_the_scaler_as_a_hand_written_loop_would(hook: str, amp_first: bool) -> None:
+def test_another_plugins_skip_leaves_the_scaler_right(hook: str, amp_first: bool) -> None:
     ours, theirs, skipped = TinyTask(), TinyTask(), frozenset({0, 5, 6})
     amp, skip = made("fp16"), Skip(skipped, hook)
     scales = Scales(amp)
@@ -302,7 +302,7 @@ class BadGradient(TinyTask):
         return {"loss": super().training_step(batch)["loss"] + (self.net(batch[0]) * 0).abs().sqrt().sum()}
 
 
-def test_a_scale_below_one_is_warned_of_once_and_at_zero_the_run_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scale_below_one_warns_once_and_zero_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     fit_tiny([AMP("fp16", init_scale=4.0)], task=BadGradient())
     told = [record.getMessage() for record in caplog.records if "has fallen" in record.getMessage()]
     assert len(told) == 1
@@ -369,7 +369,7 @@ class Typed(TinyTask):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_stage_runs_in_the_short_type_and_weights_stay_long(dtype: str) -> None:
+def test_every_stage_is_in_the_short_type_but_weights_long(dtype: str) -> None:
     task = Typed()
     trainer = forge.Trainer(plugins=[AMP(dtype)], max_epochs=1, run_dir=False)
     trainer.fit(task, tiny_batches(), tiny_batches())
@@ -541,7 +541,7 @@ def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> 
     assert newest.load()["plugins"]["amp"]["scale"] == straight[-1]
 
 
-def test_anomaly_finds_where_a_bad_loss_came_from_and_training_goes_on() -> None:
+def test_anomaly_finds_a_bad_loss_and_training_goes_on() -> None:
     plain, watched, anomaly = TinyTask(), TinyTask(), Anomaly()
     stack: Any = lambda *more: [Guard("skip"), made("fp16"), *more]  # noqa: E731
     fit_tiny(stack(), task=plain, train=with_nan(3))
@@ -550,7 +550,7 @@ def test_anomaly_finds_where_a_bad_loss_came_from_and_training_goes_on() -> None
     assert_same_weights(watched, plain)
 
 
-def test_anomaly_names_the_layer_whose_output_is_too_large_for_fp16() -> None:
+def test_anomaly_names_the_layer_too_large_for_fp16() -> None:
     class Large(TinyTask):
         def training_step(self, batch: Any) -> Any:
             return F.cross_entropy(self.net.get_submodule("0")(batch[0] * 1e4) * 1e4, batch[1])
@@ -639,7 +639,7 @@ class Against(forge.Plugin):
     conflicts = ("grad_scaler",)
 
 
-def test_fp16_is_refused_beside_another_owner_and_who_cannot_bear_a_scaler_and_bf16_is_not() -> None:
+def test_fp16_is_refused_beside_another_owner_and_bf16_is_not() -> None:
     for other in (Owner(), Against()):
         fit_tiny([AMP("bf16"), other], max_updates=1)
     with pytest.raises(StackError, match="'amp' and 'owner' both own forge_backward"):
@@ -648,7 +648,7 @@ def test_fp16_is_refused_beside_another_owner_and_who_cannot_bear_a_scaler_and_b
         fit_tiny([AMP("fp16"), Against()])
 
 
-def test_what_auto_took_in_one_run_is_not_held_against_it_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_auto_took_in_one_run_does_not_bind_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     amp = AMP()
     monkeypatch.setattr("forge_plugins.amp.best_dtype", lambda device: "fp16")
     _, first = fit_tiny([amp], max_updates=1)
@@ -671,13 +671,13 @@ class WithLBFGS(TinyTask):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
-def test_a_closure_optimizer_is_refused_with_fp16_and_runs_with_bf16() -> None:
+def test_a_closure_optimizer_runs_with_bf16_only() -> None:
     with pytest.raises(StackError, match=r"fp16 cannot train with LBFGS.*Use amp\.dtype=bf16"):
         fit_tiny([AMP("fp16")], task=WithLBFGS())
     assert fit_tiny([AMP("bf16")], task=WithLBFGS(), max_updates=2)[1].updates == 2
 
 
-def test_weights_that_are_float16_themselves_are_refused_with_fp16() -> None:
+def test_float16_weights_are_refused_with_fp16() -> None:
     with pytest.raises(TaskError, match=r"net\.0\.weight, net\.0\.bias.*are float16, .*no \.half\(\)"):
         fit_tiny([AMP("fp16")], task=TinyTask().half())
     frozen = TinyTask()

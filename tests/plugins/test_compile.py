@@ -95,7 +95,7 @@ def test_without_generated_code_the_bits_are_those_of_eager(backend: str, blocks
     assert {name: result.metrics[name] for name in eagerly.metrics} == eagerly.metrics
 
 
-def test_weights_equal_the_hand_written_loop_around_a_compiled_module() -> None:
+def test_weights_equal_the_loop_around_a_compiled_module() -> None:
     ours, theirs = Plain(), Plain()
     data = tiny_batches((8, 8, 8))
     fit(Compile(backend="aot_eager"), ours, Accumulate(2), Clip(0.1), train=data)
@@ -170,7 +170,7 @@ def test_the_task_is_handed_back_after_an_error() -> None:
     assert all(module._compiled_call_impl is None for module in task.modules())
 
 
-def test_hooks_of_a_compiled_module_are_heard_even_when_they_come_later() -> None:
+def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     heard: list[tuple[int, int]] = []
 
     class Listen(forge.Plugin):
@@ -235,7 +235,7 @@ def test_blocks_that_differ_do_not_use_up_torchs_limit(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is() -> None:
+def test_a_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"compile\.blocks: 'Sequental' is neither.*Did you mean 'Sequential'"):
         fit(Compile(backend="eager", blocks="Sequental"), TinyTask())
 
@@ -282,7 +282,7 @@ def test_a_break_is_logged_with_file_line_and_reason(caplog: pytest.LogCaptureFi
     assert caplog.text.count("break at") == 1
 
 
-def test_what_was_compiled_is_said_once_and_logged_when_it_changes() -> None:
+def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
     logged: list[tuple[int, dict[str, Any]]] = []
 
     class Sink(forge.Plugin):
@@ -333,9 +333,7 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
     assert "became part of the graph: keep it in a tensor" in caplog.text
 
 
-def test_a_task_in_a_folder_named_training_has_its_recompiles_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_named_training_has_its_recompiles_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
     file = tmp_path / "training" / "steps.py"
     file.parent.mkdir()
@@ -402,7 +400,7 @@ def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
 
 
 @pytest.mark.slow
-def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
+def test_a_norm_frozen_on_the_way_is_frozen_in_the_graph() -> None:
     @forge.on("step_end", mutates=True)
     def freeze(step: forge.Step) -> None:
         task: Any = step.trainer.task
@@ -520,7 +518,7 @@ def test_a_variable_that_switches_the_compiler_off_is_warned_of(
     assert "compile: nothing was compiled; training is eager, and not faster. TORCHDYNAMO_DISABLE is set" in caplog.text
 
 
-def test_a_step_that_breaks_off_at_once_is_warned_of_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_breaks_off_is_warned_of_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     class Shy(Plain):
         @torch.compiler.disable
         def training_step(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -531,7 +529,7 @@ def test_a_step_that_breaks_off_at_once_is_warned_of_with_the_line(caplog: pytes
     assert "  at " in caplog.text
 
 
-def test_without_torchs_own_accounts_there_is_less_to_say_and_no_error(
+def test_without_torchs_accounts_there_is_less_and_no_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._dynamo.utils
@@ -630,7 +628,7 @@ def test_comparing_leaves_no_trace_in_the_run(make: Any, blocks: str | None, cap
 
 
 @pytest.mark.slow
-def test_random_numbers_that_prepare_a_batch_are_drawn_again_for_the_run() -> None:
+def test_random_numbers_of_a_batch_are_drawn_again() -> None:
     class Noise(forge.Plugin):
         @forge.hookimpl(wrapper=True)
         def forge_prepare_batch(self) -> Any:
@@ -651,7 +649,7 @@ def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pyte
     assert "The first module that differs when compiled by itself is net.2.1 (Odd): " in caplog.text
 
 
-def test_a_difference_in_the_step_itself_is_not_blamed_on_a_module(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_in_the_step_is_blamed_on_no_module(caplog: pytest.LogCaptureFixture) -> None:
     class OddStep(Plain):
         def training_step(self, batch: Any) -> Any:
             loss = F.cross_entropy(self.net(batch[0]), batch[1])
@@ -663,7 +661,7 @@ def test_a_difference_in_the_step_itself_is_not_blamed_on_a_module(caplog: pytes
 
 
 @pytest.mark.slow
-def test_functions_compiled_for_the_comparison_do_not_serve_the_run() -> None:
+def test_functions_of_the_comparison_do_not_serve_the_run() -> None:
     plain, compared = Breaks(), Breaks()
     result = fit(Compile(backend="eager"), plain, validate_every=None)[1]
     again = fit(Compile(backend="eager", compare=True), compared, validate_every=None)[1]
@@ -705,7 +703,7 @@ def test_differences_are_relative_to_the_size_of_a_tensor(ours: Any, theirs: Any
 
 
 @pytest.mark.slow
-def test_the_coarsest_dtype_that_took_part_decides_what_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_coarsest_dtype_decides_what_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
     class Half(TinyTask):
         def training_step(self, batch: Any) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
@@ -721,7 +719,7 @@ def test_the_coarsest_dtype_that_took_part_decides_what_is_allowed(caplog: pytes
 # The small parts
 
 
-def test_results_and_gradients_are_copied_out_of_memory_that_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_copied_out_of_reused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA graphs do to their memory, done by hand."""
     layer, memory, marks = nn.Linear(2, 1, bias=False), torch.zeros(1, 2), []
     result = torch.zeros(())
@@ -810,7 +808,7 @@ def test_generated_code_trains_as_eager_does(options: dict[str, Any], caplog: py
 
 
 @pytest.mark.slow
-def test_dropout_is_the_same_in_the_comparison_although_generated_code_draws_its_own_numbers(
+def test_dropout_is_the_same_in_the_comparison(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fit(Compile(compare=True), TinyTask(dropout=0.5), max_updates=1)

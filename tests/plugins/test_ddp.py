@@ -217,7 +217,7 @@ def collectives() -> list[int]:
     return count.counts
 
 
-def test_an_update_takes_one_round_of_gradients_however_long_its_window() -> None:
+def test_an_update_takes_one_round_of_gradients() -> None:
     for counts in ranks(2)(collectives):
         assert counts[0] == 1
         assert counts[2:] == [1] * 2  # in the second, torch lays its buckets out anew
@@ -291,7 +291,7 @@ def read() -> dict[str, Any]:
     return found
 
 
-def test_all_ranks_together_follow_the_order_of_one_process_whatever_the_loader() -> None:
+def test_all_ranks_follow_the_order_of_one_process() -> None:
     alone, together = read(), ranks(2)(read)
     for name, single in alone.items():
         for number, batch in enumerate(single["seen"]):
@@ -418,7 +418,7 @@ def stop_on_one_rank(asker: int) -> dict[str, Any]:
     return train(Plain(), [ask], max_epochs=100, log_every=3)
 
 
-def test_a_stop_that_one_rank_asks_for_ends_all_of_them_at_the_same_update() -> None:
+def test_a_stop_of_one_rank_ends_all_at_the_same_update() -> None:
     stopped = ranks(2)(stop_on_one_rank, 1)
     assert stopped[0]["updates"] == stopped[1]["updates"] in (5, 6)
     assert [rank["stop"] for rank in stopped] == ["ask: enough"] * 2
@@ -442,7 +442,7 @@ def signal_on_one_rank(folder: str) -> tuple[int, int]:
     return 0, 0
 
 
-def test_a_signal_that_one_rank_sees_has_all_ranks_save_and_leave_at_the_same_update(tmp_path: Path) -> None:
+def test_a_signal_one_rank_sees_has_all_save_and_leave(tmp_path: Path) -> None:
     left = ranks(2)(signal_on_one_rank, str(tmp_path))
     assert left[0] == left[1]
     assert left[0][0] == 85
@@ -471,7 +471,7 @@ def stops_early() -> dict[str, Any]:
     return train(Plain(lr=3.0), [watch], wide(0, (8,) * 60), validate_every="3 updates", log_every=500)
 
 
-def test_a_validation_that_ends_the_run_ends_it_at_the_update_at_which_one_process_ends() -> None:
+def test_a_validation_ends_the_run_where_one_process_ends() -> None:
     alone = stops_early()
     assert alone["updates"] == 6
     for rank in ranks(2)(stops_early):
@@ -502,7 +502,7 @@ def counts() -> dict[str, Any]:
     return trainer.validate(Counts(), data)
 
 
-def test_what_a_task_keeps_during_a_validation_can_be_gathered_at_its_end() -> None:
+def test_what_a_task_keeps_in_validation_can_be_gathered() -> None:
     first, second = ranks(2)(counts)
     assert first == second  # what rank 0 does not know is nobody's
     assert first["val/seen"] == 19.0
@@ -520,7 +520,7 @@ def averaged() -> dict[str, float]:
     return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
 
 
-def test_batch_statistics_are_estimated_for_an_average_on_several_ranks_too() -> None:
+def test_batch_statistics_are_estimated_on_several_ranks() -> None:
     first, second = ranks(2)(averaged)
     assert first == second
     assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
@@ -554,7 +554,7 @@ def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
-def test_a_rank_without_samples_of_its_own_helps_to_estimate_batch_statistics(strategy: type[forge.Plugin]) -> None:
+def test_a_rank_without_samples_helps_to_estimate(strategy: type[forge.Plugin]) -> None:
     alone = averaged_alone(strategy)
     for rank in ranks(2)(averaged_alone, strategy):
         assert rank == pytest.approx(alone, rel=1e-9)
@@ -571,7 +571,7 @@ def draw() -> list[float]:
     return drawn
 
 
-def test_every_rank_draws_random_numbers_of_its_own_and_rank_0_those_of_one_process() -> None:
+def test_every_rank_draws_its_own_random_numbers() -> None:
     alone, (first, second) = draw(), ranks(2)(draw)
     assert first == alone
     assert not set(first) & set(second)
@@ -606,7 +606,7 @@ def options() -> list[float]:
     return found
 
 
-def test_options_reach_torch_and_leave_the_result_as_it_is_but_for_compression() -> None:
+def test_options_reach_torch_and_leave_the_result_alone() -> None:
     compressed, static, small = ranks(2)(options)[0]
     assert static == pytest.approx(small, rel=1e-12)
     assert compressed != static

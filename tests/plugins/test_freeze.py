@@ -156,7 +156,7 @@ PLANS = st.dictionaries(st.sampled_from(PARTS), MOMENTS, min_size=1, max_size=2)
 
 
 @given(thaw=PLANS, window=st.integers(1, 3), kind=st.sampled_from([TinyTask, Decayed]))
-def test_any_freezing_and_thawing_equals_a_hand_written_loop_bit_for_bit(
+def test_any_freezing_and_thawing_equals_the_plain_loop(
     thaw: dict[str, str | None], window: int, kind: type[TinyTask]
 ) -> None:
     ours, theirs = kind(), kind()
@@ -172,7 +172,7 @@ def test_any_freezing_and_thawing_equals_a_hand_written_loop_bit_for_bit(
     kind=st.sampled_from([TinyTask, Decayed]),
     deaths=st.lists(st.integers(1, 5), max_size=3),
 )
-def test_a_run_that_was_cut_off_anywhere_ends_in_the_same_weights(
+def test_a_run_cut_off_anywhere_ends_in_the_same_weights(
     thaw: dict[str, str | None],
     window: int,
     kind: type[TinyTask],
@@ -215,7 +215,7 @@ def test_a_resume_right_before_at_and_after_a_thaw_is_exact(cut: int, kind: Any,
     assert look.evaluating[1:] == expected.evaluating[cut + 1 :]
 
 
-def test_what_is_frozen_keeps_its_bits_and_gets_no_optimizer_state() -> None:
+def test_what_is_frozen_keeps_its_bits_and_has_no_state() -> None:
     task, before = Decayed(), Decayed()
     sizes: list[int] = []
 
@@ -229,13 +229,13 @@ def test_what_is_frozen_keeps_its_bits_and_gets_no_optimizer_state() -> None:
     assert sizes == [2] * 10
 
 
-def test_a_thaw_trains_with_the_optimizer_that_has_been_there_all_along() -> None:
+def test_a_thaw_trains_with_the_same_optimizer() -> None:
     task, before = Decayed(), Decayed()
     fit_tiny([Freeze("net.0", thaw="1 epoch")], task=task)
     assert not torch.equal(task.net[0].weight, before.net[0].weight)  # pyright: ignore
 
 
-def test_gradual_unfreezing_thaws_each_part_at_the_first_of_its_moments() -> None:
+def test_gradual_unfreezing_thaws_each_part_at_its_moment() -> None:
     look = Look()
     thaw = {"net.4": "2 updates", "net.*.bias": "4 updates", "net.[14]": "6 updates"}
     fit_tiny([Freeze("net.[014]", keep="net.0.weight", thaw=thaw), look])
@@ -315,9 +315,7 @@ def below(*prefixes: str) -> set[str]:
         (["head.weight"], {"embed.weight"}, set()),
     ],
 )
-def test_a_pattern_freezes_what_it_matches_and_all_that_is_inside(
-    patterns: list[str], expected: set[str], norms: set[str]
-) -> None:
+def test_a_pattern_freezes_its_match_and_all_inside(patterns: list[str], expected: set[str], norms: set[str]) -> None:
     assert chosen(*patterns) == (expected, norms)
 
 
@@ -334,7 +332,7 @@ def test_what_is_to_be_kept_stays_trained(keep: list[str], expected: set[str], n
     assert chosen("backbone", keep=keep) == (expected, norms)
 
 
-def test_a_tied_weight_that_is_kept_by_one_name_is_not_frozen_by_another() -> None:
+def test_a_tied_weight_kept_by_one_name_is_not_frozen() -> None:
     assert chosen("head", keep=["embed"])[0] == {"head.bias"}
 
 
@@ -352,7 +350,7 @@ def statistics(task: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_a_frozen_batch_norm_stays_in_evaluation_mode_unless_told_otherwise(norm: bool) -> None:
+def test_a_frozen_batch_norm_stays_in_evaluation_mode(norm: bool) -> None:
     look, task = Look(), TinyTask()
     fit_tiny([Freeze("net.1", norm=norm), look], task=task)
     still = all(torch.equal(a, b) for a, b in zip(statistics(task), statistics(TinyTask()), strict=True))
@@ -380,7 +378,7 @@ def test_a_norm_without_parameters_thaws_by_its_own_name() -> None:
     assert look.evaluating == [NORMS, NORMS, {"backbone.bn"}, {"backbone.bn"}]
 
 
-def test_what_the_task_keeps_in_evaluation_mode_itself_is_not_put_into_training_mode() -> None:
+def test_what_the_task_keeps_in_evaluation_mode_stays_so() -> None:
     class Keeps(TinyTask):
         def train(self, mode: bool = True) -> Any:
             super().train(mode)
@@ -394,7 +392,7 @@ def test_what_the_task_keeps_in_evaluation_mode_itself_is_not_put_into_training_
     assert evaluating(task) == {"net.1"}
 
 
-def test_a_train_of_somebody_elses_is_put_right_after_the_update_and_told_once(
+def test_a_foreign_train_is_put_right_and_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @forge.on("boundary", mutates=True)
@@ -532,7 +530,7 @@ def test_it_keeps_the_contract() -> None:
         ),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(options: dict[str, Any], message: str) -> None:
+def test_a_pattern_without_a_match_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         fit_tiny([Freeze(**options)])
     assert message in str(caught.value)
@@ -550,7 +548,7 @@ def test_freezing_everything_is_refused() -> None:
 
 
 @pytest.mark.parametrize("undo", ["net[0] = Linear", "train"])
-def test_layers_that_another_plugin_puts_in_place_of_frozen_ones_are_refused_by_name(undo: str) -> None:
+def test_layers_replaced_by_another_plugin_are_refused(undo: str) -> None:
     class Surgeon(forge.Plugin):
         @forge.hookimpl
         def forge_build_model(self, trainer: forge.Trainer, phase: str) -> None:
@@ -607,7 +605,7 @@ def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], messa
         Freeze(**options)
 
 
-def test_an_optimizer_that_is_frozen_as_a_whole_rests_until_the_thaw() -> None:
+def test_a_frozen_optimizer_rests_until_the_thaw() -> None:
     class Two(Classifier):
         def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().training_step(batch)

@@ -292,7 +292,7 @@ def collectives(window: int) -> list[int]:
     return counts[:-1]
 
 
-def test_an_update_takes_one_round_of_gradients_however_long_its_window() -> None:
+def test_an_update_takes_one_round_of_gradients() -> None:
     units = 4  # three blocks, and the rest
     assert ranks(2)(collectives, 1) == [[units] * 6] * 2
     assert ranks(2)(collectives, 3) == [[units] * 2] * 2
@@ -328,7 +328,7 @@ def from_meta() -> dict[str, Any]:
     return {"started": started, "trained": trained}
 
 
-def test_weights_drawn_block_by_block_are_those_of_a_task_made_in_full() -> None:
+def test_weights_drawn_by_block_are_those_of_a_full_task() -> None:
     torch.manual_seed(7)
     full = Attended()
     for rank in ranks(2)(from_meta):
@@ -486,7 +486,7 @@ def after_an_error() -> tuple[str, bool]:
     return type(task.blocks[0]).__name__, any(isinstance(p, DTensor) for p in task.parameters())
 
 
-def test_without_gathering_and_after_an_error_each_rank_keeps_its_shards() -> None:
+def test_without_gathering_each_rank_keeps_its_shards() -> None:
     first, second = ranks(2)(without_gathering)
     assert len(first) == len(list(deep().parameters()))
     assert [a + b for (_, a), (_, b) in zip(first, second, strict=True)] == [p.numel() for p in deep().parameters()]
@@ -645,7 +645,7 @@ def test_a_wrong_option_is_refused_by_name(values: dict[str, Any], said: str) ->
         FSDP(**values)
 
 
-def test_blocks_are_found_or_named_and_small_or_tied_ones_stay_with_the_rest() -> None:
+def test_blocks_are_found_or_named_and_small_ones_stay() -> None:
     task = deep()
     every = ["blocks.0", "blocks.1", "blocks.2"]
     assert list(blocks_of(task, [], 0)) == every

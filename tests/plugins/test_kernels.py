@@ -91,7 +91,7 @@ def ran() -> list[str]:
 # By name
 
 
-def test_a_named_kernel_runs_in_training_and_in_validation_and_nowhere_else(install: Any) -> None:
+def test_a_named_kernel_runs_in_training_and_validation_only(install: Any) -> None:
     install("toy")
     between = []
 
@@ -136,7 +136,7 @@ def test_after_an_error_in_the_step_everything_is_put_back(install: Any) -> None
     assert [a is b for a, b in zip(net(task), before, strict=True)] == [True] * len(before)
 
 
-def test_the_work_of_another_trainer_inside_of_a_step_is_its_own_affair(install: Any) -> None:
+def test_another_trainer_inside_a_step_is_left_alone(install: Any) -> None:
     install("toy", "toy_rival")
 
     class Inner(TinyTask):
@@ -152,7 +152,7 @@ def test_the_work_of_another_trainer_inside_of_a_step_is_its_own_affair(install:
     assert ran() == ["toy_rival", "inside", "toy"]
 
 
-def test_a_module_is_swapped_in_its_parent_with_the_same_parameters_and_names(install: Any) -> None:
+def test_a_module_is_swapped_with_its_parameters_and_names(install: Any) -> None:
     install("toy_module")
     task, during = TinyTask(), {}
     names, first, last = list(task.state_dict()), net(task)[0], net(task)[4]
@@ -187,7 +187,7 @@ def test_a_module_with_hooks_stays(install: Any) -> None:
     assert ran() == []
 
 
-def test_what_is_computed_again_in_backward_runs_on_the_kernel_too(install: Any) -> None:
+def test_what_is_computed_again_runs_on_the_kernel_too(install: Any) -> None:
     install("toy")
     ours, _ = fit_tiny([Kernels("toy"), Remat(modules="net")], max_updates=2)
     assert ran() == ["toy"] * 4
@@ -222,7 +222,7 @@ def test_off_cuda_nothing_is_swapped_and_the_log_says_so_once(install: Any, capl
     assert said == ["kernels: nothing is swapped: they run on CUDA, and this run is on cpu."] * 2
 
 
-def test_auto_uses_a_kernel_that_is_faster_for_the_calls_that_it_measured(install: Any, clock: type[Clock]) -> None:
+def test_auto_uses_a_kernel_that_it_measured_as_faster(install: Any, clock: type[Clock]) -> None:
     install("toy")
     fit_tiny([Kernels("auto")], train=tiny_batches([8, 8, 5]), max_epochs=1, val=tiny_batches([8, 4]))
     assert clock.measured == 1
@@ -254,7 +254,7 @@ def test_auto_takes_the_fastest_of_several(install: Any, clock: type[Clock]) -> 
         ("toy_broken", "it fails: RuntimeError: no such instruction"),
     ],
 )
-def test_auto_does_not_count_a_kernel_that_is_wrong_or_does_not_work(
+def test_auto_does_not_count_a_kernel_that_is_wrong(
     install: Any, clock: type[Clock], name: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install(name)
@@ -273,7 +273,7 @@ def test_looking_and_measuring_leave_no_trace_in_the_run(install: Any, clock: ty
     assert_same_weights(ours, fit_tiny([])[0])
 
 
-def test_auto_swaps_a_module_that_is_faster_before_the_first_update(install: Any, clock: type[Clock]) -> None:
+def test_auto_swaps_a_faster_module_before_the_first_update(install: Any, clock: type[Clock]) -> None:
     install("toy_module")
     task = TinyTask()
     first, kinds = net(task)[0], []
@@ -302,7 +302,7 @@ def test_the_table_says_what_was_measured_and_what_is_used(
 
 
 @pytest.mark.slow
-def test_auto_under_compile_measures_against_compiled_code_and_keeps_its_graphs_out_of_the_count(
+def test_auto_under_compile_measures_compiled_code(
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("toy")
@@ -350,9 +350,7 @@ def test_a_first_batch_that_fails_fails_in_the_runs_own_forward(install: Any, cl
     assert "kernels" not in "".join(getattr(caught.value, "__notes__", []))
 
 
-def test_mistakes_in_the_arguments_of_a_replaced_loss_are_still_refused_by_name(
-    clock: type[Clock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_a_replaced_loss_are_still_refused(clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
     import tests.support.kernel_kit  # noqa: F401  (it mends the interpreter)
 
     pytest.importorskip("triton")
@@ -400,7 +398,7 @@ def on_one_rank() -> dict[str, Any]:
     return {"measured": Clock.measured, "calls": CALLS[-8:], "weights": weights}
 
 
-def test_on_several_ranks_the_first_one_measures_and_all_use_the_same_kernels() -> None:
+def test_the_first_rank_measures_and_all_use_the_same() -> None:
     first, second = ranks(2)(on_one_rank)
     assert (first["measured"], second["measured"]) == (3, 0)  # relu on shares of 3 and 4 samples, and the module
     assert first["calls"] == [("toy_module", (3, 6)), ("toy", (3, 8))] * 4
@@ -427,9 +425,7 @@ def test_a_second_run_knows_what_the_first_one_measured(
     assert (tmp_path / "cache" / "forge" / "kernels.json").is_file()
 
 
-def test_without_a_cache_nothing_is_written_and_each_run_measures(
-    install: Any, clock: type[Clock], tmp_path: Path
-) -> None:
+def test_without_a_cache_each_run_measures(install: Any, clock: type[Clock], tmp_path: Path) -> None:
     install("toy")
     for _ in range(2):
         fit_tiny([Kernels(cache=False)], max_updates=1)
@@ -482,9 +478,7 @@ def test_a_resumed_run_uses_the_kernels_that_it_began_with(install: Any, clock: 
     assert_same_weights(resumed, straight)
 
 
-def test_a_run_whose_kernel_is_gone_is_not_resumed_without_a_word(
-    install: Any, clock: type[Clock], tmp_path: Path
-) -> None:
+def test_a_run_whose_kernel_is_gone_is_not_resumed_silently(install: Any, clock: type[Clock], tmp_path: Path) -> None:
     install("toy")
 
     def run(**options: Any) -> None:
@@ -527,7 +521,7 @@ def test_naming_a_kernel_that_replaces_nothing_is_refused(install: Any) -> None:
         fit_tiny([Kernels("toy_bare")])
 
 
-def test_a_kernel_of_what_is_not_there_is_refused_where_it_is_named_and_passed_over_by_auto(
+def test_a_kernel_of_an_absent_thing_is_refused_if_named(
     install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture
 ) -> None:
     install("toy_lost", "toy")
@@ -598,7 +592,7 @@ def test_stand_ins_of_several_leave_in_any_order() -> None:
     assert F.relu is RELU_ITSELF
 
 
-def test_torch_compile_looks_into_a_stand_in_that_was_there_before_its_first_use() -> None:
+def test_torch_compile_looks_into_an_earlier_stand_in() -> None:
     from torch._dynamo import trace_rules
 
     graphs: list[Any] = []

@@ -112,7 +112,7 @@ def test_every_hook_of_every_plugin_costs_what_it_spends(clock: Clock) -> None:
         assert r["calls_per_update"] == 1
 
 
-def test_a_wrapper_costs_what_it_does_before_and_after_its_yield_and_not_what_runs_inside(clock: Clock) -> None:
+def test_a_wrapper_costs_what_it_does_around_its_yield(clock: Clock) -> None:
     report = measured(Spender(clock, "outer", train_step=(20, 30)), Spender(clock, "inner", train_step=(7, 0)))
     assert row(report, "outer", "train_step")["us_per_update"] == pytest.approx(50, abs=0.05)
     assert row(report, "inner", "train_step")["us_per_update"] == pytest.approx(7, abs=0.05)
@@ -180,7 +180,7 @@ def slow(clock: Clock) -> Slow:
     return task
 
 
-def test_an_update_is_measured_without_waiting_for_data_and_without_validation(clock: Clock) -> None:
+def test_an_update_is_timed_without_data_and_validation(clock: Clock) -> None:
     class Loader(list[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -205,7 +205,7 @@ def test_an_update_is_measured_without_waiting_for_data_and_without_validation(c
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_plugins_do_in_a_validation_is_theirs_and_spread_over_the_updates(clock: Clock, order: int) -> None:
+def test_plugins_work_in_validation_is_spread_over_updates(clock: Clock, order: int) -> None:
     ledger, spender = Ledger(), Spender(clock, evaluate=(40, 40), forward=(10, 0))
     fit(
         slow(clock),
@@ -236,9 +236,7 @@ def test_the_first_update_is_left_out(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("end", [{"max_epochs": 1}, {"max_updates": 4}, {"max_epochs": 9}])
-def test_the_build_and_the_end_of_a_run_are_told_apart_from_its_updates(
-    clock: Clock, tmp_path: Path, end: dict[str, int]
-) -> None:
+def test_build_and_end_are_told_apart_from_updates(clock: Clock, tmp_path: Path, end: dict[str, int]) -> None:
     """The last save comes after the last update, however the run ends."""
 
     class Stop(forge.Plugin):
@@ -368,7 +366,7 @@ def test_default_actions_stay_written_out_under_the_ledger() -> None:
 
 @pytest.mark.parametrize("hook", ["action", "event"])
 @given(chosen=st.lists(implementations, min_size=1, max_size=7))
-def test_timed_implementations_give_the_same_results_order_and_errors(hook: str, chosen: list[Any]) -> None:
+def test_timed_implementations_give_the_same_results(hook: str, chosen: list[Any]) -> None:
     log: list[Any] = []
     manager = pluggy.PluginManager("test")
     manager.add_hookspecs(Specs)
@@ -410,7 +408,7 @@ class Trips(forge.Plugin):
 
 
 @pytest.mark.parametrize("where", ["step_end", "before backward", "after backward"])
-def test_an_error_in_a_timed_plugin_is_attributed_to_it_and_its_hook(where: str) -> None:
+def test_an_error_in_a_timed_plugin_is_attributed_to_it(where: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         fit(plugins=[Ledger(), Trips(where), Clip()])
     assert f"plugin 'trips', hook forge_{where.split()[-1]}, at update" in caught.value.__notes__[0]
@@ -427,7 +425,7 @@ def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
         fit(plugins=[Ledger(), Silent()])
 
 
-def test_the_trainer_is_handed_back_as_it_was_even_after_an_error() -> None:
+def test_the_trainer_is_handed_back_as_it_was() -> None:
     for plugins in ([Ledger()], [Ledger(), Trips("step_end")]):
         trainer = forge.Trainer(plugins=plugins, max_epochs=1, run_dir=False)
         with contextlib.suppress(ZeroDivisionError):
@@ -442,7 +440,7 @@ def test_another_instrument_is_refused() -> None:
         trainer.fit(Classifier(), make_batches())
 
 
-def test_a_configuration_that_fails_does_not_stand_in_the_way_of_the_next_run() -> None:
+def test_a_failing_configuration_does_not_stop_the_next_run() -> None:
     class Refuses(forge.Plugin):
         wants = True
 
@@ -527,7 +525,7 @@ def test_a_wait_is_put_down_to_the_plugin_the_hook_and_the_line() -> None:
     assert (found["count"], found["per_update"], found["expected"]) == (4, 1.0, "")
 
 
-def test_a_wait_in_a_wrapper_is_the_wrappers_and_one_inside_it_is_not() -> None:
+def test_a_wait_in_a_wrapper_is_its_own_and_inside_is_not() -> None:
     class Outer(forge.Plugin):
         @forge.hookimpl(wrapper=True)
         def forge_train_step(self) -> Generator[None, Any, Any]:
@@ -670,7 +668,7 @@ def test_listening_leaves_warnings_as_they_were() -> None:
     assert (warnings.filters, warnings.showwarning) == (filters, show)
 
 
-def test_a_wait_is_heard_even_where_warnings_are_errors_or_ignored() -> None:
+def test_a_wait_is_heard_whatever_warnings_are() -> None:
     for action in ("error", "ignore"):
         with warnings.catch_warnings():
             warnings.simplefilter(action)  # pyright: ignore[reportArgumentType]

@@ -115,7 +115,7 @@ class TestParameters:
             moved = (p - before[name]).norm() / before[name].norm()
             assert found[f"update_ratio/{name}"] == pytest.approx(moved.item(), rel=1e-4)
 
-    def test_a_layer_is_the_norm_of_all_its_parameters_and_the_whole_is_the_norm_of_everything(self) -> None:
+    def test_a_layer_is_the_norm_of_its_parameters(self) -> None:
         after, gradients, before = self.by_hand(1, None)
         found = watched(made(), make_batches(1)).of(1)
         layer = torch.cat([gradients["net.0.weight"].flatten(), gradients["net.0.bias"]])
@@ -255,7 +255,7 @@ class TestParameters:
 
 
 class TestActivations:
-    def test_every_number_is_what_hooks_by_hand_give_over_the_whole_window(self) -> None:
+    def test_every_number_is_what_hooks_by_hand_give(self) -> None:
         task, outputs = made(), {name: [] for name in ("net.0", "net.1", "net.2")}
         for name, seen in outputs.items():
             task.get_submodule(name).register_forward_hook(
@@ -474,7 +474,7 @@ def hooks_on(task: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in task.modules())
 
 
-def test_hooks_stand_on_modules_only_while_an_update_is_looked_at() -> None:
+def test_hooks_stand_only_while_an_update_is_looked_at() -> None:
     task = Spy()
     watched(task, make_batches(6), monitor=quiet("3 updates"))
     assert task.seen == [0, 0, 3, 0, 0, 3]
@@ -596,7 +596,7 @@ def test_inside_of_compiled_modules_it_does_not_look_and_says_so(caplog: pytest.
     assert said == ["monitor: compiled code calls no hooks: activations and shapes inside of block are left out."]
 
 
-def test_a_model_that_is_compiled_as_a_whole_still_shows_gradients(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wholly_compiled_model_still_shows_gradients(caplog: pytest.LogCaptureFixture) -> None:
     class Whole(forge.Plugin):
         @forge.hookimpl
         def forge_build_model(self, build: Any, phase: str) -> None:
@@ -627,7 +627,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("late")
 class TestLate:
-    def test_they_arrive_with_the_next_update_and_say_where_they_belong(self) -> None:
+    def test_they_arrive_with_the_next_update_and_their_place(self) -> None:
         opened: list[tuple[int, int]] = []
 
         class When(forge.Plugin):
@@ -1037,7 +1037,7 @@ class TestAlarms:
         look(mlp(nn.Sigmoid, 12), vanishing=None)
         assert alarms(caplog) == []
 
-    def test_each_is_said_once_and_again_when_it_has_become_ten_times_worse(self) -> None:
+    def test_each_is_said_again_when_ten_times_worse(self) -> None:
         judge = Judge(Monitor().config, nn.Linear(1, 1))
 
         def say(norm: float) -> int:
@@ -1084,9 +1084,7 @@ class TestAlarms:
         assert falls(losses) is expected
 
     @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=20), st.floats(1e-30, 1e30))
-    def test_layers_within_three_orders_of_magnitude_are_healthy_on_any_scale(
-        self, norms: list[float], scale: float
-    ) -> None:
+    def test_layers_within_three_orders_are_healthy(self, norms: list[float], scale: float) -> None:
         judge = Judge(Monitor().config, nn.Linear(1, 1))
         names = [f"layer{i}.weight" for i in range(len(norms))]
         readings = Readings(
@@ -1133,9 +1131,7 @@ def table(task: forge.TaskModule, caplog: pytest.LogCaptureFixture, train: Any =
 
 
 class TestTable:
-    def test_it_has_shapes_parameters_and_memory_and_folds_what_is_alike(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_table_has_shapes_and_memory_and_folds_equals(self, caplog: pytest.LogCaptureFixture) -> None:
         lines = [line.split("  ") for line in table(made(Stacked), caplog, make_batches(1))]
         rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
         assert rows[0] == ["module", "class", "output", "parameters", "weights", "activations"]
@@ -1185,7 +1181,7 @@ class TestTable:
         assert text.text.splitlines()[0] == "| module | class | output | parameters | weights | activations |"
         assert "| &nbsp;&nbsp;&nbsp;&nbsp;net | Sequential | 4×3 | 99 | 396 B | 48 B |" in text.text.splitlines()
 
-    def test_it_is_made_in_the_first_micro_batch_without_a_forward_of_its_own(self) -> None:
+    def test_the_table_takes_no_forward_of_its_own(self) -> None:
         task = Spy()
         fit(task, make_batches(4), plugins=[Monitor("1000 updates"), Accumulate(2)])
         assert len(task.seen) == 4
@@ -1226,7 +1222,7 @@ class TestTable:
 # Beside the sinks
 
 
-def test_progress_neither_lists_every_layer_nor_takes_a_look_for_a_validation(
+def test_progress_lists_no_layers_and_takes_no_look(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fit(made(), make_batches(4), plugins=[Monitor("1 updates", histograms=True), Progress("1 h"), Clip()])

@@ -117,7 +117,7 @@ class Closure(Classifier):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def test_a_closure_optimizer_runs_the_window_again_inside_its_step(tmp_path: Path) -> None:
+def test_a_closure_optimizer_reruns_the_window_in_its_step(tmp_path: Path) -> None:
     fit(Closure(), plugins=[Profiler(wait=1, warmup=0, active=1)], run_dir=tmp_path)
     paths = nested(traces(tmp_path)[0])
     assert paths.count("ProfilerStep#1/update 1/forward") == 1
@@ -141,7 +141,7 @@ def test_an_evaluation_is_named_and_not_counted(tmp_path: Path) -> None:
     assert counted == pytest.approx(told["seconds_recorded"])
 
 
-def test_tensorboard_and_other_ranks_can_tell_traces_apart_by_their_names(tmp_path: Path) -> None:
+def test_traces_can_be_told_apart_by_their_names(tmp_path: Path) -> None:
     fit_tiny([Profiler(**SHORT, repeat=2)], max_epochs=4, run_dir=tmp_path)
     names = [file.name for file in traces(tmp_path)]
     assert names == ["rank0.3.pt.trace.json", "rank0.8.pt.trace.json"]
@@ -266,7 +266,7 @@ class Breaks(TinyTask):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
-def test_an_error_at_any_moment_stops_the_recording_and_goes_through(at: int, tmp_path: Path) -> None:
+def test_an_error_at_any_moment_stops_the_recording(at: int, tmp_path: Path) -> None:
     plugin = Profiler(**SHORT)
     with pytest.raises(ZeroDivisionError, match="broken"):
         fit_tiny([plugin], task=Breaks(at), run_dir=tmp_path / "one")
@@ -315,7 +315,7 @@ def test_another_profiler_is_left_to_itself(caplog: pytest.LogCaptureFixture) ->
     assert any(event.key == "aten::addmm" for event in outer.key_averages())
 
 
-def test_a_profiler_that_runs_meanwhile_ends_the_recording_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_profiler_ends_the_recording_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
     class Profiled(TinyTask):
         def training_step(self, batch: Any) -> Any:
             assert self.trainer is not None
@@ -426,7 +426,7 @@ def test_a_run_that_ends_in_the_window_reports_what_there_is(tmp_path: Path) -> 
     assert [update for update, _ in sink.got] == [4]
 
 
-def test_a_run_that_is_stopped_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
+def test_a_run_stopped_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
     class Stop(forge.Plugin):
         @forge.hookimpl
         def forge_step_end(self, step: forge.Step) -> None:
@@ -440,7 +440,7 @@ def test_a_run_that_is_stopped_in_the_window_reports_what_there_is(tmp_path: Pat
     assert not torch.autograd._profiler_enabled()
 
 
-def test_a_stop_that_comes_after_the_boundary_is_reported_at_the_end(tmp_path: Path) -> None:
+def test_a_stop_after_the_boundary_is_reported_at_the_end(tmp_path: Path) -> None:
     class Late(forge.Plugin):
         @forge.hookimpl
         def forge_boundary(self, trainer: forge.Trainer) -> None:
@@ -505,7 +505,7 @@ def test_the_memory_of_each_operator_is_counted(tmp_path: Path) -> None:
     assert not list((tmp_path / "profile").glob("*.svg"))
 
 
-def test_the_memory_timeline_is_a_picture_and_a_track_of_the_trace(tmp_path: Path) -> None:
+def test_the_memory_timeline_is_a_picture_and_a_track(tmp_path: Path) -> None:
     plugin = Profiler(**SHORT, memory=True)
     fit(train=make_batches(8), plugins=[plugin], run_dir=tmp_path)
     (picture,) = (tmp_path / "profile").glob("*.memory-timeline.svg")
@@ -516,7 +516,7 @@ def test_the_memory_timeline_is_a_picture_and_a_track_of_the_trace(tmp_path: Pat
     assert all(begin - 1 <= event["ts"] <= end + 1e6 for event in track)
 
 
-def test_a_picture_keeps_the_lowest_and_the_highest_point_of_each_column() -> None:
+def test_a_picture_keeps_the_extremes_of_each_column() -> None:
     points = [(i / 1000, (i * 7919) % 1000) for i in range(1000)]
     thin = timeline.thinned(points, 1.0, 50)
     assert len(thin) <= 2 * 51
@@ -539,7 +539,7 @@ def test_out_of_memory_says_what_memory_was_taken_up_by(tmp_path: Path) -> None:
     assert "Tried to allocate 20.00 GiB" in file.read_text()
 
 
-def test_out_of_memory_does_not_recommend_what_another_plugin_does_already() -> None:
+def test_out_of_memory_does_not_advise_what_is_done_already() -> None:
     class Halves(forge.Plugin):
         provides = ("autocast", "activation_checkpointing")
 
@@ -668,7 +668,7 @@ def test_the_devices_time_is_computing_copying_starving() -> None:
     assert (trace.copied, trace.pageable) == (400, 300)
 
 
-def test_waits_for_the_device_are_named_and_the_profilers_own_is_not_counted() -> None:
+def test_waits_for_the_device_are_named_without_its_own() -> None:
     assert analyse(one_update(), {}).waits == {"aten::item": 1}
 
 
@@ -681,7 +681,7 @@ def test_operators_have_their_own_time_and_their_kernels() -> None:
     assert {each.name: each.calls for each in trace.kernels}["gemm"] == 2
 
 
-def test_a_kernel_is_found_by_its_launch_where_it_does_not_name_its_operator() -> None:
+def test_a_kernel_without_an_operator_is_found_by_its_launch() -> None:
     launch = span("cuda_runtime", "cudaLaunchKernel", 430, 435, correlation=77, **{"External id": 2})
     kernel = span("kernel", "relu", 540, 550, tid=7, correlation=77)
     found = {each.name: micro(each.device) for each in analyse([*one_update(), launch, kernel], {}).operators}
@@ -719,7 +719,7 @@ def updates_of(*calls: list[tuple[str, float]]) -> list[dict[str, Any]]:
     return events
 
 
-def test_an_operator_that_the_system_interrupts_has_not_worked_for_so_long() -> None:
+def test_an_interrupted_operator_has_not_worked_so_long() -> None:
     first, second, third = (
         [("mm", 30.0), ("add", 20.0)],
         [("mm", 5000.0), ("add", 20.0)],
@@ -844,7 +844,7 @@ def advice(found: Measured, **setup: Any) -> str:
     return "\n".join(judge(found, Setup(**setup)).advice)
 
 
-def test_a_plugin_counts_by_what_it_provides_and_by_its_name_where_it_does_not_say() -> None:
+def test_a_plugin_counts_by_what_it_provides_or_its_name() -> None:
     class Halves(forge.Plugin):
         provides = ("autocast",)
 

@@ -111,7 +111,7 @@ def evaluated(model: nn.Module) -> float:
     return total / sum(len(x) for x, _ in batches)
 
 
-def test_validation_and_export_are_of_the_mean_with_the_statistics_of_update_bn(tmp_path: Path) -> None:
+def test_validation_and_export_are_of_the_mean_with_update_bn(tmp_path: Path) -> None:
     task, plain = Watched(dropout=0.0), Watched(dropout=0.0)
     _, result = fit_tiny([SWA(0.5), Checkpoint()], task=task, max_epochs=4, run_dir=tmp_path)
     fit_tiny([], task=plain, max_epochs=4)
@@ -129,7 +129,7 @@ def test_validation_and_export_are_of_the_mean_with_the_statistics_of_update_bn(
     assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
 
 
-def test_without_a_validation_the_statistics_are_estimated_for_the_export(tmp_path: Path) -> None:
+def test_without_validation_the_export_has_its_statistics(tmp_path: Path) -> None:
     task = TinyTask(dropout=0.0)
     trainer = forge.Trainer(max_epochs=4, plugins=[SWA(0.5)], run_dir=tmp_path, seed=0, device="cpu")
     trainer.fit(task, tiny_batches())
@@ -313,7 +313,7 @@ class Unsaved(TinyTask):
         return {}
 
 
-def test_statistics_that_are_not_saved_are_estimated_and_put_back(tmp_path: Path) -> None:
+def test_unsaved_statistics_are_estimated_and_put_back(tmp_path: Path) -> None:
     task, plain, saved = Unsaved(), TinyTask(dropout=0.0), Watched(dropout=0.0)
     fit_tiny([SWA(0)], task=task, validate_every="3 updates", run_dir=tmp_path)
     fit_tiny([], task=plain)
@@ -353,7 +353,7 @@ def test_buffers_that_an_evaluation_replaces_are_put_back(tmp_path: Path) -> Non
     assert plugin._estimated
 
 
-def test_a_training_step_that_asks_for_gradients_is_estimated_too() -> None:
+def test_a_step_that_asks_for_gradients_is_estimated_too() -> None:
     class Penalty(Watched):
         def training_step(self, batch: Any) -> Any:
             x = batch[0].clone().requires_grad_()
@@ -404,7 +404,7 @@ def test_an_error_leaves_everything_as_training_had_it(where: str) -> None:
 # -- loaders that cannot be read twice at once ------------------------------------------------------------------------
 
 
-def test_persistent_workers_are_not_asked_in_the_middle_of_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_persistent_workers_are_not_asked_within_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
     def fit(plugins: list[Any], every: str) -> forge.TaskModule:
         loader = Loader(Noisy(), 8, shuffle=True, num_workers=1, multiprocessing_context="fork")
         return fit_tiny(plugins, train=loader, max_epochs=2, validate_every=every)[0]
@@ -441,9 +441,7 @@ class Counting(IterableDataset[Any]):
         self.at = state["at"]
 
 
-def test_a_stream_that_keeps_its_place_is_read_again_only_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_that_keeps_its_place_is_reread_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(plugins: list[Any], **options: Any) -> forge.TaskModule:
         return fit_tiny(plugins, train=Loader(Counting(), 8), max_epochs=2, **options)[0]
 
@@ -473,7 +471,7 @@ class OwnShuffle:
 
 @pytest.mark.parametrize("every", ["2 updates", "1 epoch"])
 @pytest.mark.parametrize("allow_inexact", [True, False])
-def test_a_loader_that_draws_its_order_is_read_again_only_at_the_end(
+def test_a_loader_that_draws_its_order_is_reread_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, every: str, allow_inexact: bool
 ) -> None:
     def fit(plugins: list[Any], **options: Any) -> forge.TaskModule:

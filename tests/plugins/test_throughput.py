@@ -113,7 +113,7 @@ def test_logs_validations_and_checkpoints_are_no_time_of_a_step(clock: Clock, tm
     assert logs[6]["throughput/step_ms_max"] == pytest.approx(10)
 
 
-def test_waiting_for_data_is_part_of_a_step_and_told_as_its_share(clock: Clock) -> None:
+def test_waiting_for_data_is_part_of_a_step(clock: Clock) -> None:
     class Loader(list[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -132,7 +132,7 @@ def test_percentiles_are_of_the_updates_since_the_last_log(clock: Clock) -> None
     assert logs[40]["throughput/step_ms_max"] == pytest.approx(40)
 
 
-def test_the_first_update_and_the_one_that_is_looked_into_do_not_count(clock: Clock) -> None:
+def test_the_first_and_the_inspected_update_do_not_count(clock: Clock) -> None:
     logs = logged(Slow(clock, lambda update: 9000.0 if update < 2 else 10.0), train=make_batches(6, size=4))
     assert logs[6]["throughput/samples_per_s"] == pytest.approx(400)
     assert logs[6]["throughput/step_ms_max"] == pytest.approx(10)
@@ -160,7 +160,7 @@ def test_two_optimizers_make_one_step(clock: Clock) -> None:
     assert logs[5]["throughput/samples_per_s"] == pytest.approx(8 / 0.020)
 
 
-def test_after_a_rewind_the_windows_that_are_left_out_are_no_steps(clock: Clock, tmp_path: Path) -> None:
+def test_windows_left_out_by_a_rewind_are_no_steps(clock: Clock, tmp_path: Path) -> None:
     from forge_plugins import Checkpoint
 
     class GoBack(forge.Plugin):
@@ -199,7 +199,7 @@ def tokens(count: int = 5) -> list[Any]:
     return [tuple(torch.randint(11, (2, 2, 7), generator=generator)) for _ in range(count)]
 
 
-def test_tokens_are_counted_where_inputs_are_two_dimensional_whole_numbers() -> None:
+def test_tokens_are_counted_for_inputs_of_whole_numbers() -> None:
     log = logged(Language(), train=tokens())[5]
     assert log["throughput/tokens_per_s"] == pytest.approx(7 * log["throughput/samples_per_s"])
 
@@ -507,7 +507,7 @@ def test_compiled_code_stays_compiled_and_gives_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_the_task_compiles_by_itself_stays_compiled() -> None:
+def test_a_function_the_task_compiles_stays_compiled() -> None:
     calls: list[bool] = []
 
     @torch.compile(backend="eager")
@@ -525,7 +525,7 @@ def test_a_function_that_the_task_compiles_by_itself_stays_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown(
+def test_a_task_that_needs_real_numbers_has_unknown_flops(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Reads(Compiled):
@@ -540,7 +540,7 @@ def test_a_compiled_task_that_needs_real_numbers_says_that_its_flops_are_unknown
 
 
 @pytest.mark.slow
-def test_the_copy_leaves_the_task_its_hooks_and_all_random_numbers_alone() -> None:
+def test_the_copy_leaves_the_task_its_hooks_and_rng() -> None:
     class Draws(Compiled):
         def training_step(self, batch: Any) -> Any:
             self.drawn = random.random()
@@ -592,7 +592,7 @@ def test_memory_is_broken_down_into_known_bytes() -> None:
     assert parts["peak"] == sum(parts[name] for name in ("parameters", "gradients", "optimizer")) + activations
 
 
-def test_activations_of_a_window_are_those_of_its_largest_micro_batch() -> None:
+def test_activations_are_of_the_largest_micro_batch() -> None:
     batches = [torch.ones(n, 6) for n in (5, 5, 5, 9, 5, 5, 5, 9)]
     log = logged(Wide(), Accumulate(4), train=batches)[2]
     assert round(log["throughput/activations_gb"] * 1e9) == 4 * 9 * (20 + 3)
@@ -672,7 +672,7 @@ def test_it_keeps_the_contract() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_weights_and_the_random_numbers_are_the_same_to_the_bit(window: int) -> None:
+def test_weights_and_random_numbers_are_the_same_to_the_bit(window: int) -> None:
     ends: list[torch.Tensor] = []
 
     @forge.on("end")
@@ -706,7 +706,7 @@ class Zoo(forge.TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def test_layers_of_all_kinds_give_the_same_bits_while_they_are_looked_into() -> None:
+def test_layers_of_all_kinds_give_the_same_bits_when_watched() -> None:
     def trained(*plugins: forge.Plugin) -> Zoo:
         torch.manual_seed(0)
         task = Zoo()
@@ -815,7 +815,7 @@ def test_what_comes_between_two_steps_of_a_device_is_in_none(clock: Clock) -> No
     assert stepped(clock, host=10, device=2, wait=5, pause=5000) == [15] * 4
 
 
-def test_steps_that_the_device_has_not_finished_are_told_of_later(clock: Clock) -> None:
+def test_unfinished_steps_of_the_device_are_told_of_later(clock: Clock) -> None:
     queue = Device(clock)
     steps = DeviceSteps(queue.event)
     for _ in range(3):
