@@ -17,18 +17,9 @@ import forge
 from forge.errors import NonFiniteError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
-from tests.plugins.test_amp import (
-    SHORT,
-    LoudDiscriminator,
-    Scales,
-    Typed,
-    WithSchedule,
-    made,
-    train_by_hand,
-    train_gan_by_hand,
-    trained,
-    with_nan,
-)
+from tests.plugins.test_amp import SHORT, LoudDiscriminator, Typed, WithSchedule, train_by_hand, train_gan_by_hand
+from tests.plugins.test_amp_beside import with_nan
+from tests.support.amp_kit import Scales, made, trained
 
 pytestmark = pytest.mark.gpu
 
