@@ -172,7 +172,7 @@ def test_outside_a_fit_nothing_is_swapped(kind: Kind) -> None:
     [
         lambda: EMA(0.9),
         lambda: EMA(0.9, start=3, warmup=True, buffers="average"),
-        lambda: EMA(0.9, every=3),
+        pytest.param(lambda: EMA(0.9, every=3), marks=pytest.mark.slow),
         lambda: SWA(3, every="2 updates", lr=0.05, anneal=4),
     ],
     ids=["ema", "ema of buffers", "ema every 3", "swa"],

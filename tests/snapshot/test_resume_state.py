@@ -90,7 +90,9 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "multi-step")) for kind in SCHEDULES]
+)  # it is a part of the sequential one
 def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     ends_the_same(tmp_path, lambda: Built(lambda p: SCHEDULES[kind](torch.optim.SGD(p, lr=0.1))))
 
