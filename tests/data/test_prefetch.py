@@ -296,7 +296,7 @@ class TestPlugin:
         once = iter([1])
         assert build(Prefetch(), once, "train") is once
 
-    def test_a_depth_of_nothing_is_refused(self) -> None:
+    def test_the_plugin_refuses_a_depth_of_nothing(self) -> None:
         with pytest.raises(forge.errors.RecipeError, match=r"prefetch\.depth is 0"):
             Prefetch(0)
 
