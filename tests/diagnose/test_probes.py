@@ -14,7 +14,7 @@ from forge.diagnose.doctor_probes import class_labels, data, graph, independence
 from forge.diagnose.findings import FINDINGS, LEVELS
 from forge.examine.doctor import AFTER, BEFORE
 from tests.support.patients import Healthy, found, loader, numbers, said, splits
-from tests.support.probes_kit import DEPENDENT, mixed, task_with
+from tests.support.probes_kit import task_with
 
 
 def test_a_healthy_task_is_left_in_peace() -> None:
@@ -232,6 +232,19 @@ def test_a_wrong_backward_is_found(factor: float, monkeypatch: pytest.MonkeyPatc
 # -- independence -----------------------------------------------------------------------------------------------------
 
 
+class OverTheBatch(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - x.mean(0)) / (x.std(0) + 1e-5))
+
+
+class PlaceInTheBatch(Healthy):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + torch.arange(len(x))[:, None])
+
+
+DEPENDENT: list[Any] = [(task, {"batch_dependence"}) for task in (OverTheBatch, PlaceInTheBatch)]
+
+
 class Normalised(Healthy):
     def __init__(self) -> None:
         super().__init__()
@@ -300,6 +313,11 @@ def test_copies_and_leaks_are_found() -> None:
     assert "leakage" in found(Healthy(), data.copies, data=(loader(x, y), loader(*mixed(x, y))))
     assert "duplicates" in found(Healthy(), data.copies, data=(loader(x[:4].repeat(40, 1), y[:4].repeat(40)), None))
     assert found(Healthy(), data.copies) == {}
+
+
+def mixed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    other, labels = numbers(40, seed=9)
+    return torch.cat([x[:8], other]), torch.cat([y[:8], labels])
 
 
 def test_scales_are_judged() -> None:
