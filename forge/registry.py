@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,13 @@ def load(kind: str, name: str) -> Any:
 
 def origin(entry: EntryPoint) -> str:
     """Return the distribution that ships an entry, with its version."""
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown package"
+    return _name_and_version(entry.dist) if entry.dist else "an unknown package"
+
+
+@cache
+def _name_and_version(package: Distribution) -> str:
+    """Read once: a package's metadata holds its whole README."""
+    return f"{package.name} {package.version}"
 
 
 def summary(entry: EntryPoint) -> str:

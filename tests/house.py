@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ LEVELS = [
     ["__init__", "__main__", "kernels"],
 ]
 """From the ground up. The last level is what users name: the table of public names and the alias of the kernels."""
+
+TEST = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -141,6 +144,17 @@ def top_files() -> list[str]:
     return sorted(path.name for path in PACKAGES["forge"].glob("*.py"))
 
 
+def files_of_tests() -> dict[str, int]:
+    """The lines of every file of tests, by its path."""
+    found = sorted((REPO / "tests").rglob("*.py"))
+    return {str(path.relative_to(REPO)): len(path.read_text().splitlines()) for path in found}
+
+
+def names_of_tests() -> list[tuple[str, str]]:
+    """Every test with its file."""
+    return [(name, path) for path in files_of_tests() for name in TEST.findall((REPO / path).read_text())]
+
+
 def main() -> None:
     edges = graph()
     print("rooms, from the top")
@@ -153,6 +167,9 @@ def main() -> None:
     print(f"imports beside or above: {len(wrong)}")
     for line in wrong:
         print(f"  {line}")
+    path, size = max(files_of_tests().items(), key=lambda item: item[1])
+    longest = max(len(name) for name, _ in names_of_tests())
+    print(f"{len(names_of_tests()):,} tests; the longest name has {longest} characters, and {path} {size} lines")
     print("circles of files")
     for circle in circles(edges):
         print(f"  {len(circle)}: {', '.join(circle)}")

@@ -46,6 +46,15 @@ def test_a_class_name_appears_once() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def test_the_name_of_a_test_has_at_most_60_characters() -> None:
+    assert len(house.names_of_tests()) > 3_000
+    assert [f"{path}: {name}" for name, path in house.names_of_tests() if len(name) > 60] == []
+
+
+def test_a_file_of_tests_has_at_most_600_lines() -> None:
+    assert [f"{path}: {lines}" for path, lines in house.files_of_tests().items() if lines > 600] == []
+
+
 def test_a_circle_and_a_forbidden_import_are_found() -> None:
     wrong = {"forge.data.a": {"forge.data.b"}, "forge.data.b": {"forge.data.a"}, "forge.errors": {"forge.engine.x"}}
     wrong |= {"forge.engine.x": {"forge.errors"}}

@@ -212,7 +212,7 @@ def test_every_public_name_resolves() -> None:
     assert not [name for name in forge.__all__ if getattr(forge, name) is None]
 
 
-def test_public_names_are_sorted_and_a_typo_is_an_attribute_error() -> None:
+def test_public_names_are_sorted_and_typos_are_errors() -> None:
     assert set(dir(forge)) >= set(forge.__all__)
     with pytest.raises(AttributeError, match="Trainr"):
         _ = forge.Trainr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,15 +104,26 @@ def read(path: Path) -> SourceFile:
     import yaml
 
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        if root is not None and not isinstance(root, yaml.MappingNode):
-            raise RecipeError(f"{path.name} is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
-        values = lib.OmegaConf.to_container(lib.OmegaConf.load(path), resolve=False) if root else {}
+        values, lines = deepcopy(_parsed(path, path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, lib.errors.OmegaConfBaseException, UnicodeDecodeError) as error:
         raise RecipeError(f"{path.name} cannot be read as YAML: {error}") from error
-    file = SourceFile(path, values, dict(_lines(root)) if root else {})
+    file = SourceFile(path, values, lines)
     check_shape(values, file.where)
     return file
+
+
+@lru_cache(maxsize=32)
+def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the values of a recipe and the line of each key; the same text is parsed once."""
+    lib = omegaconf()
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise RecipeError(f"{path.name} is no recipe: write a mapping with keys among {', '.join(TOP_LEVEL)}.")
+    if root is None:
+        return {}, {}
+    return lib.OmegaConf.to_container(lib.OmegaConf.load(path), resolve=False), dict(_lines(root))
 
 
 def check_shape(values: Mapping[str, Any], where: Where) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-HOST, CUDA = torch.device("cpu"), torch.device("cuda")
+HOST, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # without an index, a torch built for the CPU looks for one
 TORCH = str(Path(torch.__file__).parent)
 aten = torch.ops.aten
 

@@ -182,6 +182,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return done.stdout.strip()
 
     try:
+        here = folder.resolve()
+        if "GIT_DIR" not in os.environ and not any((above / ".git").exists() for above in (here, *here.parents)):
+            return None  # without the milliseconds of a process that would say so
         return {
             "commit": git("rev-parse", "HEAD"),
             "branch": git("rev-parse", "--abbrev-ref", "HEAD"),

@@ -33,10 +33,10 @@ _is_frozen: bool | None = None
 def check_leaks(subject: Subject) -> None:
     """Fit three times: the first must leave nothing on the task or in the process, and the others must not grow."""
     plugin = subject.make()
-    task = subject.situation.task()
+    task, earlier = subject.situation.task(), global_hooks()
     with flags_kept(subject, "a fit"), subject.surviving(subject.situation.name):
         subject.fit(plugin, task=task)
-    check_task(subject, task, "a fit")
+    check_task(subject, task, "a fit", earlier)
     del plugin, task
     with _ignoring_older_objects():
         before, after = _leftovers(subject), _leftovers(subject)
@@ -67,8 +67,13 @@ def check_graphs(subject: Subject) -> None:
     )
 
 
-def check_task(subject: Subject, task: nn.Module, what: str) -> None:
-    """Refuse hooks that remain on the task's modules and parameters, or on all modules of the process."""
+def global_hooks() -> dict[str, list[int]]:
+    """Return the hooks on all modules of the process, by registry; other programs may have left some."""
+    return {kind: list(getattr(nn.modules.module, kind)) for kind in GLOBAL_HOOKS}
+
+
+def check_task(subject: Subject, task: nn.Module, what: str, earlier: dict[str, list[int]]) -> None:
+    """Refuse hooks that remain on the task's modules and parameters, or, but for `earlier`, on all modules."""
     for path, module in task.named_modules():
         for kind in HOOKS:
             if getattr(module, kind):
@@ -85,9 +90,11 @@ def check_task(subject: Subject, task: nn.Module, what: str) -> None:
                 )
     for kind in GLOBAL_HOOKS:
         registry: Any = getattr(nn.modules.module, kind)
-        if registry:
-            called = _called(registry)
-            registry.clear()
+        added = {key: hook for key, hook in registry.items() if key not in earlier[kind]}
+        if added:
+            called = _called(added)
+            for key in added:
+                del registry[key]
             raise AssertionError(
                 f"{subject.name!r} leaves a hook on all modules of the process after {what}: {called}. Call "
                 "handle.remove() in forge_end."

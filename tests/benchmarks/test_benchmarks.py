@@ -63,7 +63,7 @@ def test_every_contender_trains_the_same_weights_bit_for_bit(overhead: list[dict
     assert [row["contender"] for row in overhead[1:] if not row["weights_identical"]] == []
 
 
-def test_startup_times_fresh_processes_and_compares_them_with_the_first() -> None:
+def test_startup_times_fresh_processes_against_the_first() -> None:
     first, second = startup.measure({"nothing": "pass", "json": "import json"}, rounds=2)
     assert (first.name, first.ratio, first.rounds) == ("nothing", 1.0, 2)
     assert second.ratio > 0
@@ -74,7 +74,7 @@ def test_startup_stops_at_a_program_that_fails() -> None:
         startup.cpu_seconds("import no_such_module")
 
 
-def test_a_name_on_the_command_line_that_is_not_known_is_refused_with_what_there_is() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="'lightening' is not one of lightning, hf, all"):
         some_of(["lightning", "hf"], all=["lightning", "hf"])("lightening")
 

@@ -13,7 +13,7 @@ from benchmarks.fashion import Timed
 
 
 @pytest.mark.slow
-def test_the_plain_script_trains_the_labs_network_and_ends_with_its_time_and_accuracy(
+def test_the_plain_script_trains_and_ends_with_time_and_accuracy(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torchvision")

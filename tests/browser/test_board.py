@@ -62,9 +62,7 @@ def same_points(drawn: list[Any], expected: list[tuple[int, float | None]]) -> N
         assert value == pytest.approx(truth, rel=1e-6)
 
 
-def test_the_curves_on_the_scalars_page_have_the_points_of_metrics_jsonl(
-    watched: Watched, runs: dict[str, Path]
-) -> None:
+def test_scalars_have_the_points_of_metrics_jsonl(watched: Watched, runs: dict[str, Path]) -> None:
     page = watched.open("scalars&tagFilter=%5E(train%7Cval%7Cgrad_norm)%2F%7C%5Elr&_smoothingWeight=0")
     for name in MAIN:
         expect(page.locator("tf-scalar-card").get_by_text(name, exact=True).first).to_be_visible()
@@ -97,7 +95,7 @@ def test_every_metric_of_every_run_is_served_to_the_page_in_full(watched: Watche
             same_points([(step, value) for _, step, value in points], expected)
 
 
-def test_the_first_page_shows_the_runs_by_name_and_the_groups_of_metrics(watched: Watched) -> None:
+def test_the_first_page_shows_runs_and_groups_of_metrics(watched: Watched) -> None:
     page = watched.open("timeseries")
     for run in (*LOOKING, "quickstart/first"):
         expect(page.get_by_text(run, exact=True).first).to_be_visible()
@@ -105,7 +103,7 @@ def test_the_first_page_shows_the_runs_by_name_and_the_groups_of_metrics(watched
         expect(page.get_by_text(group, exact=True).first).to_be_attached()
 
 
-def test_custom_scalars_shows_the_charts_of_the_layout_with_their_curves(watched: Watched) -> None:
+def test_custom_scalars_shows_the_charts_of_the_layout(watched: Watched) -> None:
     page = watched.open("custom_scalars")
     for section in ("training and validation", "learning rate", "gradient norm", "plugin ledger", "throughput"):
         expect(page.get_by_text(section, exact=True).first).to_be_attached()
@@ -117,7 +115,7 @@ def test_custom_scalars_shows_the_charts_of_the_layout_with_their_curves(watched
     expect(loss.get_by_text("Matches (6)")).to_be_visible()  # training and validation of three runs
 
 
-def test_images_show_predictions_mistakes_and_the_confusion_matrix(watched: Watched) -> None:
+def test_images_show_predictions_mistakes_and_confusion(watched: Watched) -> None:
     page = watched.open("images")
     for name in ("val/predictions", "val/mistakes", "val/confusion"):
         expect(page.get_by_text(name).first).to_be_attached()
@@ -126,7 +124,7 @@ def test_images_show_predictions_mistakes_and_the_confusion_matrix(watched: Watc
     page.wait_for_function("picture => picture.naturalWidth > 100", arg=picture.element_handle())
 
 
-def test_text_begins_with_the_run_card_and_has_notes_model_and_profile(watched: Watched) -> None:
+def test_text_has_the_run_card_notes_model_and_profile(watched: Watched) -> None:
     page = watched.open("text")
     expect(page.locator("tf-text-loader").first.get_by_text("tag: card")).to_be_visible()
     expect(page.get_by_text("Stack, outermost first").first).to_be_visible()

@@ -135,7 +135,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, code: int) ->
     [*(("write", n) for n in range(1, 7)), *(("fsync", n) for n in range(1, 7)), ("open", 1), ("mkdir", 1)],
 )
 @pytest.mark.parametrize("replace", [False, True], ids=["new", "replace"])
-def test_a_full_disk_leaves_the_earlier_ones_and_nothing_of_this_one(
+def test_a_full_disk_leaves_the_earlier_ones_alone(
     name: str, call: int, replace: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "update-00000001", tree_of(1))
@@ -242,7 +242,7 @@ def every_kill(tmp_path: Path, prepare: Callable[[Path], Any], action: Callable[
     return folders
 
 
-def test_a_new_checkpoint_killed_at_any_system_call_is_there_or_not(tmp_path: Path) -> None:
+def test_a_new_checkpoint_killed_anywhere_is_there_or_not(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_checkpoint(folder / "update-00000001", tree_of(1))
 
@@ -256,7 +256,7 @@ def test_a_new_checkpoint_killed_at_any_system_call_is_there_or_not(tmp_path: Pa
         assert same(newest.load(), tree_of(2 if published else 1))
 
 
-def test_a_replacement_killed_at_any_system_call_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_a_replacement_killed_anywhere_is_the_old_or_the_new(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_checkpoint(folder / "update-00000001", tree_of(1))
         write_checkpoint(folder / "update-00000002", tree_of(2))
@@ -294,7 +294,7 @@ def test_a_sweep_killed_at_any_system_call_loses_nothing(tmp_path: Path) -> None
         assert same(newest.load(), tree_of(3))
 
 
-def test_a_removal_killed_at_any_system_call_leaves_all_or_nothing(tmp_path: Path) -> None:
+def test_a_removal_killed_anywhere_leaves_all_or_nothing(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         write_checkpoint(folder / "update-00000001", tree_of(1))
         write_checkpoint(folder / "update-00000002", tree_of(2))
@@ -306,7 +306,7 @@ def test_a_removal_killed_at_any_system_call_leaves_all_or_nothing(tmp_path: Pat
         assert same(newest.load(), tree_of(2))
 
 
-def test_a_pointer_killed_at_any_system_call_points_to_a_checkpoint(tmp_path: Path) -> None:
+def test_a_pointer_killed_anywhere_points_to_a_checkpoint(tmp_path: Path) -> None:
     def prepare(folder: Path) -> None:
         for number in (1, 2):
             write_checkpoint(folder / f"update-0000000{number}", tree_of(number))

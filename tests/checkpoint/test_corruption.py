@@ -147,7 +147,7 @@ def test_every_bit_of_the_manifest_counts(pristine: Path, tmp_path: Path) -> Non
             manifest.decode(bytes(flipped), "manifest.json")
 
 
-def test_a_file_that_changes_between_its_check_and_its_use_cannot_do_harm(
+def test_a_file_that_changes_after_its_check_does_no_harm(
     pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(pristine / "update-00000002", tmp_path / "it")

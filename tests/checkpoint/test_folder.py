@@ -181,7 +181,7 @@ def test_a_sweep_leaves_alone_what_a_living_process_writes(checkpoints: Checkpoi
     assert others.exists()
 
 
-def test_a_sweep_removes_what_an_earlier_process_of_the_same_number_left(checkpoints: Checkpoints) -> None:
+def test_a_sweep_removes_what_an_equal_pid_left(checkpoints: Checkpoints) -> None:
     torn = checkpoints.folder / f".update-00000003.tmp-{os.getpid()}-{'a' * 12}"
     torn.mkdir()
     checkpoints.sweep()
@@ -218,7 +218,7 @@ def test_a_sweep_undoes_a_replacement_whose_new_one_is_not(torn: str, checkpoint
     assert len(list(folder.iterdir())) == 3
 
 
-def test_a_sweep_puts_the_old_one_back_where_the_new_one_is_damaged(checkpoints: Checkpoints, dead_pid: int) -> None:
+def test_a_sweep_restores_the_old_one_if_the_new_is_damaged(checkpoints: Checkpoints, dead_pid: int) -> None:
     write_checkpoint(checkpoints.folder / f".update-00000010.old-{dead_pid}-{'a' * 12}", tree_of(9))
     damage(checkpoints.path(10))
     checkpoints.sweep()

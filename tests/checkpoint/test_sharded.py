@@ -2,63 +2,43 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import itertools
-import json
 import math
-import os
-import random
-import shutil
-import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 import forge.checkpoint.tensors
-from forge import load_weights
 from forge.checkpoint import (
-    BackgroundWriter,
-    Checkpoints,
     StoredCheckpoint,
     Writers,
     check_savable,
-    directory,
     manifest,
     placed_like,
-    publish,
-    publish_sharded,
-    save_weights,
     tensors,
     write_checkpoint,
-    write_sharded,
 )
 from forge.checkpoint.readers import Readers
 from forge.checkpoint.slices import TensorSlice, cover, parse_piece_name, piece_name
-from forge.checkpoint.tree import Split, split
+from forge.checkpoint.tree import split
 from forge.errors import CheckpointError
-from tests.checkpoint.test_checkpoint import check_folder, every_kill
 from tests.checkpoint.test_checkpoint import tree_of as plain_tree
-from tests.checkpoint.test_hostile import check_refused, header, sign_text
-from tests.checkpoint.test_tree import ALL_DTYPES, same, tensor_of
+from tests.checkpoint.test_tree import same, tensor_of
 from tests.cli.test_ckpt import call  # noqa: F401 (a fixture)
 from tests.conftest import PROFILE
-from tests.support.ranks import in_threads, launch, pretending
+from tests.support.ranks import in_threads, pretending
+from tests.support.sharded_kit import S0, S1, R, write_pretended
 
 # -- boxes ------------------------------------------------------------------------------------------------------------
 
@@ -104,25 +84,6 @@ def test_a_piece_is_named_by_its_tensor_and_where_it_begins() -> None:
 # -- pretended ranks --------------------------------------------------------------------------------------------------
 
 
-def write_pretended(target: Path, world: int, make: Callable[[], dict[str, Any]]) -> list[Split]:
-    """Split what `make` gives on each rank, then write it all together; what each rank wrote."""
-    store = dist.HashStore()
-    all_writers = [Writers(rank, world, store) for rank in range(world)]
-    shares = []
-    for writers in all_writers:
-        with pretending(writers.rank, world):
-            check_savable(make())
-            shares.append(split(make(), writers))
-    in_threads(
-        world,
-        lambda rank: publish_sharded.publish_sharded(
-            shares[rank], publish_sharded.SharedSave(all_writers[rank], target)
-        ),
-    )
-    return shares
-
-
-S0, S1, R = Shard(0), Shard(1), Replicate()
 LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
     ((2,), [S0]),
     ((3,), [S1]),
@@ -275,7 +236,7 @@ def test_of_meshes_that_hold_the_same_only_the_first_writes(tmp_path: Path) -> N
     assert same(StoredCheckpoint(tmp_path / "it").load(), {"model": {"w": full}})
 
 
-def test_tied_shards_are_written_once_and_tied_again_even_where_they_are_empty(tmp_path: Path) -> None:
+def test_tied_shards_are_written_once_and_tied_again(tmp_path: Path) -> None:
     full = torch.randn(1, 4)
 
     def make() -> dict[str, Any]:
@@ -306,7 +267,7 @@ def test_names_that_read_like_pieces_are_kept_apart(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"w", "w@0,0", "w@2,0"}
 
 
-def test_one_process_on_a_mesh_of_one_writes_what_it_always_wrote(tmp_path: Path) -> None:
+def test_a_mesh_of_one_writes_what_one_process_writes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "plain", plain_tree(3))
     with pretending(0, 1):
         mesh = init_device_mesh("cpu", (1,))
@@ -318,7 +279,7 @@ def test_one_process_on_a_mesh_of_one_writes_what_it_always_wrote(tmp_path: Path
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "mesh" / name).read_bytes()
 
 
-def test_what_cannot_be_saved_of_a_dtensor_is_refused_by_its_path() -> None:
+def test_a_dtensor_that_cannot_be_saved_is_refused_by_path() -> None:
     with pretending(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(CheckpointError, match=r"a\.b is a DTensor of partial sums"):
@@ -391,573 +352,3 @@ def test_what_is_tied_is_placed_under_any_of_its_names(tmp_path: Path) -> None:
         loaded = StoredCheckpoint(tmp_path / "it").load(place=placed_like(live))["model"]
         assert isinstance(loaded["w"], DTensor)
         assert loaded["tied"] is loaded["w"]
-
-
-# -- real ranks: FSDP2 ------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Rows that divide by no number of ranks, one row alone, and two names for one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.up = nn.Linear(4, 10)
-        self.down = nn.Linear(10, 4)
-        self.one = nn.Linear(4, 1)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.down(F.relu(self.up(self.embed(x))))
-        return self.head(hidden).logsumexp(-1).mean() + self.one(hidden).mean()
-
-
-def spread(how: str) -> Net:
-    torch.manual_seed(5)
-    net = Net()
-    world = dist.get_world_size()
-    if how == "fsdp":
-        mesh = init_device_mesh("cpu", (world,))
-        for part in (net.up, net.down, net.one):
-            fully_shard(part, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-    elif how == "hybrid":
-        fully_shard(net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
-    elif how == "tensor":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
-        parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(net, mesh=mesh["data"])
-    return net
-
-
-def tree_of_net(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a capture is like."""
-    names = {id(parameter): name for name, parameter in net.named_parameters()}
-    state = {names[id(parameter)]: dict(kept) for parameter, kept in optimizer.state.items()}
-    average = {name: parameter.detach() * 0.5 for name, parameter in net.named_parameters()}
-    return {
-        "model": net.state_dict(),
-        "optimizers": {"": {"state": state}},
-        "plugins": {"ema": {"weights": average, "count": 3}},
-        "progress": {"update": 2},
-        "rng": [torch.arange(5000, dtype=torch.uint8) % 7],
-    }
-
-
-def step(net: Net) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    for i in range(2):
-        net(torch.tensor([[i, 3, 6]])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def whole(value: Any) -> Any:
-    """The tree with whole tensors, gathered by torch; what is tied stays tied."""
-    done: dict[int, Tensor] = {}
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            key = value.to_local().untyped_storage()._cdata
-            return done.setdefault(key, value.full_tensor()) if key not in done else done[key]
-        if isinstance(value, dict):
-            return {key: inner(item) for key, item in value.items()}
-        return [inner(item) for item in value] if isinstance(value, list) else value
-
-    return inner(value)
-
-
-def save_by_two(rank: int, store: dist.Store, folder: Path) -> None:
-    writers = Writers(rank, 2, store)
-    net = spread("fsdp")
-    tree = tree_of_net(net, step(net))
-    expected = whole(tree)
-    if rank == 0:
-        write_checkpoint(folder / "expected", expected)
-    writer = BackgroundWriter(writers)
-    seen: list[list[str]] = []
-    then = (lambda: seen.append([path.name for path in folder.glob("update*")])) if rank == 0 else None
-    writer.submit(folder / "update-00000002", tree, then)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()  # the writer has its copy
-    writer.wait()
-    assert (folder / "update-00000002").is_dir()  # on every rank, once wait returns
-    assert seen == ([["update-00000002"]] if rank == 0 else [])
-    writer.submit(folder / "update-00000002", tree)  # after a rewind an update is saved a second time
-    writer.close()
-    assert all(not tensor.any() for tensor in StoredCheckpoint(folder / "update-00000002").weights().values())
-    loaded = StoredCheckpoint(folder / "expected").load(place=placed_like(net.state_dict()))
-    net.load_state_dict(loaded["model"])
-    tree = {**loaded, "model": net.state_dict()}
-    writer.submit(folder / "update-00000002", tree)
-    writer.close()
-    plain = {"model": {"w": torch.arange(6.0), "v": torch.ones(100)}, "rank": rank, "tied": {}}
-    plain["tied"]["w"] = plain["model"]["w"]
-    write_sharded(folder / "plain", plain, writers)
-    save_weights(net, folder / "weights.safetensors")
-    store.set(f"over/{rank}", "")
-    store.wait(["over/0", "over/1"])
-    if rank == 0:
-        left = [
-            key
-            for key in ("folder", "done", "outcome", "left", "0", "1")
-            for n in range(1, 6)
-            for name in ("update-00000002", "plain")
-            if store.check([f"forge/checkpoint/{n}/{name}/{key}"])
-        ]
-        assert not left
-    dist.barrier()
-
-
-def load_by_others(rank: int, store: dist.Store, folder: Path, world: int) -> None:
-    expected = StoredCheckpoint(folder / "expected").load()
-    for how in ("fsdp", "hybrid", "tensor"):
-        net = spread(how)
-        optimizer = step(net)
-        live = net.state_dict()
-        loaded = StoredCheckpoint(folder / "update-00000002").load(place=placed_like(live))
-        net.load_state_dict(loaded["model"])
-        for parameter, name in [(p, n) for n, p in net.named_parameters()]:
-            for key, value in loaded["optimizers"][""]["state"][name].items():
-                if key != "step":
-                    assert value.placements == live[name].placements, (how, name)
-                optimizer.state[parameter][key] = value
-        tree = {**tree_of_net(net, optimizer), "plugins": loaded["plugins"], "rng": loaded["rng"]}
-        assert same(whole(tree), expected), how
-        write_sharded(folder / how, tree, Writers(rank, world, store))
-    dist.barrier()
-
-
-def load_by_two(rank: int, store: dist.Store, folder: Path) -> None:
-    expected = StoredCheckpoint(folder / "expected").load()
-    net = spread("fsdp")
-    for how in ("fsdp", "hybrid", "tensor"):
-        loaded = StoredCheckpoint(folder / how).load(place=placed_like(net.state_dict()))
-        assert same(whole(loaded), expected), how
-    mesh = init_device_mesh("cpu", (2,))
-    columns = {
-        name: distribute_tensor(tensor, mesh, [S1 if tensor.ndim > 1 else R])
-        for name, tensor in expected["model"].items()
-    }
-    loaded = StoredCheckpoint(folder / "tensor").load(place=placed_like(columns))
-    for name, tensor in columns.items():
-        assert same(loaded["model"][name].to_local(), tensor.to_local().contiguous())
-    dist.barrier()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoint by two ranks of FSDP2, and the same state by one process that gathered it."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    assert launch(2, save_by_two, folder) == [0, 0]
-    return folder
-
-
-def test_what_two_ranks_of_fsdp_save_one_process_loads_bit_for_bit(saved: Path) -> None:
-    checkpoint = StoredCheckpoint(saved / "update-00000002")
-    loaded = checkpoint.load()
-    assert same(loaded, StoredCheckpoint(saved / "expected").load())
-    assert loaded["model"]["head.weight"] is loaded["model"]["embed.weight"]
-    assert checkpoint.outline()["model"]["up.weight"].shape == (10, 4)
-    content = json.loads((checkpoint.path / manifest.NAME).read_bytes())
-    assert (content["version"], len(content["files"])) == (2, 5)
-    sizes = {name: record["size"] for name, record in content["files"].items()}
-    assert min(sizes["state-00001-of-00002.safetensors"], sizes["state-00002-of-00002.safetensors"]) > 1000
-    plain = StoredCheckpoint(saved / "plain").load()
-    assert same(plain["model"], {"w": torch.arange(6.0), "v": torch.ones(100)})
-    assert plain["tied"]["w"] is plain["model"]["w"]
-    assert plain["rank"] == 0  # what is no tensor is rank 0's
-
-
-def test_the_weights_of_a_sharded_checkpoint_load_like_any_other(saved: Path) -> None:
-    weights = StoredCheckpoint(saved / "expected").weights()
-    for source in ("update-00000002", "weights.safetensors"):
-        if source.startswith("update"):  # a forge checkpoint of a task tells its class
-            assert same(StoredCheckpoint(saved / source).weights(), weights)
-        else:
-            net = Net()
-            load_weights(net, saved / source)
-            assert same(dict(net.state_dict()), weights)
-    assert set(load_file(saved / "weights.safetensors")) == weights.keys() - {"head.weight"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_ranks_to_others_to_two_keep_every_bit_under_every_sharding(world: int, saved: Path) -> None:
-    assert launch(world, load_by_others, saved, world) == [0] * world
-    for how in ("fsdp", "hybrid", "tensor"):
-        assert same(StoredCheckpoint(saved / how).load(), StoredCheckpoint(saved / "expected").load()), how
-    assert launch(2, load_by_two, saved) == [0, 0]
-
-
-# -- kills ------------------------------------------------------------------------------------------------------------
-
-
-def killed_while_saving(rank: int, store: dist.Store, folder: Path, victim: int) -> None:
-    writers = Writers(rank, 2, store)
-    writer = BackgroundWriter(writers)
-    writer.submit(folder / "update-00000001", plain_tree(1))
-    writer.wait()
-    if rank == victim:
-        real = publish.write_file
-
-        def deadly(path: Path, pieces: Any) -> Any:
-            if path.name.startswith("state-"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(path, pieces)
-
-        publish.write_file = deadly
-    writer.submit(folder / "update-00000002", plain_tree(2))
-    with pytest.raises(CheckpointError, match="because the run has failed on some rank"):
-        writer.wait()
-    assert not (folder / "update-00000002").exists()
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_killed_during_a_save_leaves_the_old_checkpoint_and_no_torn_one(victim: int, tmp_path: Path) -> None:
-    codes = launch(2, killed_while_saving, tmp_path, victim)
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == 0
-    assert [path.name for path in Checkpoints(tmp_path).all()] == ["update-00000001"]
-    Checkpoints(tmp_path).sweep()
-    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
-    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), plain_tree(1))
-
-
-def write_in_threads(target: Path, number: int, world: int = 2) -> None:
-    store, tree = dist.HashStore(), plain_tree(number)
-    in_threads(world, lambda rank: write_sharded(target, tree, Writers(rank, world, store)))
-
-
-def test_a_save_of_two_ranks_killed_at_any_system_call_is_there_or_not(tmp_path: Path) -> None:
-    def prepare(folder: Path) -> None:
-        write_in_threads(folder / "update-00000001", 1)
-
-    seen = set()
-    for folder in every_kill(tmp_path, prepare, lambda folder: write_in_threads(folder / "update-00000002", 2)):
-        published = (folder / "update-00000002").exists()
-        check_folder(folder)
-        newest = Checkpoints(folder).newest_valid()
-        assert newest is not None
-        assert same(newest.load(), plain_tree(2 if published else 1))
-        seen.add(published)
-    assert seen == {True, False}
-
-
-# -- errors while writing ---------------------------------------------------------------------------------------------
-
-
-def all_errors(world: int, function: Callable[[int], Any]) -> list[str]:
-    """What each rank raised."""
-
-    def caught(rank: int) -> str:
-        with pytest.raises(CheckpointError) as error:
-            function(rank)
-        return str(error.value)
-
-    return in_threads(world, caught)
-
-
-@pytest.mark.parametrize("victim", ["model-00001", "state-00003", "state.json", "manifest"])
-def test_a_disk_that_is_full_for_one_rank_is_one_error_on_all(
-    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = dist.HashStore()
-    writers = [BackgroundWriter(Writers(rank, 3, store)) for rank in range(3)]
-    real, called = publish.write_file, []
-
-    def full(path: Path, pieces: Any) -> Any:
-        if path.name.startswith(victim):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(path, pieces)
-
-    def save(rank: int) -> None:
-        writers[rank].submit(tmp_path / "update-00000002", plain_tree(2), lambda: called.append(rank))
-        writers[rank].wait()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "write_file", full)
-        first, *others = all_errors(3, save)
-    assert others == [first] * 2
-    number = 2 if victim == "state-00003" else 0
-    assert f"update-00000002 could not be written: rank {number} on " in first
-    assert "No space left on device" in first
-    assert not list(tmp_path.iterdir())
-    assert not called
-    in_threads(3, save)  # the next one is none the worse
-    assert called == [0]
-    assert same(StoredCheckpoint(tmp_path / "update-00000002").load(), plain_tree(2))
-    assert {key for key in store.list_keys() if "begun" not in key} == set()
-
-
-def test_a_state_that_cannot_be_split_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for victim in (0, 1):
-        store = dist.HashStore()
-
-        def save(rank: int, store: Any = store, victim: int = victim) -> None:
-            tree = {"a": object() if rank == victim else 1}
-            writer = BackgroundWriter(Writers(rank, 2, store))
-            writer.submit(tmp_path / "it", tree)
-            writer.close()
-
-        errors = all_errors(2, save)
-        assert all("a is a object, which a checkpoint cannot hold" in error for error in errors)
-        assert not list(tmp_path.iterdir())
-        assert all("begun" in key for key in store.list_keys())
-
-
-def test_ranks_with_different_state_are_refused(tmp_path: Path) -> None:
-    store = dist.HashStore()
-    errors = all_errors(
-        2, lambda rank: write_sharded(tmp_path / "it", {"a": torch.ones(3 + rank)}, Writers(rank, 2, store))
-    )
-    assert errors[0] == errors[1]
-    assert "rank 1 has tensors of other names, shapes or placements than rank 0" in errors[0]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish_sharded, "IN_SIGHT", 0.0)
-    store = dist.HashStore()
-    folders = [tmp_path / "here", tmp_path / "there"]
-    errors = all_errors(2, lambda rank: write_sharded(folders[rank] / "it", plain_tree(1), Writers(rank, 2, store)))
-    assert errors[0] == errors[1]
-    assert "rank 1 on " in errors[0]
-    assert "The run folder must be on a file system that all hosts share" in errors[0]
-    assert not list((tmp_path / "here").iterdir())
-
-
-def test_an_error_of_then_is_told_to_all(tmp_path: Path) -> None:
-    store = dist.HashStore()
-
-    def save(rank: int) -> None:
-        def failing() -> None:
-            raise KeyError("pruning")
-
-        writer = BackgroundWriter(Writers(rank, 2, store))
-        writer.submit(tmp_path / "it", plain_tree(1), failing if rank == 0 else None)
-        writer.close()
-
-    assert all("pruning" in error for error in all_errors(2, save))
-    assert same(StoredCheckpoint(tmp_path / "it").load(), plain_tree(1))
-
-
-# -- damage and malice ------------------------------------------------------------------------------------------------
-
-
-def forged(folder: Path, document: Any, *ranks: dict[str, Tensor] | bytes, world: int | None = None) -> Path:
-    """A directory with any document and any state files, and a manifest that is right about them."""
-    folder.mkdir(exist_ok=True)
-    names = manifest.files_of(world or len(ranks))
-    content = dict(zip(names[-len(ranks) :], ranks, strict=True))
-    records = {}
-    for name in names:
-        given = content.get(name, {})
-        data = given if isinstance(given, bytes) else b"".join(tensors.encode(given, name))
-        if name == manifest.DOCUMENT:
-            data = document if isinstance(document, bytes) else json.dumps(document).encode()
-        (folder / name).write_bytes(data)
-        records[name] = manifest.FileRecord(len(data), hashlib.sha256(data).hexdigest())
-    (folder / manifest.NAME).write_bytes(manifest.encode(records))
-    return folder
-
-
-ONES, ZEROS = torch.ones(2, 3), torch.zeros(2, 3)
-MARKER = {"a": {"$state": ["w", None, [4, 3]]}}
-
-
-def test_what_is_well_made_by_hand_loads(tmp_path: Path) -> None:
-    folder = forged(tmp_path / "update-00000001", MARKER, {"w@0,0": ONES}, {"w@2,0": ZEROS})
-    assert same(StoredCheckpoint(folder).load(), {"a": torch.cat([ONES, ZEROS])})
-
-
-HOSTILE: dict[str, tuple[Any, list[dict[str, Tensor]]]] = {
-    "a gap": (MARKER, [{"w@0,0": ONES}, {"w@3,0": ZEROS[:1]}]),
-    "a piece missing": (MARKER, [{"w@0,0": ONES}, {}]),
-    "an overlap": (MARKER, [{"w@0,0": ONES}, {"w@1,0": ZEROS}]),
-    "an overlap that hides a gap": (MARKER, [{"w@0,0": ONES}, {"w@0,1": ZEROS}]),
-    "the same piece twice": (MARKER, [{"w@0,0": torch.ones(4, 3)}, {"w@0,0": torch.ones(4, 3)}]),
-    "a piece too many": (MARKER, [{"w@0,0": ONES, "w@4,0": ONES}, {"w@2,0": ZEROS}]),
-    "a piece beyond": (MARKER, [{"w@0,0": ONES}, {"w@2,1": ZEROS}]),
-    "far beyond": (MARKER, [{"w@0,0": ONES}, {"w@9000000000000000000,0": ZEROS}]),
-    "an empty piece": (MARKER, [{"w@0,0": ONES, "w@4,0": torch.ones(0, 3)}, {"w@2,0": ZEROS}]),
-    "another dtype": (MARKER, [{"w@0,0": ONES}, {"w@2,0": ZEROS.double()}]),
-    "fewer dimensions": (MARKER, [{"w@0,0": ONES}, {"w@2": torch.zeros(2)}]),
-    "more places than dimensions": (MARKER, [{"w@0,0": ONES}, {"w@2,0,0": ZEROS}]),
-    "another shape": ({"a": {"$state": ["w", None, [2, 6]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "two shapes": (
-        {**MARKER, "b": {"$state": ["w", None, [3, 4]]}},
-        [{"w@0,0": ONES}, {"w@2,0": ZEROS}],
-    ),
-    "no shape": ({"a": {"$state": "w"}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "no dimensions": ({"a": {"$state": ["w", None, []]}}, [{"w@0": torch.ones(())}, {}]),
-    "a negative size": ({"a": {"$state": ["w", None, [-4, 3]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "a huge size": ({"a": {"$state": ["w", None, [2**70, 3]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "a size of zero": ({"a": {"$state": ["w", None, [0, 3]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "sizes as text": ({"a": {"$state": ["w", None, "43"]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "many dimensions": ({"a": {"$state": ["w", None, [1] * 10_000]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "a note that does not fit": ({"a": {"$state": ["w", "complex64", [4, 3]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "a note of another kind": ({"a": {"$state": ["w", 1, [4, 3]]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "four fields": ({"a": {"$state": ["w", None, [4, 3], 0]}}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "a tuple of fields": (
-        {"a": {"$state": {"$tuple": ["w", None, [4, 3]]}}},
-        [{"w@0,0": ONES}, {"w@2,0": ZEROS}],
-    ),
-    "a whole tensor in place of pieces": (MARKER, [{"w": torch.ones(4, 3)}, {}]),
-    "a whole tensor beside pieces": (MARKER, [{"w@0,0": ONES, "w": ONES}, {"w@2,0": ZEROS}]),
-    "a whole tensor twice": ({"a": {"$state": "w"}}, [{"w": ONES}, {"w": ONES}]),
-    "pieces that nobody mentions": ({"a": 1}, [{"w@0,0": ONES}, {"w@2,0": ZEROS}]),
-    "cut along many dimensions": (
-        {"a": {"$state": ["w", None, [2] * 20]}},
-        [{f"w@{','.join('0' * 20)}": torch.ones([1] * 20)}, {f"w@{','.join('1' * 20)}": torch.ones([1] * 20)}],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_pieces_that_do_not_make_up_the_tensor_are_refused(case: str, tmp_path: Path) -> None:
-    document, ranks = HOSTILE[case]
-    check_refused(forged(tmp_path / "update-00000001", document, *ranks), "update-00000001")
-
-
-def test_one_process_has_no_pieces(tmp_path: Path) -> None:
-    check_refused(forged(tmp_path / "update-00000001", MARKER, {"w@0,0": torch.ones(4, 3)}, world=1))
-
-
-MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "version 1": lambda m: m.update(version=1),
-    "version 3": lambda m: m.update(version=3),
-    "a file less": lambda m: m["files"].pop("state-00002-of-00003.safetensors"),
-    "a rank less": lambda m: [m["files"].pop(f"{k}-00003-of-00003.safetensors") for k in ("model", "state")],
-    "a file more": lambda m: m["files"].update({"model-00004-of-00003.safetensors": m["files"]["state.json"]}),
-    "a path": lambda m: m["files"].update({"../x-00001-of-00003.safetensors": m["files"].pop("state.json")}),
-    "another count": lambda m: m.update(files={k.replace("-of-00003", "-of-00004"): v for k, v in m["files"].items()}),
-    "another order": lambda m: m.update(files=dict(reversed(m["files"].items()))),
-    "one rank": lambda m: m.update(files=dict(zip(manifest.FILES, m["files"].values(), strict=False))),
-    "no files": lambda m: m.update(files={}),
-    "files as list": lambda m: m.update(files=list(m["files"])),
-}
-
-
-@pytest.mark.parametrize("case", MANIFESTS)
-def test_a_forged_manifest_is_refused(case: str, tmp_path: Path) -> None:
-    write_in_threads(tmp_path / "update-00000001", 1, world=3)
-    content = json.loads((tmp_path / "update-00000001" / manifest.NAME).read_bytes())
-    del content["sha256"]
-    MANIFESTS[case](content)
-    (tmp_path / "update-00000001" / manifest.NAME).write_bytes(sign_text(content))
-    check_refused(tmp_path / "update-00000001", "manifest")
-
-
-@pytest.mark.slow
-def test_thousands_of_ranks_fit_into_a_manifest_and_too_many_do_not() -> None:
-    def made(world: int) -> bytes:
-        return manifest.encode({name: manifest.FileRecord(2**61, "0" * 64) for name in manifest.files_of(world)})
-
-    data = made(manifest.MAX_RANKS)
-    assert len(data) <= manifest.MAX_SIZE
-    assert len(manifest.decode(data, "it")) == 2 * manifest.MAX_RANKS + 1
-    with pytest.raises(CheckpointError, match="it "):
-        manifest.decode(made(manifest.MAX_RANKS + 1), "it")
-
-
-def test_every_damage_to_every_file_is_found(saved: Path, tmp_path: Path) -> None:
-    dice = random.Random(7)
-    names = sorted(path.name for path in (saved / "update-00000002").iterdir())
-    assert len(names) == 6
-    for name, how in itertools.product(names, ["flip", "cut", "lengthen", "delete", "link", "swap"]):
-        folder = shutil.copytree(saved / "update-00000002", tmp_path / "update-00000002")
-        file = folder / name
-        data = bytearray(file.read_bytes())
-        if how == "flip":
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            file.write_bytes(data)
-        elif how == "cut":
-            os.truncate(file, dice.randrange(len(data)))
-        elif how == "lengthen":
-            file.write_bytes(bytes(data) + b"x")
-        elif how == "swap":
-            shutil.copy(folder / names[names.index(name) - 1], file)
-        else:
-            file.unlink()
-            if how == "link":
-                file.symlink_to(saved / "update-00000002" / name)
-        check_refused(folder, "update-00000002")
-        shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize("data", [header(b"[" * 1000), header({"a": {"b": 1}}), b"", header({}, b"x")], ids=range(4))
-def test_a_hostile_header_in_any_ranks_file_is_refused(data: bytes, tmp_path: Path) -> None:
-    for ranks in ([data, {"w": ONES}], [{"w": ONES}, data]):
-        check_refused(forged(tmp_path / "update-00000001", {"a": {"$state": "w"}}, *ranks), "safetensors")
-
-
-def test_more_files_than_may_be_open_are_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_in_threads(tmp_path / "update-00000001", 1, world=6)
-    monkeypatch.setattr(directory, "MOST_OPEN", 2)
-    assert same(StoredCheckpoint(tmp_path / "update-00000001").load(), plain_tree(1))
-    victim = tmp_path / "update-00000001" / "model-00001-of-00006.safetensors"
-    real = tensors.read_header
-
-    def exchanged(*arguments: Any) -> Any:
-        data = victim.read_bytes()
-        victim.unlink()
-        victim.write_bytes(data)
-        return real(*arguments)
-
-    monkeypatch.setattr(tensors, "read_header", exchanged)
-    with pytest.raises(CheckpointError, match="changed while it was read"):
-        StoredCheckpoint(tmp_path / "update-00000001").load()
-
-
-# -- the command line -------------------------------------------------------------------------------------------------
-
-
-def test_forge_ckpt_reads_what_several_ranks_wrote(call: Any, tmp_path: Path) -> None:  # noqa: F811
-    from forge.testing import fit_tiny
-    from forge_plugins import Checkpoint as Saves
-
-    fit_tiny([Saves()], run_dir=tmp_path / "run")
-    one = Checkpoints(tmp_path / "run" / "checkpoints").all()[-1]
-    tree, store = StoredCheckpoint(one).load(), dist.HashStore()
-    several = tmp_path / "several" / "checkpoints" / one.name
-    in_threads(3, lambda rank: write_sharded(several, tree, Writers(rank, 3, store)))
-    assert call("verify", tmp_path / "several")[0] == 0
-    assert "state-00003-of-00003.safetensors" in call("verify", tmp_path / "several")[1]
-    assert "net.0.weight" in call("show", several)[1]
-    assert call("diff", one, several)[0] == 0
-    assert call("export", several, tmp_path / "weights.safetensors")[0] == 0
-    assert same(load_file(tmp_path / "weights.safetensors"), load_file(tmp_path / "run" / "weights.safetensors"))
-    (several / "model-00002-of-00003.safetensors").unlink()
-    code, out = call("verify", tmp_path / "several")
-    assert code == 1
-    assert any("model-00002" in line and "missing" in line for line in out.splitlines())
-    (several / manifest.NAME).unlink()
-    code, out = call("verify", tmp_path / "several")
-    assert code == 1
-    assert any("state-00001" in line and "unknown without its manifest" in line for line in out.splitlines())
-
-
-def test_every_dtype_can_be_in_pieces(tmp_path: Path) -> None:
-    full = {str(dtype): tensor_of(dtype, (3, 4)) for dtype in ALL_DTYPES}
-    write_pretended(
-        tmp_path / "it",
-        2,
-        lambda: {
-            "state": {
-                name: DTensor.from_local(
-                    t[:2] if dist.get_rank() == 0 else t[2:],
-                    init_device_mesh("cpu", (2,)),
-                    [S0],
-                    shape=t.shape,
-                    stride=t.stride(),
-                )
-                for name, t in full.items()
-            }
-        },
-    )
-    assert same(StoredCheckpoint(tmp_path / "it").load(), {"state": full})

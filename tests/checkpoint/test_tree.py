@@ -167,7 +167,7 @@ def test_names_that_read_alike_stay_apart(tmp_path: Path) -> None:
     assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
 
 
-def test_a_model_may_name_its_weights_as_the_header_names_its_fields(tmp_path: Path) -> None:
+def test_weights_may_have_the_names_of_header_fields(tmp_path: Path) -> None:
     tree = {"model": {"dtype": torch.zeros(1), "shape": torch.ones(1), "data_offsets": torch.ones(2)}}
     write_checkpoint(tmp_path / "it", tree)
     assert same(StoredCheckpoint(tmp_path / "it").load(), tree)
@@ -227,13 +227,13 @@ def test_the_deepest_tree_that_can_be_saved_can_be_loaded(wrap: Any, tmp_path: P
         check_savable({"a": wrap(value)})
 
 
-def test_a_list_that_belongs_into_a_tensor_is_refused_when_it_is_saved() -> None:
+def test_a_list_in_place_of_a_tensor_is_refused_at_the_save() -> None:
     with pytest.raises(CheckpointError, match="as tensors"):
         check_savable({"order": list(range(400_000))})
 
 
 @pytest.mark.slow
-def test_more_names_than_a_header_may_hold_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+def test_too_many_names_for_a_header_are_refused_at_the_save(tmp_path: Path) -> None:
     tree = {"state": {f"{i:0200d}": torch.zeros(1) for i in range(20_000)}}
     with pytest.raises(CheckpointError, match=r"limit"):
         write_checkpoint(tmp_path / "it", tree)

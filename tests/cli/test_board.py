@@ -85,7 +85,7 @@ def test_runs_that_come_and_go_are_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "links/x/1").is_symlink()
 
 
-def test_a_folder_of_runs_that_becomes_a_run_is_shown_in_their_place(tmp_path: Path) -> None:
+def test_a_folder_of_runs_that_becomes_a_run_is_shown_so(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/q/r1")
     make_run(tmp_path / "runs/z")
     (tmp_path / "links").mkdir()
@@ -96,7 +96,7 @@ def test_a_folder_of_runs_that_becomes_a_run_is_shown_in_their_place(tmp_path: P
     assert (tmp_path / "links/q").resolve() == tmp_path / "runs/q/tensorboard"
 
 
-def test_a_link_that_is_gone_or_cannot_be_made_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
+def test_a_broken_link_is_tried_again_at_the_next_look(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/x/1")
     (tmp_path / "links").mkdir()
     (tmp_path / "links/x").touch()
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], empty
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
-def test_a_closed_terminal_ends_it_cleanly_as_a_request_to_end_does(
+def test_a_closed_terminal_ends_it_cleanly(
     empty_folder: Path, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
 ) -> None:
     make_run(empty_folder / "runs/x")
@@ -253,7 +253,7 @@ def test_every_point_of_a_curve_is_served(served: Board) -> None:
     assert [step for _, step, _ in points] == [1, 2, 3, 4]
 
 
-def test_the_table_of_hyperparameters_begins_with_what_runs_are_compared_by(served: Board) -> None:
+def test_hyperparameters_begin_with_what_runs_differ_in(served: Board) -> None:
     served.wait_for_runs({"small/a", "small/b"})
     columns = served.ask("/data/plugin/hparams/experiment", {"experimentName": ""})
     metrics = [info["name"]["tag"] for info in columns["metricInfos"]]

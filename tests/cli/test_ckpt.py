@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(call: Call, run: Path
     assert out.count("valid") == 2
 
 
-def test_one_checkpoint_is_shown_with_everything_that_describes_it(call: Call, made: Path) -> None:
+def test_one_checkpoint_is_shown_with_all_that_describes_it(call: Call, made: Path) -> None:
     code, out = call("show", made / "a" / "checkpoints" / "best")
     assert code == 0
     for text in (
@@ -140,9 +140,7 @@ def test_show_as_json_is_json_even_where_a_metric_is_nan(call: Call, tmp_path: P
     assert {"name": "model.net.0.weight", "shape": [8, 6], "dtype": "float32", "bytes": 192} in one["tensors"]
 
 
-def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(
-    call: Call, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_removed_meanwhile_is_left_out(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outline = SavedState.outline
 
     def slow(self: SavedState) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def test_a_pointer_is_shown_as_the_checkpoint_beside_it(call: Call, run: Path, m
     assert call("show", "a/checkpoints/best")[1].startswith("a/checkpoints/update-00000005  valid")
 
 
-def test_the_averages_of_a_checkpoint_are_named_with_how_to_get_them(call: Call, averaged: Path, made: Path) -> None:
+def test_averages_are_named_with_how_to_get_them(call: Call, averaged: Path, made: Path) -> None:
     out = call("show", averaged / "checkpoints" / "latest")[1]
     assert "averages" in out
     assert "ema (export --weights ema), swa (export --weights swa)" in out
@@ -253,7 +251,7 @@ def test_a_checkpoint_and_its_copy_are_bit_identical(call: Call, made: Path, run
     assert "bit-identical: 18 tensors" in out
 
 
-def test_two_runs_differ_in_what_was_asked_and_in_what_came_of_it(call: Call, made: Path) -> None:
+def test_two_runs_differ_in_settings_and_results(call: Call, made: Path) -> None:
     code, out = call("diff", made / "a", made / "b")
     lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
     assert code == 1
@@ -332,9 +330,7 @@ def test_an_average_becomes_a_file_of_its_own(call: Call, averaged: Path, tmp_pa
     assert len({tuple(weight.flatten().tolist()) for weight in three}) == 3
 
 
-def test_without_a_name_a_run_gives_what_it_exported_and_a_checkpoint_what_was_trained(
-    call: Call, averaged: Path, tmp_path: Path
-) -> None:
+def test_without_a_name_a_run_gives_its_export(call: Call, averaged: Path, tmp_path: Path) -> None:
     said = call("export", averaged, tmp_path / "run.safetensors")[1]
     assert "averaged by ema, " in said
     assert "weights.safetensors after 10 updates" in said
@@ -345,9 +341,7 @@ def test_without_a_name_a_run_gives_what_it_exported_and_a_checkpoint_what_was_t
     assert_same_weights(load_file(tmp_path / "checkpoint.safetensors"), trained)
 
 
-def test_the_average_of_the_last_checkpoint_is_what_the_run_exported(
-    call: Call, averaged: Path, tmp_path: Path
-) -> None:
+def test_the_average_of_the_last_one_is_the_exported_one(call: Call, averaged: Path, tmp_path: Path) -> None:
     call("export", averaged / "checkpoints" / "latest", tmp_path / "w.safetensors", "--weights", "ema")
     assert (tmp_path / "w.safetensors").read_bytes() == (averaged / "weights.safetensors").read_bytes()
 
@@ -371,12 +365,12 @@ def test_an_unknown_average_is_answered_with_those_there_are(
 
 
 @pytest.mark.parametrize("words", [["show", "a", "b"], ["diff", "a"], ["export", "a"], ["export", "a", "b", "c"]])
-def test_a_wrong_number_of_paths_is_answered_with_how_to_write_it(call: Call, words: list[str]) -> None:
+def test_a_wrong_number_of_paths_is_answered_with_the_usage(call: Call, words: list[str]) -> None:
     with pytest.raises(forge.ForgeError, match=f"Write: forge ckpt {words[0]} PATH"):
         call(*words)
 
 
-def test_a_path_with_nothing_in_it_is_an_error_that_says_what_to_give(call: Call, tmp_path: Path) -> None:
+def test_an_empty_path_is_an_error_that_says_what_to_give(call: Call, tmp_path: Path) -> None:
     for action in ("show", "verify"):
         with pytest.raises(forge.CheckpointError, match="Give a run folder"):
             call(action, tmp_path)

@@ -143,7 +143,7 @@ def test_an_interrupt_is_one_line_and_exits_with_130(capsys, monkeypatch):
 # -- fit --------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_trains_a_recipe_and_prints_metrics_run_folder_and_what_comes_next(forge):
+def test_fit_prints_metrics_run_folder_and_what_comes_next(forge):
     out = forge("fit", "quickstart", "task.hidden=16", "trainer.max_epochs=1", "schedule.warmup=2")
     (run,) = Path("runs/quickstart").iterdir()
     assert "val/accuracy" in out
@@ -216,7 +216,7 @@ def test_a_missing_task_file_or_class_is_named(forge, ring):
     assert "no subclass of forge.TaskModule" in forge.refused("fit", "ring.py:data")
 
 
-def test_a_task_that_is_named_as_a_module_is_answered_with_its_file(forge, ring):
+def test_a_task_named_as_a_module_is_answered_with_its_file(forge, ring):
     assert "'ring:Ring'. Did you mean 'ring.py:Ring'?" in forge.refused("fit", "ring:Ring")
     assert "'ring'. Did you mean 'ring.py'?" in forge.refused("plan", "ring")
     Path("models").mkdir()
@@ -243,7 +243,7 @@ def test_a_file_of_the_same_name_does_not_hide_a_recipe(forge):
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_told_by_the_users_own_lines(forge, source, cause, lines):
+def test_an_import_error_is_told_by_the_users_own_lines(forge, source, cause, lines):
     Path("broken.py").write_text(source)
     Path("torn_helper.py").write_text("x = 1\ny = 1 / 0\n")
     first, *told = forge.refused("fit", "broken.py:Task").splitlines()
@@ -318,7 +318,7 @@ def test_a_run_below_its_floor_exits_with_1(forge, ring):
     assert "below early_stop.floor=1.5" in forge.capsys.readouterr().err
 
 
-def test_weights_of_a_task_with_other_options_say_which_and_what_to_type(forge, ring):
+def test_weights_of_other_options_say_which_and_what_to_type(forge, ring):
     forge("fit", "ring.py:Ring", "task.hidden=16", "trainer.max_updates=1", "-p", "no:tensorboard", "--run-dir", "run")
     given = ["ring.py:Ring", "data.points=200", "trainer.max_updates=1", "--weights", "run"]
     for verb in ("validate", "test", "predict", "fit"):
@@ -341,7 +341,7 @@ def test_a_missing_split_is_named(forge, ring):
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.pt", "p"])
-def test_predictions_go_into_no_file_whose_name_says_something_else(forge, name):
+def test_predictions_go_into_no_file_of_another_kind(forge, name):
     said = forge.refused("predict", "quickstart", "--out", f"out/{name}")
     assert f"--out out/{name}: predictions are written as safetensors." in said
     assert "Name the file out/p.safetensors" in said
@@ -367,7 +367,7 @@ def test_predictions_that_are_no_tensors_are_refused():
 # -- plan -------------------------------------------------------------------------------------------------------------
 
 
-def test_plan_shows_who_owns_and_wraps_and_where_values_come_from(forge):
+def test_plan_shows_owners_wrappers_and_origins_of_values(forge):
     out = forge("plan", "quickstart", "-p", "accumulate", "accumulate.window=4")
     assert "accumulate owns" in out
     assert "schedule wraps > core does it" in out
@@ -431,7 +431,7 @@ def test_plugins_lists_every_plugin_with_its_package(forge):
     assert f"forge-trainer {__version__}" in out
 
 
-def test_a_shown_plugin_has_its_docstring_options_declarations_and_hooks(forge):
+def test_a_shown_plugin_has_its_docstring_options_and_hooks(forge):
     out = forge("plugins", "clip")
     for part in ("Clip gradients", "max_norm", "float or None", "1.0", "provides clip", "forge_edit_grads"):
         assert part in out
@@ -459,7 +459,7 @@ def test_a_new_task_trains_at_once_and_can_be_tested(forge, ring):
     assert "test/accuracy" in forge("test", "ring.py:Ring", "--weights", "run")
 
 
-def test_a_new_plugin_is_a_package_in_a_folder_of_that_name_whose_own_tests_pass(forge):
+def test_a_new_plugin_is_a_package_whose_own_tests_pass(forge):
     out = forge("new", "plugin", "weight-norm")
     assert "pip install -e weight-norm && pytest weight-norm" in out
     folder = Path("weight-norm")

@@ -223,7 +223,7 @@ def test_a_large_one_is_most_likely_something_that_is_not_seeded() -> None:
     assert causes("output", 0.5)[-1] == determinism.KERNEL
 
 
-def test_batches_and_first_weights_are_nothing_that_a_kernel_does() -> None:
+def test_batches_and_first_weights_come_from_no_kernel() -> None:
     for kind in ("batch", "first parameter", "first buffer", "rng before"):
         assert determinism.KERNEL not in causes(kind, 1e-7)
 
@@ -234,9 +234,7 @@ def test_every_kind_of_difference_has_its_causes() -> None:
     assert determinism.CAUSES.keys() == KINDS.keys()
 
 
-def test_an_operation_that_cannot_repeat_itself_is_a_mistake_that_the_message_explains(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_op_that_cannot_repeat_itself_is_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(TASK.replace("return x\n", "return x.clone().put_(torch.tensor([0]), torch.zeros(1))\n"))
     assert main(["fit", f"{file}:Sound", "trainer.deterministic=true", "-p", "no:progress"]) == 2
     said = capsys.readouterr().err

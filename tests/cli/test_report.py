@@ -163,7 +163,7 @@ class TestRunsAsTheyAre:
         assert shown.points("train") == [[(1, 1.0), (2, 0.5), (3, 1 / 3)]]
         assert "Ended without a record after 0 epochs, 3 updates in 1.5 s" in shown.text
 
-    def test_what_is_not_finite_is_left_out_of_the_curve_and_named_in_the_table(self, make_run: Any) -> None:
+    def test_what_is_not_finite_is_named_but_not_drawn(self, make_run: Any) -> None:
         shown = Page(
             page([RunFolder(make_run([{"update": i, "val/loss": None if i == 3 else 1.0 * i} for i in (1, 2, 3)]))])
         )
@@ -210,7 +210,7 @@ class TestTexts:
         Page(text)  # whatever was logged, tags are closed in their order
         return text
 
-    def test_bold_code_fences_and_paragraphs_are_drawn_and_everything_is_escaped(self, make_run: Any) -> None:
+    def test_markdown_is_drawn_and_everything_is_escaped(self, make_run: Any) -> None:
         text = self.shown(make_run, "**3** of `a*b` <b>\n\n```text\nTo **be**\n```\n\nafter **a `b** c`")
         assert "<p><strong>3</strong> of <code>a*b</code> &lt;b&gt;</p>" in text
         assert '<pre><code class="language-text">To **be**\n</code></pre>' in text
@@ -405,7 +405,7 @@ class TestSeveralRuns:
         assert shown.points("B val") == written(folders[1], "val/loss")
         assert shown.points("A", "B") == [*written(folders[0], "lr"), *written(folders[1], "lr")]
 
-    def test_a_run_has_one_colour_in_every_chart_and_validation_is_dashed(self, make_run: Any) -> None:
+    def test_a_run_has_one_colour_and_validation_is_dashed(self, make_run: Any) -> None:
         lines = [[{"update": i, "train/loss": i * k, "val/loss": i * k, "lr": k} for i in (1, 2)] for k in (1.0, 3.0)]
         runs = [RunFolder(make_run(points, name=f"run{k}")) for k, points in enumerate(lines)]
         looks = {

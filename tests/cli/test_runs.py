@@ -76,12 +76,12 @@ class TestStatus:
             assert RunFolder(folder).status == "running"
         assert RunFolder(folder).status == "finished"
 
-    def test_a_killed_process_leaves_a_lock_that_nobody_holds_and_no_end(self) -> None:
+    def test_a_killed_process_leaves_a_free_lock_and_no_end(self) -> None:
         folder = write_run("a/b", {"update": 3}, card=card(1))
         (folder / ".lock").write_text("process 1 on elsewhere\n")
         assert RunFolder(folder).status == "killed"
 
-    def test_without_an_end_weights_that_are_newer_than_the_card_say_that_it_finished(self) -> None:
+    def test_weights_newer_than_the_card_mean_it_finished(self) -> None:
         folder = write_run("a/b", card=card(1))
         (folder / "weights.safetensors").write_text("")
         assert RunFolder(folder).status == "finished"
@@ -183,9 +183,7 @@ class TestTheList:
         assert "20260101-120000-abcd" in out
         assert max(map(len, out.splitlines())) <= columns
 
-    def test_the_task_outlasts_other_columns_where_the_recipe_does_not_name_it(
-        self, capsys: Any, monkeypatch: Any
-    ) -> None:
+    def test_the_task_column_stays_where_no_recipe_names_it(self, capsys: Any, monkeypatch: Any) -> None:
         monkeypatch.setenv("COLUMNS", "60")
         write_run("first", {"update": 1, "val/loss": 0.5}, card=card(1, recipe="default", group="net"))
         assert main(["runs"]) == 0
@@ -224,14 +222,14 @@ class TestTheList:
 
 
 class TestNames:
-    def test_a_run_is_known_by_its_path_its_group_and_a_part_of_its_name(self) -> None:
+    def test_a_run_is_known_by_path_group_and_part_of_its_name(self) -> None:
         old, new = write_run("mine/2026-aa", card=card(1)), write_run("mine/2026-bb", card=card(2))
         assert locate(str(old)).path == old
         assert locate("runs/mine").path == new
         assert locate("mine/2026-aa").path == old
         assert locate("bb").path == new
 
-    def test_an_unknown_run_is_answered_with_the_name_that_forge_runs_prints(self) -> None:
+    def test_an_unknown_run_is_answered_with_the_nearest_name(self) -> None:
         for name in ("first", "mine/2026-aa"):
             write_run(name, card=card(1))
         for written, meant in (("frist", "first"), ("runs/frist", "first"), ("2026-ab", "mine/2026-aa")):

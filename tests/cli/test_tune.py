@@ -73,7 +73,7 @@ def written() -> set[str]:
 # -- lr ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_range_test_prints_the_rates_and_the_command_that_uses_them(capsys: Any) -> None:
+def test_a_range_test_prints_rates_and_the_command_for_them(capsys: Any) -> None:
     out, _ = ask(capsys, "lr", "quickstart", "task.hidden=32", "--updates", "60", "--min", "1e-5")
     lines = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
     assert float(lines["now"]) == 3e-3
@@ -93,7 +93,7 @@ def test_the_picture_goes_where_it_is_asked_to(capsys: Any, file: str) -> None:
     assert Path("runs/tune/Task-lr.png").is_file()
 
 
-def test_a_task_that_scales_its_rate_is_told_the_argument_to_give(capsys: Any, file: str) -> None:
+def test_a_task_that_scales_its_rate_is_told_the_argument(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Task", "task.lr=0.02", "trainer.seed=1", "--updates", "50", "--min", "1e-4")
     rows = {words[1]: words[0] for words in map(str.split, out.splitlines()) if len(words) > 2}
     assert float(rows["now"]) == 0.04
@@ -102,7 +102,7 @@ def test_a_task_that_scales_its_rate_is_told_the_argument_to_give(capsys: Any, f
     assert float(command.rpartition("task.lr=")[2]) == pytest.approx(float(rows["suggestion"]) / 2, rel=0.06)
 
 
-def test_a_task_without_such_an_argument_is_told_where_to_write_it(capsys: Any, file: str) -> None:
+def test_a_task_without_the_argument_is_told_where_to_write_it(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "lr", file + ":Fixed", "--updates", "20")
     assert "The task takes no argument called lr: set it in configure_optimizers: multiply all rates by" in out
 
@@ -136,7 +136,7 @@ def test_the_largest_of_all_is_found_when_it_is_asked_for(capsys: Any, file: str
     assert "40 is the largest batch that works; 41 does not: out of memory." in out
 
 
-def test_the_end_of_the_data_and_of_what_was_asked_for_are_told_apart(capsys: Any, file: str) -> None:
+def test_the_end_of_data_and_of_the_sizes_are_told_apart(capsys: Any, file: str) -> None:
     out, _ = ask(capsys, "batch", file + ":Task", "data.samples=20", "--exact")
     assert "20 is the largest batch that works; 21 does not: the data yielded a batch of only 20." in out
     out, _ = ask(capsys, "batch", file + ":Task", "--max", "16")
@@ -150,7 +150,7 @@ def test_a_budget_silences_the_remark_about_the_cpu(capsys: Any, file: str, monk
     assert "error: Not even a batch of 1 fits: over the limit of 2.5 GB." in err
 
 
-def test_data_that_cannot_be_asked_for_another_size_are_refused_with_what_to_write(capsys: Any, file: str) -> None:
+def test_data_of_one_size_only_are_refused_with_what_to_write(capsys: Any, file: str) -> None:
     _, err = ask(capsys, "batch", file + ":Task", "--data", file + ":rigid", code=2)
     assert "have no option batch_size (they have: shift)" in err
     assert "def data(batch_size: int = 32)" in err

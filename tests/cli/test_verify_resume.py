@@ -197,7 +197,7 @@ def test_a_folder_to_keep_that_is_in_use_is_refused_by_name(
         assert said in err
 
 
-def test_what_a_life_says_of_its_mistake_is_quoted_without_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_life_says_is_quoted_without_its_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 2, stdout="", stderr="epoch 1/1\nerror: There is no such thing.\n")
     monkeypatch.setattr(subprocess, "run", lambda *words, **more: failed)
     args = verify_resume.parser().parse_intermixed_args(["quickstart"])

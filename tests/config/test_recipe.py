@@ -216,7 +216,7 @@ def test_values_are_read_as_in_yaml():
     assert load_recipe("quickstart", ["trainer.seed=null"]).trainer["seed"] is None
 
 
-def test_a_plugin_is_added_with_its_defaults_and_then_takes_overrides():
+def test_an_added_plugin_has_defaults_and_takes_overrides():
     recipe = load_recipe("quickstart", ["accumulate.window=4"], add=["accumulate"])
     assert recipe.plugins["accumulate"] == {"window": 4}
     assert recipe.origin["plugins.accumulate"] == "command line"
@@ -227,19 +227,19 @@ def test_a_plugin_is_removed():
     assert "clip" not in load_recipe("quickstart", ["clip=null"]).plugins
 
 
-def test_removing_what_is_not_there_is_an_error_with_the_nearest_name():
+def test_removing_what_is_not_there_names_the_nearest():
     assert "Did you mean 'clip'?" in refused("quickstart", remove=["clib"])
 
 
-def test_adding_what_is_not_installed_is_an_error_with_the_nearest_name():
+def test_adding_what_is_not_installed_names_the_nearest():
     assert "Did you mean 'accumulate'?" in refused("quickstart", add=["acumulate"])
 
 
-def test_an_option_of_a_plugin_outside_the_stack_says_how_to_add_it():
+def test_an_option_of_an_absent_plugin_says_how_to_add_it():
     assert "-p accumulate" in refused("quickstart", ["accumulate.window=4"])
 
 
-def test_an_unknown_root_is_answered_with_the_nearest_section_or_plugin():
+def test_an_unknown_root_names_the_nearest_section_or_plugin():
     assert "Did you mean 'trainer'?" in refused("quickstart", ["trainr.max_epochs=3"])
     assert "Did you mean 'clip'?" in refused("quickstart", ["clpi.max_norm=3"])
 
@@ -264,7 +264,7 @@ def test_what_yaml_cannot_read_is_answered_with_how_to_quote_it(text):
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_top_level_key_names_file_line_and_the_nearest_key(write):
+def test_an_unknown_top_level_key_names_line_and_nearest_key(write):
     message = refused(write("a", "trainer: {max_epochs: 1}\nplugin: {}"))
     assert "a.yaml:2" in message
     assert "Did you mean 'plugins'?" in message
@@ -286,7 +286,7 @@ UNIT = "An interval has a unit: '2 updates', '1 epoch'."
 
 
 @pytest.mark.parametrize("override", ["monitor.every=2", "checkpoint.every=2", "freeze.thaw=3", "early_stop.after=3"])
-def test_an_interval_without_a_unit_is_refused_with_how_to_write_it(override):
+def test_an_interval_without_a_unit_is_refused(override):
     plugin = override.partition(".")[0]
     others = ["freeze.modules=net"] if plugin == "freeze" else []  # which has no default
     assert refused("quickstart", [*others, override], add=[plugin]).endswith(UNIT)
@@ -305,7 +305,7 @@ def test_what_is_no_interval_or_no_number_hears_nothing_of_units(override):
         ("data.batchsize=3", "data.batchsize", "batch_size"),
     ],
 )
-def test_trainer_task_and_data_options_are_checked_against_their_signatures(override, key, near):
+def test_options_are_checked_against_signatures(override, key, near):
     message = refused("quickstart", [override])
     assert f"{key} (command line)" in message
     assert f"Did you mean {near!r}?" in message
@@ -316,7 +316,7 @@ def test_trainer_task_and_data_options_have_types(override):
     assert f"{override.partition('=')[0]} (command line)" in refused("quickstart", [override])
 
 
-def test_a_rule_that_the_plugin_itself_checks_names_the_recipes_line(write):
+def test_a_rule_that_the_plugin_checks_names_the_recipes_line(write):
     assert "plugins.clip (a.yaml:1)" in refused(write("a", "plugins: {clip: {max_norm: -1.0}}"))
 
 
@@ -344,7 +344,7 @@ def test_broken_yaml_names_the_file(write):
 # -- origins and defaults ---------------------------------------------------------------------------------------------
 
 
-def test_every_value_knows_its_file_and_line_the_command_line_or_that_it_is_a_default(write):
+def test_every_value_knows_where_it_came_from(write):
     write("base", "plugins:\n  clip:\n    max_norm: 2.0\n    norm_type: 1.0\n")
     recipe = load_recipe(write("a", "extends: [base.yaml]\nplugins:\n  clip:\n    max_norm: 1.0"), ["trainer.seed=7"])
     assert recipe.origin["plugins.clip"] == "base.yaml:2"
@@ -355,7 +355,7 @@ def test_every_value_knows_its_file_and_line_the_command_line_or_that_it_is_a_de
     assert recipe.origin["trainer.log_every"] == "default"
 
 
-def test_the_resolved_recipe_holds_every_default_and_an_origin_for_each():
+def test_the_resolved_recipe_has_all_defaults_and_origins():
     from forge.config.merge import leaves
 
     recipe = load_recipe("quickstart")
@@ -383,7 +383,7 @@ def test_a_stack_recipe_says_that_it_names_no_task():
         load_recipe("default").make_task()
 
 
-def test_a_task_and_data_given_in_code_stand_in_for_the_recipes_own():
+def test_a_task_and_data_in_code_replace_the_recipes_own():
     class Own(forge.TaskModule):
         def __init__(self, width: int = 3):
             super().__init__()
@@ -429,7 +429,7 @@ def test_a_plugin_that_cannot_be_imported_names_its_package(tmp_path, monkeypatc
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_written_recipe_stands_alone_and_loads_to_the_same_config(write):
+def test_a_written_recipe_loads_to_the_same_config(write):
     recipe = load_recipe("quickstart", ["clip.max_norm=0.5"], add=["accumulate"])
     text = recipe.to_yaml()
     assert "extends" not in text

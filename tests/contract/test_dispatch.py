@@ -128,7 +128,7 @@ def test_an_event_nobody_implements_is_none_and_costs_nothing() -> None:
     assert through_pluggy(manager.hook.event) is None
 
 
-def test_a_lone_default_is_called_directly_without_a_generated_function() -> None:
+def test_a_lone_default_is_called_directly() -> None:
     class Core:
         @hookimpl
         def action(self, a, b):
@@ -140,7 +140,7 @@ def test_a_lone_default_is_called_directly_without_a_generated_function() -> Non
     assert freeze(manager.hook.action) == core.action
 
 
-def test_each_implementation_can_be_replaced_by_an_instrumented_one() -> None:
+def test_an_implementation_can_be_replaced_by_a_timed_one() -> None:
     log: list[Any] = []
     manager = pluggy.PluginManager("test")
     manager.add_hookspecs(Specs)
@@ -156,7 +156,7 @@ def test_each_implementation_can_be_replaced_by_an_instrumented_one() -> None:
     assert [name for name, _ in call("A", "B")] == ["plugin1", "plugin0"]
 
 
-def test_the_hooks_object_has_a_place_for_every_hook_of_the_contract() -> None:
+def test_the_hooks_object_has_a_place_for_every_hook() -> None:
     assert set(Hooks.__slots__) == {*SPECS, "plugged"}
 
 

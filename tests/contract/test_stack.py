@@ -60,7 +60,7 @@ def test_a_misspelt_hook_on_the_task_is_refused_too() -> None:
         fit(Typo())
 
 
-def test_an_argument_a_hook_does_not_get_is_refused_with_those_it_gets() -> None:
+def test_an_argument_a_hook_does_not_get_is_refused() -> None:
     def forge_step_end(self: Any, trainer: Any) -> None: ...
 
     assert_refused(
@@ -81,7 +81,7 @@ def test_priorities_are_refused_in_favour_of_order() -> None:
     assert_refused("tryfirst or trylast", plugin(forge_step_end=forge.hookimpl(tryfirst=True)(forge_step_end)))
 
 
-def test_a_wrapper_without_a_yield_and_a_yield_without_wrapper_are_refused() -> None:
+def test_a_wrapper_needs_a_yield_and_a_yield_a_wrapper() -> None:
     def plain(self: Any, step: Any) -> None: ...
     def yields(self: Any, step: Any) -> Any:
         yield
@@ -102,7 +102,7 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
         Clip(max_nrom=1.0)
 
 
-def test_an_option_of_the_wrong_type_is_refused_with_what_it_takes() -> None:
+def test_an_option_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(forge.RecipeError, match=r"Accumulate.window is 2.5 \(float\), but it takes int"):
         Accumulate(2.5)
 
@@ -151,7 +151,7 @@ def test_a_missing_requirement_is_refused_with_how_to_add_it() -> None:
     assert_refused("'sample' requires 'grad_scaler', which nothing.*-p grad_scaler", plugin(requires=("grad_scaler",)))
 
 
-def test_a_requirement_is_met_by_name_or_by_what_somebody_provides() -> None:
+def test_a_requirement_is_met_by_a_name_or_a_provider() -> None:
     provider = plugin("Provider", provides=("thing",))
     assert resolved(plugin(requires=("thing", "provider")), provider) == ["sample", "provider"]
 
@@ -202,7 +202,7 @@ def _has_cycle(edges: set[tuple[str, str]]) -> bool:
     return any(a == b for a, b in reach)
 
 
-def test_two_of_one_name_are_refused_in_a_list_and_told_apart_in_a_mapping() -> None:
+def test_two_of_one_name_are_refused_in_a_list_only() -> None:
     assert_refused("Two plugins are called 'clip'.*'clip@second'", Clip(1.0), Clip(2.0))
     second = plugin("Other")
     second.name = "clip@second"
@@ -285,7 +285,7 @@ def test_an_error_in_the_step_names_task_update_and_micro_batch() -> None:
     ]
 
 
-def test_an_error_passing_through_a_wrapper_is_not_blamed_on_the_wrapper() -> None:
+def test_an_error_through_a_wrapper_is_not_blamed_on_it() -> None:
     class Around(forge.Plugin):
         @forge.hookimpl(wrapper=True)
         def forge_forward(self) -> Any:
@@ -315,7 +315,7 @@ def test_stop_iteration_out_of_a_step_is_an_error(wrapped: bool) -> None:
         fit(Stops(), plugins=[Around()] if wrapped else [])
 
 
-def test_options_of_every_kind_are_documented_by_the_strings_under_them() -> None:
+def test_options_are_documented_by_the_strings_under_them() -> None:
     from forge import options
 
     documented = options.of_config(Clip.Config)
@@ -344,7 +344,7 @@ def test_a_nested_config_converts_what_yaml_gives_without_loss() -> None:
 
 
 class TestCallbacks:
-    def test_an_event_that_does_not_exist_is_refused_with_the_nearest(self) -> None:
+    def test_an_unknown_event_is_refused_with_the_nearest(self) -> None:
         with pytest.raises(forge.StackError, match="'forge_step_end'"):
             forge.on("step_ende")
 

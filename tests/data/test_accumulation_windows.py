@@ -134,13 +134,13 @@ def test_a_state_that_was_loaded_can_be_loaded_again() -> None:
         assert list(windows(feed, range(1))) == [[2], [3], [4], [5], [6]]
 
 
-def test_before_its_first_window_a_resumed_feed_is_where_it_was_put() -> None:
+def test_a_resumed_feed_begins_where_it_was_put() -> None:
     feed, state = Feed(Epochs()), {"batches": 3, "samples": 12, "loader": {"epoch": 1, "place": 3}}
     feed.load_state_dict(state)
     assert feed.state_dict() == state
 
 
-def test_a_resumed_epoch_that_gives_nothing_more_is_refused_by_name() -> None:
+def test_a_resumed_epoch_with_nothing_left_is_refused() -> None:
     feed = Feed(Unsized())
     feed.load_state_dict({"batches": 3, "samples": 12, "loader": {"epoch": 0, "place": 6}})
     with pytest.raises(forge.DataError, match=r"loader Unsized gave no more batches .* after it was resumed"):
@@ -155,7 +155,7 @@ class DrawsAtItsBeginning(Epochs):
         return iter(self.order)
 
 
-def test_beginning_a_stateful_loader_leaves_the_random_numbers_alone_and_each_epoch_has_its_own() -> None:
+def test_beginning_a_stateful_loader_leaves_rng_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     drawn = [str(window) for window in windows(Feed(DrawsAtItsBeginning()), range(3), 6)]
@@ -241,9 +241,7 @@ def time_first(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("sample", "window"), covering([1, 6, 9, 14, 17], [1, 2]))
-def test_samples_are_found_where_the_first_dimension_of_a_batch_is_time(
-    tmp_path: Path, sample: int, window: int
-) -> None:
+def test_samples_are_found_where_the_first_dimension_is_time(tmp_path: Path, sample: int, window: int) -> None:
     weights = torch.ones(18)
     weights[sample] = math.nan
     data = TensorDataset(torch.randn(18, 6), torch.zeros(18, dtype=torch.long), weights)
@@ -259,7 +257,7 @@ def test_samples_are_found_where_the_first_dimension_of_a_batch_is_time(
     assert tree["indices"][finding["micro"]][finding["rows"][0]] == sample
 
 
-def test_a_worker_awaits_the_end_of_its_main_process_by_a_descriptor_of_any_number(
+def test_a_worker_awaits_its_main_process_by_any_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     resource = pytest.importorskip("resource")

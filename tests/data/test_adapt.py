@@ -98,7 +98,7 @@ class TestDataLoader:
 
         assert told([1, 3, 5]) == told([1, 3, 5]) != told([1, 3, 6])
 
-    def test_shuffle_is_shuffled_and_takes_the_trainers_seed_or_that_of_a_generator(self) -> None:
+    def test_shuffle_takes_the_trainers_seed_or_a_generators(self) -> None:
         def order(generator: int | None, trainers: int) -> list[int]:
             own = None if generator is None else torch.Generator().manual_seed(generator)
             loader = adopt(DataLoader(DATA, 4, shuffle=True, generator=own), "train")
@@ -156,7 +156,7 @@ class TestDataLoader:
         assert "Stream is an iterable" in str(resumable_reason(adopt(DataLoader(Stream(), 2), "train")))
         assert resumable_reason(adopt(DataLoader(Stateful(), 2), "train")) is None
 
-    def test_what_cannot_be_made_exact_is_returned_as_it_is_with_a_reason(self) -> None:
+    def test_what_cannot_be_exact_is_returned_with_a_reason(self) -> None:
         class Own(DataLoader):
             def __iter__(self) -> Any:
                 return iter([])
@@ -350,7 +350,7 @@ class TestOthers:
         with pytest.raises(TypeError):
             len(loader)
 
-    def test_what_is_dropped_is_counted_in_batches_whatever_they_are_made_of(self) -> None:
+    def test_what_is_dropped_is_counted_in_batches(self) -> None:
         class Words:
             def __iter__(self) -> Iterator[str]:
                 return iter(["a", "b", "c", "d"])
@@ -359,7 +359,7 @@ class TestOthers:
         loader.seek(0, loader.position(0, 3))
         assert list(loader) == ["d"]
 
-    def test_those_that_keep_a_single_position_cannot_be_shared_between_stages(self) -> None:
+    def test_loaders_with_one_position_serve_one_stage(self) -> None:
         class Stream(IterableDataset):
             def __iter__(self) -> Iterator[int]:
                 return iter(range(5))

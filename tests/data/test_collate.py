@@ -26,9 +26,7 @@ from forge.env import move
     multiple=st.integers(1, 5),
     fill=st.integers(-100, 100),
 )
-def test_the_mask_gives_back_exactly_what_went_in_and_the_rest_is_the_fill(
-    rows: list[list[int]], side: Any, multiple: int, fill: int
-) -> None:
+def test_the_mask_gives_back_what_went_in(rows: list[list[int]], side: Any, multiple: int, fill: int) -> None:
     values, lengths, mask = pad_collate(rows, side=side, multiple_of=multiple, value=fill)
     assert values.dtype == torch.int64
     assert [row[m].tolist() for row, m in zip(values, mask, strict=True)] == rows
@@ -55,7 +53,7 @@ def test_samples_of_every_form_keep_their_form() -> None:
     assert nested["c"][1].tolist() == [2.5, 1.5]
 
 
-def test_tuples_of_numbers_are_records_and_lists_of_numbers_are_sequences() -> None:
+def test_tuples_of_numbers_are_records_and_lists_sequences() -> None:
     first, second = pad_collate([(1, 2), (3, 4)])
     assert (first.tolist(), second.tolist()) == ([1, 3], [2, 4])
     assert isinstance(pad_collate([[1, 2], [3]]), Padded)

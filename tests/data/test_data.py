@@ -29,9 +29,7 @@ class Endless:
 
 
 @given(count=st.integers(1, 9), window=st.integers(1, 4), sized=st.booleans(), epochs=st.integers(1, 3))
-def test_windows_cover_each_epoch_in_order_and_the_last_one_says_so(
-    count: int, window: int, sized: bool, epochs: int
-) -> None:
+def test_windows_cover_each_epoch_in_order(count: int, window: int, sized: bool, epochs: int) -> None:
     items = list(range(count))
     feed = Feed(items if sized else Endless(items))
     for epoch in range(epochs):
@@ -60,7 +58,7 @@ def test_a_loader_with_a_length_is_never_read_ahead() -> None:
 
 
 @pytest.mark.parametrize(("gives", "says"), [(2, 3), (4, 3)])
-def test_a_loader_that_lies_about_its_length_is_refused_with_both_numbers(gives: int, says: int) -> None:
+def test_a_loader_that_lies_about_its_length_is_refused(gives: int, says: int) -> None:
     class Liar:
         def __len__(self) -> int:
             return says
@@ -72,7 +70,7 @@ def test_a_loader_that_lies_about_its_length_is_refused_with_both_numbers(gives:
         fit(train=Liar())
 
 
-def test_stop_iteration_in_a_dataset_is_an_error_that_points_at_it() -> None:
+def test_stop_iteration_in_a_dataset_is_an_error_there() -> None:
     class Stops(Dataset):
         def __len__(self) -> int:
             return 8
@@ -116,7 +114,7 @@ def test_samplers_are_told_the_epoch() -> None:
     assert epochs == [0, 1, 2]
 
 
-def test_nested_batches_of_every_shape_reach_the_task_and_are_counted() -> None:
+def test_nested_batches_reach_the_task_and_are_counted() -> None:
     from collections import UserDict, namedtuple
     from dataclasses import dataclass
 
@@ -155,7 +153,7 @@ class TestMoving:
         assert (type(moved["b"]), moved["c"].label, moved["a"][1][1]) == (Pair, "l", "text")
         assert type(move(OrderedDict(a=tensor), meta)) is OrderedDict
 
-    def test_subclasses_of_dict_and_odd_dataclasses_keep_all_that_they_hold(self) -> None:
+    def test_odd_dicts_and_dataclasses_keep_what_they_hold(self) -> None:
         from dataclasses import InitVar, dataclass, field
 
         from forge.env import move
@@ -189,7 +187,7 @@ class TestMoving:
         packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(2, 1)])
         assert move(packed, torch.device("meta")).data.device.type == "meta"
 
-    def test_a_device_that_is_not_there_is_refused_with_what_there_is(self) -> None:
+    def test_an_absent_device_is_refused_with_what_there_is(self) -> None:
         with pytest.raises(forge.ForgeError, match=r"is not a device\. Use 'auto'"):
             fit(device="gpu")
         with pytest.raises(forge.ForgeError, match=r"this machine has \d+ CUDA devices"):
@@ -222,7 +220,7 @@ class TestOrder:
         assert state == random.getstate()
 
     @pytest.mark.parametrize("kind", ["tensor", "loader"])
-    def test_forge_loaders_take_the_trainers_seed_unless_they_have_their_own(self, kind: str) -> None:
+    def test_forge_loaders_take_the_trainers_seed_by_default(self, kind: str) -> None:
         x, y = torch.randn(12, 8), torch.arange(12) % 3
 
         def order(own: int | None, trainers: int) -> list[float]:
@@ -261,7 +259,7 @@ class TestTensorLoader:
         assert [len(b[0]) for b in dropping] == [4, 4]
         assert len(dropping) == 2
 
-    def test_tensors_of_different_lengths_and_senseless_sizes_are_refused(self) -> None:
+    def test_unequal_tensors_and_senseless_sizes_are_refused(self) -> None:
         with pytest.raises(forge.DataError, match="tensors of one length"):
             TensorLoader(torch.zeros(3), torch.zeros(4), batch_size=2)
         with pytest.raises(forge.DataError, match="at least 1"):
@@ -272,7 +270,7 @@ def test_a_loader_over_an_iterable_dataset_feeds_a_fit() -> None:
     assert fit(train=Loader(Stream(), batch_size=4)).updates == 3
 
 
-def test_accumulation_over_a_loader_without_a_length_knows_its_last_window() -> None:
+def test_accumulation_without_a_length_knows_its_last_window() -> None:
     ends: list[tuple[int, bool]] = []
 
     @forge.on("step_end")

@@ -116,9 +116,7 @@ def resumed(kind: type[Stream], length: int, size: int, workers: int, stop: int,
 
 @pytest.mark.parametrize("kind", [Counting, Starting])
 @given(length=st.integers(1, 14), size=st.integers(1, 5), stop=st.integers(0, 12))
-def test_a_run_continued_anywhere_is_the_run_that_was_not_interrupted(
-    kind: type[Stream], length: int, size: int, stop: int
-) -> None:
+def test_a_run_continued_anywhere_is_the_straight_run(kind: type[Stream], length: int, size: int, stop: int) -> None:
     batches = -(-length // size)
     wanted, given_ = resumed(kind, length, size, 0, min(stop, 2 * batches))
     assert given_ == wanted
@@ -134,7 +132,7 @@ def test_so_it_is_with_workers_whatever_they_have_prefetched(persistent: bool, s
     assert sorted(row[0] for batch in wanted[0] for row in batch) == list(range(11))
 
 
-def test_the_state_is_that_of_the_batches_handed_out_and_says_who_is_next() -> None:
+def test_the_state_is_that_of_the_batches_handed_out() -> None:
     loader: Any = Loader(Counting(20), 2, num_workers=3, prefetch_factor=4)
     taken = iter(loader)
     for _ in range(4):
@@ -185,7 +183,7 @@ def test_iterating_does_not_touch_the_global_generators(kind: type[Stream]) -> N
     assert epochs(Loader(kind(), 2, seed=2), 2) != first
 
 
-def test_a_dataset_without_state_is_usable_but_says_that_it_cannot_be_continued() -> None:
+def test_a_dataset_without_state_says_it_cannot_be_continued() -> None:
     loader: Any = Loader(Stream(5), 2)
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert not hasattr(loader, "state_dict")
@@ -194,7 +192,7 @@ def test_a_dataset_without_state_is_usable_but_says_that_it_cannot_be_continued(
     assert resumable_reason(Loader(Counting(), 2)) is None
 
 
-def test_short_batches_can_be_dropped_and_batches_taken_as_they_are() -> None:
+def test_short_batches_can_be_dropped() -> None:
     assert len(list(Loader(Stream(5), 2, drop_last=True))) == 2
     assert [item[0].item() for item in Loader(Stream(3), None)] == [0, 1, 2]
 

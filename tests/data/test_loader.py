@@ -123,7 +123,7 @@ laws = given(
 
 class TestPosition:
     @laws
-    def test_seeking_then_iterating_gives_the_tail_of_a_straight_epoch(
+    def test_seeking_then_iterating_gives_the_tail_of_an_epoch(
         self, length: int, size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int, data: st.DataObject
     ) -> None:
         drop_last = drop_last and length >= size
@@ -263,7 +263,7 @@ class TestEdges:
         assert batches(Loader(numbers(5), 2)) == [[0, 1], [2, 3], [4]]
         assert batches(Loader(numbers(5), 2, drop_last=True)) == [[0, 1], [2, 3]]
 
-    def test_a_dataset_shorter_than_a_batch_is_one_short_batch_unless_that_is_dropped(self) -> None:
+    def test_data_shorter_than_a_batch_are_one_short_batch(self) -> None:
         assert batches(Loader(numbers(2), 5)) == [[0, 1]]
         with pytest.raises(forge.DataError, match=r"2 samples, less than one batch of 5, and drop_last=True"):
             Loader(numbers(2), 5, drop_last=True)
@@ -319,7 +319,7 @@ class TestErrors:
 
 class TestWorkers:
     @pytest.mark.parametrize("persistent", [True, False])
-    def test_a_worker_that_is_killed_is_named_and_the_loader_goes_on_with_new_ones(self, persistent: bool) -> None:
+    def test_a_killed_worker_is_named_and_the_loader_goes_on(self, persistent: bool) -> None:
         loader = Loader(Faulty(die), 2, num_workers=2, persistent_workers=persistent)
         with pytest.raises(
             forge.DataError, match=r"Worker 0 \(pid \d+\).*Faulty was killed by signal 9.*out of memory"
@@ -328,7 +328,7 @@ class TestWorkers:
         loader.seek(0, 6)
         assert batches(loader) == [[6, 7]]
 
-    def test_batches_that_are_lost_with_their_worker_are_told_as_its_death(self) -> None:
+    def test_batches_lost_with_a_worker_are_told_as_its_death(self) -> None:
         loader = Loader(numbers(40), 1, num_workers=1)
         taken = iter(loader)
         next(taken)
@@ -346,7 +346,7 @@ class TestWorkers:
         with pytest.raises(forge.DataError, match=r"Worker 0 .*exited with code 3"):
             list(Loader(Faulty(leave), 2, num_workers=2))
 
-    def test_a_death_between_two_batches_is_told_when_the_next_is_asked_for(self) -> None:
+    def test_a_death_between_batches_is_told_with_the_next(self) -> None:
         loader = Loader(numbers(40), 1, num_workers=1)
         taken = iter(loader)
         next(taken)
@@ -360,7 +360,7 @@ class TestWorkers:
             list(taken)
 
     @pytest.mark.parametrize("persistent", [True, False])
-    def test_a_worker_that_is_killed_with_a_lock_of_torch_is_named_in_any_thread(
+    def test_a_worker_killed_with_a_lock_is_named_in_any_thread(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)
@@ -384,7 +384,7 @@ class TestWorkers:
         assert batches(loader) == [[6, 7]]
 
     @pytest.mark.parametrize("persistent", [True, False])
-    def test_workers_are_ended_although_one_was_killed_with_a_lock_of_torch(
+    def test_workers_end_though_one_was_killed_with_a_lock(
         self, persistent: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forge.data.workers._LOOK_EVERY", 0.2)

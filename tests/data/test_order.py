@@ -93,7 +93,7 @@ class TestBucketed:
         assert len(given_) == len(loader)
 
     @given(lengths=lengths, size=st.integers(1, 9), tokens=st.integers(30, 90), seed=seeds, epoch=epochs)
-    def test_max_tokens_holds_with_padding_and_every_epoch_has_as_many_batches(
+    def test_max_tokens_holds_with_padding_in_every_epoch(
         self, lengths: list[int], size: int, tokens: int, seed: int, epoch: int
     ) -> None:
         loader = Loader(numbers(len(lengths)), size, sampler=Bucketed(lengths, max_tokens=tokens), seed=seed)

@@ -77,7 +77,7 @@ class Stateful:
 
 class TestOrder:
     @given(count=st.integers(0, 9), depth=st.integers(1, 5))
-    def test_batches_come_out_as_they_went_in_never_more_than_depth_ahead(self, count: int, depth: int) -> None:
+    def test_batches_are_never_more_than_depth_ahead(self, count: int, depth: int) -> None:
         ahead = Ahead(list(range(count)), depth)
         seen = []
         for batch in ahead:
@@ -120,7 +120,7 @@ class TestOrder:
             next(iterator)
         assert list(iterator) == []
 
-    def test_a_stop_iteration_out_of_user_code_keeps_the_place_that_raised_it(self) -> None:
+    def test_a_stop_iteration_of_user_code_keeps_its_place(self) -> None:
         class Stops:
             def __iter__(self) -> Any:
                 return self
@@ -133,7 +133,7 @@ class TestOrder:
         assert caught.traceback[-1].name == "__next__"
         assert caught.traceback[-1].frame.code.path == caught.traceback[0].frame.code.path
 
-    def test_an_epoch_left_halfway_lets_go_of_the_inner_iterator_and_the_next_one_is_whole(self) -> None:
+    def test_an_epoch_left_halfway_lets_go_of_the_iterator(self) -> None:
         closed = []
 
         class Loader:
@@ -152,7 +152,7 @@ class TestOrder:
         assert ahead.copies.dropped == [2, 3]  # these were on their way
         assert list(ahead) == [0, 1, 2, 3, 4]
 
-    def test_a_batch_that_was_used_is_let_go_even_while_the_end_of_the_epoch_is_kept(self) -> None:
+    def test_a_used_batch_is_let_go(self) -> None:
         class Ghost:
             pass
 
@@ -174,7 +174,7 @@ class TestOrder:
 
 class TestState:
     @given(taken=st.integers(0, 6), depth=st.integers(1, 4))
-    def test_it_is_that_of_the_batch_handed_out_and_a_twin_goes_on_from_it(self, taken: int, depth: int) -> None:
+    def test_the_state_is_of_the_batch_handed_out(self, taken: int, depth: int) -> None:
         ahead = Ahead(Stateful(), depth)
         iterator = iter(ahead)
         seen = [next(iterator) for _ in range(taken)]
@@ -251,7 +251,7 @@ def every_form(tensor: torch.Tensor) -> Any:
 
 
 class TestForms:
-    def test_every_tensor_is_reached_every_form_kept_and_the_batch_left_as_it_was(self) -> None:
+    def test_every_tensor_is_reached_and_every_form_kept(self) -> None:
         tensor = torch.zeros(2)
         batch = every_form(tensor)
         mapped = _mapped(batch, lambda found: found + 1)
@@ -296,7 +296,7 @@ class TestPlugin:
         once = iter([1])
         assert build(Prefetch(), once, "train") is once
 
-    def test_a_depth_of_nothing_is_refused(self) -> None:
+    def test_the_plugin_refuses_a_depth_of_nothing(self) -> None:
         with pytest.raises(forge.errors.RecipeError, match=r"prefetch\.depth is 0"):
             Prefetch(0)
 
@@ -359,7 +359,7 @@ class TestOnTheGPU:
         assert all(leaf.is_cuda and torch.equal(leaf.cpu(), tensor) for leaf in leaves(batch))
         assert (type(batch["b"]), type(batch["c"]), batch["a"][1][1]) == (Pair, Record, "text")
 
-    def test_packed_sequences_sparse_tensors_and_opaque_objects_arrive_too(self) -> None:
+    def test_packed_sparse_and_opaque_objects_arrive_too(self) -> None:
         class Opaque:
             def __init__(self, x: torch.Tensor):
                 self.x = x
@@ -390,7 +390,7 @@ class TestOnTheGPU:
         assert not busy.query()
         assert total.item() == 1024 * 1024
 
-    def test_copies_under_way_do_not_write_into_memory_that_was_given_back(self) -> None:
+    def test_copies_under_way_do_not_write_into_freed_memory(self) -> None:
         prefetch = DevicePrefetch([torch.ones(1 << 24).pin_memory() for _ in range(4)], "cuda", depth=3)
         for _ in range(5):
             next(iter(prefetch))  # and the rest is abandoned
@@ -405,7 +405,7 @@ class TestOnTheGPU:
         ).sum()  # memory that is given back holds zeros, not the batch of an earlier test
         assert [batch.sum().item() for batch in DevicePrefetch(batches, "cuda")] == [2.0**26] * 3
 
-    def test_memory_of_a_batch_used_on_another_stream_is_not_given_away_before_that_stream_is_done(self) -> None:
+    def test_memory_used_on_another_stream_is_not_given_away(self) -> None:
         size, other = 1 << 24, torch.cuda.Stream()
         torch.cuda.empty_cache()  # so that a batch's memory is the first choice for the next tensor of its size
         iterator = iter(DevicePrefetch([torch.ones(size) for _ in range(3)], "cuda"))

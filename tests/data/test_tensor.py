@@ -54,9 +54,7 @@ def test_seeking_gives_the_tail_of_the_straight_epoch(
 
 
 @given(**sizes, epoch=st.integers(0, 9))
-def test_an_epoch_is_every_sample_once_in_the_order_that_sample_indices_tells(
-    samples: int, size: int, shuffle: bool, epoch: int
-) -> None:
+def test_an_epoch_is_every_sample_once_as_indices_tell(samples: int, size: int, shuffle: bool, epoch: int) -> None:
     x = torch.arange(samples) * 10
     loader = TensorLoader(x, x, batch_size=size, shuffle=shuffle)
     loader.set_epoch(epoch)
@@ -73,7 +71,7 @@ def test_the_global_generators_are_as_before_after_every_batch(transform: Any) -
         assert global_rng() == before
 
 
-def test_the_global_generators_are_put_back_after_a_transform_that_fails() -> None:
+def test_generators_are_put_back_after_a_failed_transform() -> None:
     def fails(x: torch.Tensor) -> None:
         raise KeyError("broken", torch.rand(1), random.random(), np.random.rand())
 
@@ -83,7 +81,7 @@ def test_the_global_generators_are_put_back_after_a_transform_that_fails() -> No
     assert global_rng() == before
 
 
-def test_a_transforms_random_numbers_do_not_depend_on_what_others_draw_but_differ_by_seed_epoch_and_batch() -> None:
+def test_a_transform_draws_by_seed_epoch_and_batch_alone() -> None:
     def drawn(seed: int, epoch: int, disturb: bool = False) -> list[float]:
         loader = TensorLoader(torch.arange(6), batch_size=2, seed=seed, transform=lambda x: torch.rand(()).item())
         loader.set_epoch(epoch)
@@ -120,7 +118,7 @@ def test_a_batch_changed_in_place_does_not_change_the_data(shuffle: bool) -> Non
     assert x.sum() == 12
 
 
-def test_seek_is_taken_when_iteration_begins_and_not_at_its_first_batch() -> None:
+def test_seek_is_taken_when_iteration_begins() -> None:
     loader = TensorLoader(torch.arange(6), batch_size=2)
     loader.seek(0, 4)
     first = iter(loader)
@@ -157,7 +155,7 @@ def test_the_fingerprint_says_what_must_be_equal() -> None:
     assert (own.fingerprint()["seed"], own.fingerprint()["order"]) == (3, "sequential")
 
 
-def test_a_batch_larger_than_the_data_is_one_short_batch_and_dropping_it_is_refused() -> None:
+def test_a_batch_larger_than_the_data_is_one_short_batch() -> None:
     assert [len(b[0]) for b in TensorLoader(torch.arange(3), batch_size=10)] == [3]
     with pytest.raises(forge.DataError, match=r"3 samples are less than one batch of 10.*smaller batch_size"):
         TensorLoader(torch.arange(3), batch_size=10, drop_last=True)
@@ -194,7 +192,7 @@ def test_mixed_numbers_are_64_bits_wide_and_do_not_collide(triples: list[tuple[i
 
 @pytest.mark.gpu
 class TestOnTheGPU:
-    def test_tensors_move_once_and_batches_are_made_there_in_the_same_order(self) -> None:
+    def test_tensors_move_once_and_batches_keep_their_order(self) -> None:
         x = torch.arange(20)
         here, there = (TensorLoader(x, batch_size=3, shuffle=True, seed=1, device=d) for d in (None, "cuda"))
         assert [t.device.type for t in there.tensors] == ["cuda"]
@@ -202,7 +200,7 @@ class TestOnTheGPU:
         assert all(batch.is_cuda for batch in batches)
         assert [b.tolist() for b in batches] == [b[0].tolist() for b in here]
 
-    def test_cuda_random_numbers_are_seeded_by_place_and_the_generator_is_put_back(self) -> None:
+    def test_cuda_random_numbers_are_seeded_by_place(self) -> None:
         def transform(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x, torch.rand(len(x), device="cuda")
 

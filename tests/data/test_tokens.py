@@ -57,7 +57,7 @@ def test_seeking_gives_the_tail_of_the_straight_epoch(
     mode=st.sampled_from(MODES),
     epoch=st.integers(0, 5),
 )
-def test_a_window_is_a_piece_of_one_file_and_targets_are_one_token_later(
+def test_a_window_is_of_one_file_and_targets_one_token_later(
     lengths: list[int], window: int, mode: Any, epoch: int
 ) -> None:
     ends = np.cumsum([0, *lengths])
@@ -83,7 +83,7 @@ def test_a_window_is_a_piece_of_one_file_and_targets_are_one_token_later(
         assert (starts if mode == "sequential" else sorted(starts)) == every
 
 
-def test_modes_differ_between_epochs_and_seeds_exactly_where_they_should() -> None:
+def test_modes_differ_between_epochs_and_seeds_as_they_should() -> None:
     def epochs(mode: Any) -> set[tuple[int, ...]]:
         found = set()
         for seed in (1, 2):
@@ -110,7 +110,7 @@ def test_files_are_little_endian_and_the_largest_token_survives(tmp_path: Path, 
     assert (inputs.tolist(), targets.tolist()) == ([[1, 258, largest]], [[258, largest, 4]])
 
 
-def test_files_arrays_and_tensors_of_the_same_tokens_are_the_same_stream(tmp_path: Path) -> None:
+def test_files_arrays_and_tensors_are_the_same_stream(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 60_000, 100)
     sources = [write(tmp_path / "t.bin", tokens), str(tmp_path / "t.bin"), tokens, torch.from_numpy(tokens)]
     first, *others = [list(TokenStream(source, 5, 4, seed=2)) for source in sources]
@@ -122,7 +122,7 @@ def test_a_strided_array_is_read_as_it_stands() -> None:
     assert inputs[:2].tolist() == [[19, 17, 15], [13, 11, 9]]
 
 
-def test_more_than_two_to_the_31_tokens_are_read_at_their_true_place(tmp_path: Path) -> None:
+def test_more_than_two_to_the_31_tokens_are_read_right(tmp_path: Path) -> None:
     count, path = 2**31 + 5000, tmp_path / "long.bin"
     with path.open("wb") as file:  # sparse: it takes no room
         file.truncate(2 * count)
@@ -136,7 +136,7 @@ def test_more_than_two_to_the_31_tokens_are_read_at_their_true_place(tmp_path: P
     assert max(TokenStream(path, 2, 1).sample_indices(0, 10**6, 10**6 + 2000)) > 2**31 - 10**8
 
 
-def test_a_random_epoch_of_any_length_is_sought_without_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_epoch_is_sought_without_a_permutation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge.data.tokens.epoch_order", lambda *_: pytest.fail("made a permutation"))
     stream = TokenStream(np.arange(100), 4, 10, samples=10**15)
     stream.seek(3, 10**15 - 10)
@@ -166,7 +166,7 @@ def test_the_fingerprint_knows_the_data_and_the_window() -> None:
     }
 
 
-def test_a_pickled_stream_holds_no_tokens_and_goes_on_at_its_place(tmp_path: Path) -> None:
+def test_a_pickled_stream_holds_no_tokens_and_goes_on(tmp_path: Path) -> None:
     stream = TokenStream(write(tmp_path / "t.bin", np.arange(50_000)), 8, 4, seed=1)
     straight = list(stream)
     stream.seek(0, 8)
@@ -212,7 +212,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_file_that_changes_its_size_is_refused_when_it_is_mapped(tmp_path: Path) -> None:
+def test_a_file_that_changes_its_size_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", np.arange(100))
     stream = TokenStream(path, 4, 2)
     write(path, np.arange(50))

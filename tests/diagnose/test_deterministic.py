@@ -150,7 +150,7 @@ def test_cuda_that_was_in_use_without_the_variable_is_told_of(
     assert not warned(caplog)
 
 
-def test_cuda_that_was_started_by_a_deterministic_run_is_in_order_in_the_next(
+def test_cuda_started_by_a_deterministic_run_is_in_order(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="forge")
@@ -161,7 +161,7 @@ def test_cuda_that_was_started_by_a_deterministic_run_is_in_order_in_the_next(
     assert not warned(caplog)
 
 
-def test_a_deterministic_run_on_the_cpu_says_nothing_of_cuda_that_came_after_it(
+def test_a_deterministic_cpu_run_says_nothing_of_later_cuda(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="forge")
@@ -225,7 +225,7 @@ def line_of(code: Any, text: str) -> int:
     return first + next(i for i, line in enumerate(lines) if text in line)
 
 
-def test_it_is_named_with_its_line_its_module_and_what_to_write_instead() -> None:
+def test_the_op_is_named_with_line_module_and_replacement() -> None:
     error = refused(Forward())
     told, (where,) = str(error), error.__notes__
     assert where.startswith("forge: raised in Forward.training_step, at update 0")
@@ -287,7 +287,7 @@ def test_a_plugin_that_runs_the_step_is_not_taken_for_the_line() -> None:
     assert f"{Path(__file__)}:{line_of(Backward.training_step, 'the line to be named')}." in told
 
 
-def test_looking_for_that_line_changes_neither_buffers_nor_random_numbers() -> None:
+def test_looking_for_the_line_changes_no_buffer_or_rng() -> None:
     task, plain = Backward(), Backward()
     refused(task, seed=3)
     after = torch.get_rng_state()
@@ -336,7 +336,7 @@ def test_other_errors_are_left_alone() -> None:
         ("something_new_cuda", nondeterminism.OTHERWISE),
     ],
 )
-def test_every_operation_that_is_known_comes_with_its_replacement(operation: str, advice: str) -> None:
+def test_every_known_operation_has_its_replacement(operation: str, advice: str) -> None:
     trainer = forge.Trainer(max_updates=1, plugins=[], deterministic=True)
     trainer.task = Classifier()
     told = nondeterminism.explanation(trainer, RuntimeError(MESSAGE.format(operation)))

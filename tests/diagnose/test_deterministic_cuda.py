@@ -121,7 +121,7 @@ class Counts(CNN):
         return {"loss": loss, "spread": torch.histc(batch[0], 4).std()}
 
 
-def test_a_backward_without_a_deterministic_form_is_named_with_the_line_of_its_forward() -> None:
+def test_a_backward_is_named_with_the_line_of_its_forward() -> None:
     told = refusal(made(Enlarges))
     assert "upsample_bicubic2d_backward" in told
     assert f"It is in the backward of what was called at {line_of(Enlarges.forward, 'bicubic')}." in told
@@ -175,7 +175,7 @@ def record(folder: Path, name: str, deterministic: bool) -> Any:
     return read_trace(folder / name)
 
 
-def test_a_sum_in_no_fixed_order_is_found_and_deterministic_mends_it(tmp_path: Path) -> None:
+def test_a_sum_in_no_fixed_order_is_found_and_mended(tmp_path: Path) -> None:
     assert compare(record(tmp_path, "a", True), record(tmp_path, "b", True)) is None
     first, found = record(tmp_path, "first", False), None
     for attempt in range(10):

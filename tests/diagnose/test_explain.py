@@ -33,7 +33,7 @@ def trainer(**options: Any) -> forge.Trainer:
     return forge.Trainer(max_epochs=1, plugins=[], run_dir=False, **options)
 
 
-def test_an_error_in_validation_is_named_after_the_stage_that_ran() -> None:
+def test_an_error_in_validation_is_named_after_its_stage() -> None:
     where = (
         "forge: raised in Classifier.validation_step (which is training_step), in validation after update 4, batch 2."
     )
@@ -60,7 +60,7 @@ def test_a_validation_step_of_its_own_is_named_as_before() -> None:
     assert where_of(lambda: fit(Own(), val=breaks_at(0))) == where
 
 
-def test_training_is_named_also_where_self_has_another_name_and_the_step_none() -> None:
+def test_training_is_named_where_self_has_another_name() -> None:
     class Short(Classifier):
         def training_step(s, batch: Any) -> Any:  # pyright: ignore[reportSelfClsParameterName]
             return F.cross_entropy(s.net(batch[0]), batch[1])
@@ -97,7 +97,7 @@ def test_save_hyperparameters_is_answered_where_the_task_is_made() -> None:
     assert "A TaskModule has no self.save_hyperparameters: leave it out: `self.init_args`" in instead
 
 
-def test_a_task_may_have_a_log_of_its_own_and_other_attribute_errors_are_left_alone() -> None:
+def test_a_task_may_have_a_log_of_its_own() -> None:
     class Own(Classifier):
         def log(self, name: str) -> None:
             raise AttributeError("'Own' object has no attribute 'file'", name="file", obj=self)

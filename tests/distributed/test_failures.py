@@ -154,7 +154,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 # -- with real ranks --------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_one_rank_is_printed_once_and_first_and_ends_the_other(start: Start) -> None:
+def test_an_error_of_one_rank_is_first_and_ends_the_other(start: Start) -> None:
     ranks = start("raise")
     assert ranks.codes() == [1, 1]
     place = "in Troubled.training_step, at update 3, epoch 0, micro-batch 1 of 1:"
@@ -174,7 +174,7 @@ def test_a_killed_rank_is_missed_by_the_other(start: Start) -> None:
     assert "Traceback" not in ranks.text
 
 
-def test_a_stall_says_who_is_missing_from_which_collective_and_shows_all_stacks(start: Start) -> None:
+def test_a_stall_names_the_missing_and_shows_all_stacks(start: Start) -> None:
     ranks = start("stall", options=("ddp.watchdog=3",))
     assert ranks.codes(seconds=3 + DIED) == [1, 1]
     text = ranks.text
@@ -215,7 +215,7 @@ def test_an_error_in_a_hook_names_the_hook(start: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_when_the_rank_that_keeps_the_store_dies_the_other_ends_too(start: Start, how: str) -> None:
+def test_when_the_store_dies_the_other_rank_ends_too(start: Start, how: str) -> None:
     ranks = start(how, who=0)
     assert 0 not in ranks.codes()
     assert "failed first" in ranks.text or "the store of this run no longer answers" in ranks.text
@@ -238,7 +238,7 @@ def test_of_two_causes_the_first_one_counts(store: TCPStore) -> None:
     assert store.get("forge/failure") == b"mine"
 
 
-def test_ranks_of_a_new_life_do_not_answer_to_the_signs_of_the_last(store: TCPStore) -> None:
+def test_a_new_life_does_not_answer_to_signs_of_the_last(store: TCPStore) -> None:
     for life in range(3):
         met: dict[int, Any] = {}
 
@@ -273,7 +273,7 @@ def heartbeat_of(store: TCPStore, rank: int) -> Heartbeat:
     return Heartbeat(store, rank, 2)
 
 
-def test_a_silent_rank_of_another_machine_is_gone_unless_its_neighbour_sees_it(store: TCPStore) -> None:
+def test_a_silent_rank_elsewhere_is_gone_unless_it_is_seen(store: TCPStore) -> None:
     heartbeat = Heartbeat(store, 0, 3)
 
     def beat(rank: int, number: int, sees: list[int]) -> None:
@@ -301,9 +301,7 @@ def test_an_error_that_another_rank_caused_is_not_printed(store: TCPStore, capfd
     assert capfd.readouterr().err == ""
 
 
-def test_a_lost_connection_is_blamed_on_the_rank_that_fell_silent(
-    store: TCPStore, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_connection_is_blamed_on_the_silent_rank(store: TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
     heartbeat = heartbeat_of(store, 0)
     far = StoreChannel(store, 1)
     far._store = heartbeat._channel._store
@@ -330,7 +328,7 @@ def test_what_all_ranks_agreed_on_is_no_failure(store: TCPStore) -> None:
     assert heartbeat._channel.cause() is None
 
 
-def test_the_first_update_and_a_save_may_take_longer_than_the_watchdog(store: TCPStore) -> None:
+def test_the_first_update_and_a_save_may_outlast_the_watchdog(store: TCPStore) -> None:
     trainer: Any = SimpleNamespace(progress=SimpleNamespace(update=5), step=None, evaluated=0, resumed_from=5)
     heartbeat = Heartbeat(store, 0, 2, trainer, watchdog=3)
     heartbeat._is_stalled()

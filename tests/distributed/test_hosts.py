@@ -143,9 +143,7 @@ def wait_for(found: Any, process: subprocess.Popen[str], seconds: float) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_hosts_train_together_and_one_goes_on_alone_when_the_other_is_cut_off(
-    strategy: str, hosts: list[Host], tmp_path: Path
-) -> None:
+def test_one_host_goes_on_alone_when_the_other_is_cut_off(strategy: str, hosts: list[Host], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     run, updates = tmp_path / "run", 60
     first, second = hosts

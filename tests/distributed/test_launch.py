@@ -110,9 +110,7 @@ def trained(run: Path) -> TinyTask:
 # -- the launch -------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_to_one_rank_saves_all_of_them_at_one_update_and_nothing_is_started_again(
-    launch: Launch, empty_folder: Path
-) -> None:
+def test_a_signal_to_one_rank_saves_all_at_one_update(launch: Launch, empty_folder: Path) -> None:
     words = ("trainer.max_epochs=3", "--run-dir", "run", "--max-restarts", "1")
     code, text = finished(launch(*words, how="SIGTERM"))
     assert code == 85, text
@@ -122,7 +120,7 @@ def test_a_signal_to_one_rank_saves_all_of_them_at_one_update_and_nothing_is_sta
 
 
 @pytest.mark.slow
-def test_after_a_signal_to_one_rank_the_resumed_run_ends_in_the_same_bits(launch: Launch, empty_folder: Path) -> None:
+def test_a_run_resumed_after_a_signal_ends_in_the_same_bits(launch: Launch, empty_folder: Path) -> None:
     code, text = finished(launch("trainer.max_epochs=3", "--run-dir", "straight"))
     assert code == 0, text
     assert text.count("3 epochs, 24 updates") == 1  # rank 0 alone reports
@@ -134,9 +132,7 @@ def test_after_a_signal_to_one_rank_the_resumed_run_ends_in_the_same_bits(launch
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_from_the_last_checkpoint_and_the_run_ends_in_the_same_bits(
-    launch: Launch, empty_folder: Path
-) -> None:
+def test_a_killed_rank_restarts_and_ends_in_the_same_bits(launch: Launch, empty_folder: Path) -> None:
     words = ("trainer.max_epochs=2", "checkpoint.every=3 updates")
     code, text = finished(launch(*words, "--run-dir", "straight"))
     assert code == 0, text
@@ -148,7 +144,7 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint_and_the_run_end
 
 
 @pytest.mark.slow
-def test_without_restarts_a_crash_is_1_and_its_cause_is_printed_once(launch: Launch) -> None:
+def test_without_restarts_a_crash_is_1_and_is_told_once(launch: Launch) -> None:
     code, text = finished(launch("trainer.max_epochs=2", how="mistake"))
     assert code == 1
     assert text.count("\nValueError: made once") == 1
@@ -157,9 +153,7 @@ def test_without_restarts_a_crash_is_1_and_its_cause_is_printed_once(launch: Lau
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_is_handed_on_and_nothing_is_started_again(
-    launch: Launch, empty_folder: Path, number: signal.Signals
-) -> None:
+def test_a_signal_to_the_launcher_is_handed_on(launch: Launch, empty_folder: Path, number: signal.Signals) -> None:
     process = launch("trainer.max_epochs=100000", "--run-dir", "run", "--max-restarts", "3", how="forever")
     for rank in range(2):
         await_file(empty_folder / f"alive-{rank}")
@@ -202,9 +196,7 @@ def test_workers_end_when_their_launcher_is_killed(launch: Launch, empty_folder:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_several_processes_without_a_strategy_are_refused_before_anything_is_started(
-    capsys: pytest.CaptureFixture[str], empty_folder: Path
-) -> None:
+def test_processes_without_a_strategy_are_refused(capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
     assert main(["fit", "small.py", "--nproc", "2"]) == 2
     assert "Add -p ddp" in capsys.readouterr().err
     assert not (empty_folder / "runs").exists()
@@ -225,7 +217,7 @@ def test_a_worker_whose_stack_joins_nobody_is_refused(
     assert "one of 2 processes" in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_another_run_is_refused_by_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launcher_refuses_the_folder_of_another_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "small.py", "--run-dir", "run", "trainer.max_epochs=1", "-p", "no:progress"]) == 0
     assert main(["fit", "small.py", *PLAIN, "--nproc", "2", "--run-dir", "run"]) == 2
     assert "already holds the checkpoints of a run" in capsys.readouterr().err
@@ -269,9 +261,7 @@ def test_a_worker_gets_the_command_less_what_concerns_the_launch(monkeypatch: py
     assert again.weights == "w.safetensors"
 
 
-def test_the_card_of_a_worker_has_the_command_that_the_user_typed(
-    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_of_a_worker_has_the_users_command(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "what", "the", "launcher", "said"])
     monkeypatch.setenv(ranks.COMMAND, "/bin/forge fit small.py --nproc 2 'and so on'")
     assert main(["fit", "small.py", "--run-dir", "run", "trainer.max_updates=1", "-p", "no:progress", "-q"]) == 0
@@ -280,9 +270,7 @@ def test_the_card_of_a_worker_has_the_command_that_the_user_typed(
     assert ranks.COMMAND not in os.environ
 
 
-def test_codes_of_signals_are_hidden_from_the_agent_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_codes_of_signals_are_hidden_from_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_exit.exit_code(85) == 85  # under torchrun and alone
     monkeypatch.setenv(worker_exit.FOLDER, str(tmp_path))
     assert [worker_exit.exit_code(code) for code in (0, 1, 2)] == [0, 1, 2]
@@ -350,7 +338,7 @@ def test_torch_is_told_to_share_the_processor(monkeypatch: pytest.MonkeyPatch) -
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_on_several_ranks_a_signal_that_launcher_and_scheduler_both_send_is_one(
+def test_a_signal_from_launcher_and_scheduler_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     several = SimpleNamespace(

@@ -77,7 +77,7 @@ def metrics(out: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines[1:]}
 
 
-def test_two_ranks_validate_to_the_metrics_of_one_process_over_an_uneven_last_batch(
+def test_two_ranks_validate_to_the_metrics_of_one_process(
     trained: TinyTask, on_two_ranks: Forge, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = on_two_ranks("validate")
@@ -98,9 +98,7 @@ def test_two_ranks_validate_to_the_metrics_of_one_process_over_an_uneven_last_ba
 
 
 @pytest.mark.slow
-def test_two_ranks_write_one_file_of_predictions_in_the_order_of_the_data(
-    trained: TinyTask, on_two_ranks: Forge
-) -> None:
+def test_two_ranks_write_predictions_in_the_order_of_data(trained: TinyTask, on_two_ranks: Forge) -> None:
     code, out, err = on_two_ranks("predict", "--out", "both.safetensors")
     assert code == 0, err
     assert out.count("predict split -> both.safetensors") == 1
@@ -121,7 +119,7 @@ def test_a_rank_that_fails_fails_the_command_and_says_why_once(on_two_ranks: For
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_what_all_ranks_would_refuse_is_refused_before_any_is_started(
+def test_what_all_ranks_would_refuse_is_refused_at_once(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching.Launch, "run", lambda self, words: pytest.fail("started"))

@@ -27,7 +27,7 @@ def test_torchruns_variables_are_read_with_the_count_of_restarts() -> None:
     assert setting == RankInfo(3, 8, 1, "node1", 29400, 2)
 
 
-def test_sruns_variables_are_read_and_ranks_meet_on_the_first_node() -> None:
+def test_sruns_variables_are_read() -> None:
     setting = RankInfo.read(SLURM)
     assert (setting.rank, setting.world, setting.local_rank, setting.address) == (5, 16, 1, "node017")
     assert setting.port == PORTS[123456 % len(PORTS)]

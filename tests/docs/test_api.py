@@ -56,7 +56,7 @@ def test_attributes_and_methods_come_from_every_internal_base() -> None:
     assert methods.splitlines()[2:] == ["| `ask()` | Ask. |"]
 
 
-def test_a_base_with_its_own_section_is_linked_and_gives_its_attributes() -> None:
+def test_a_base_with_a_section_is_linked_and_gives_attributes() -> None:
     first, fields, methods = load_script("make_api").members(forge.LightningAdapter)
     assert first == "Inherits from [`forge.TaskModule`](#forgetaskmodule)."
     assert "| `init_args` |" in fields

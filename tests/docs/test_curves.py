@@ -27,7 +27,7 @@ def run(seed: int) -> Path:
     return folder
 
 
-def test_every_run_and_stage_is_a_curve_with_the_points_of_its_log(script: ModuleType, empty_folder: Path) -> None:
+def test_every_run_and_stage_is_a_curve_of_its_log(script: ModuleType, empty_folder: Path) -> None:
     folders = [run(1), run(2)]
     assert script.main([*map(str, folders), "--name", "tiny", "--out", "pictures"]) == 0
     svg = Path("pictures/tiny.svg").read_text()

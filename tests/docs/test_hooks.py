@@ -38,7 +38,7 @@ def test_the_picture_of_the_rhythm_is_the_contract(picture: str) -> None:
     assert picture == load_script("make_rhythm").svg(), "python docs/make_rhythm.py draws docs/pictures/rhythm.svg anew"
 
 
-def test_the_picture_has_every_hook_that_has_a_place_in_its_color(picture: str) -> None:
+def test_the_picture_has_every_hook_in_its_color(picture: str) -> None:
     parts = [part for part in ElementTree.fromstring(picture).iter() if part.get("class")]
     kinds = [part.get("class") for part in parts]
     shown = {

@@ -11,7 +11,7 @@ import pytest
 
 from forge import cli, registry
 from forge.cli import plugin_page
-from tests.conftest import REPO
+from tests.conftest import PROFILE, REPO
 
 OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins."))
 CHEAP = {"compile": ["compile.backend=aot_eager"]}
@@ -51,7 +51,7 @@ def test_the_example_of_a_page_runs(name: str, empty_folder: Path) -> None:
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         if words[0] == "fit":
-            words += ["trainer.max_updates=12", *CHEAP.get(name, [])]
+            words += [f"trainer.max_updates={12 if PROFILE == 'full' else 4}", *CHEAP.get(name, [])]
         assert cli.main(words) == 0, line
 
 

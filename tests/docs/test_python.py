@@ -54,9 +54,13 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
             value(**{fixture: request.getfixturevalue(fixture) for fixture in inspect.signature(value).parameters})
 
 
+OTHERS = ["leaks", "files", "graphs", "exceptions", "order"]
+"""Checks that the full profile has."""
+
+
 def check_in_part(plugin: Any, leave_out: Iterable[str] = (), **given: Any) -> forge.testing.PluginReport:
     """`check_plugin` as the quick profile has it: a page checks a dozen plugins, which takes a second each."""
-    return check_plugin(plugin, leave_out=[*leave_out, *PLAINEST, "leaks", "graphs", "exceptions", "order"], **given)
+    return check_plugin(plugin, leave_out=[*leave_out, *PLAINEST, *OTHERS], **given)
 
 
 def page_as_module(page: str, folder: Path) -> ModuleType:

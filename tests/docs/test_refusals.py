@@ -241,7 +241,7 @@ def test_forge_refuses_a_mistake_as_the_page_says(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("suspicion", SUSPICIONS)
-def test_forge_warns_of_a_suspicion_as_the_page_says_and_of_nothing_else(suspicion: str) -> None:
+def test_forge_warns_of_a_suspicion_as_the_page_says(suspicion: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         SUSPICIONS[suspicion]()

@@ -72,7 +72,7 @@ PLUGINS = {
     sizes=st.lists(st.integers(2, 5), min_size=1, max_size=7),
     validate=st.booleans(),
 )
-def test_any_subset_and_order_of_plugins_equals_the_hand_written_loop(
+def test_any_plugins_in_any_order_equal_the_plain_loop(
     optimizer: str, stack: list[str], sizes: list[int], validate: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_an_inert_wrapper_of_any_action_changes_no_bit(stack: list[str], sizes: 
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_micro_batches_of_any_sizes_give_the_gradient_of_the_one_big_batch(sizes: list[int], seed: int) -> None:
+def test_micro_batches_give_the_gradient_of_the_big_batch(sizes: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     micros = batches(sizes, seed)
     big = [(torch.cat([x for x, _ in micros]), torch.cat([y for _, y in micros]))]
@@ -196,9 +196,7 @@ class GAN(forge.TaskModule):
     clip=st.booleans(),
     every=st.integers(1, 3),
 )
-def test_a_gan_under_accumulation_and_clipping_equals_its_hand_written_loop(
-    sizes: list[int], window: int, clip: bool, every: int
-) -> None:
+def test_a_gan_accumulated_and_clipped_equals_its_loop(sizes: list[int], window: int, clip: bool, every: int) -> None:
     class Turns(GAN):
         def takes_turn(self, name: str, update: int) -> bool:
             return name == "discriminator" or update % every == 0

@@ -134,7 +134,7 @@ def new(optimizer: str) -> Net:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @given(stack=stacks(), sizes=st.lists(st.integers(2, 5), min_size=2, max_size=6), cut=st.integers(1, MOST_UPDATES))
 @settings(max_examples=500 if PROFILE == "full" else 6)
-def test_a_stack_is_refused_by_name_or_equals_the_hand_written_loop_and_resumes_exactly(
+def test_a_stack_is_refused_or_equals_the_loop_and_resumes(
     optimizer: str, stack: Stack, sizes: list[int], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     data, folder = batches(sizes), tmp_path_factory.mktemp("runs")
@@ -203,7 +203,7 @@ MANY: Stack = [(name, OPTIONS[name][0]) for name in ("amp", "clip", "accumulate"
 @given(stack=stacks(), place=st.integers(0, 9), optimizer=st.sampled_from(["sgd", "adam"]), cut=st.integers(1, 99))
 @example(stack=MANY, place=2, optimizer="adam", cut=3)
 @settings(max_examples=25, phases=list(Phase) if PROFILE == "full" else [Phase.explicit])  # seconds each
-def test_a_compiled_stack_equals_the_hand_written_loop_and_resumes_exactly(
+def test_a_compiled_stack_equals_the_loop_and_resumes(
     blocks: Any, stack: Stack, place: int, optimizer: str, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assume(not clashes(stack) and "qat" not in dict(stack))  # tests/plugins/test_qat.py compares it compiled

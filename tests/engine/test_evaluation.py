@@ -34,9 +34,7 @@ class Watching(Classifier):
 @pytest.mark.parametrize(
     ("mode", "inference", "grad"), [("inference", True, False), ("no_grad", False, False), ("grad", False, True)]
 )
-def test_evaluation_runs_in_eval_mode_and_in_each_of_its_three_gradient_modes(
-    mode: Any, inference: bool, grad: bool
-) -> None:
+def test_evaluation_runs_in_each_of_its_gradient_modes(mode: Any, inference: bool, grad: bool) -> None:
     task = Watching()
     type(task).evaluation = mode
     forge.Trainer(plugins=[]).validate(task, make_batches(1))
@@ -69,7 +67,7 @@ def test_every_modules_own_flag_is_put_back() -> None:
     assert set(modes) == {(True, False)}
 
 
-def test_validation_leaves_the_random_numbers_and_the_weights_of_training_alone() -> None:
+def test_validation_leaves_rng_and_weights_alone() -> None:
     torch.manual_seed(0)
 
     class Dropping(Watching):
@@ -84,7 +82,7 @@ def test_validation_leaves_the_random_numbers_and_the_weights_of_training_alone(
     assert all(torch.equal(a, b) for a, b in zip(task.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_gradient_made_in_evaluation_does_not_leak_into_the_next_window() -> None:
+def test_a_gradient_of_evaluation_does_not_leak() -> None:
     class Adversarial(Classifier):
         evaluation = "grad"
 
@@ -150,7 +148,7 @@ def test_evaluation_end_adds_scalars_pictures_and_texts() -> None:
     assert "val/shot" not in result.metrics
 
 
-def test_test_uses_validation_step_and_predict_uses_forward_unless_told_otherwise() -> None:
+def test_test_and_predict_fall_back_to_other_steps() -> None:
     task, data = Classifier(), make_batches(2)
     trainer = forge.Trainer(plugins=[])
     assert trainer.test(task, data)["test/loss"] == trainer.validate(task, data)["val/loss"]
@@ -171,7 +169,7 @@ def test_a_wrapper_of_evaluate_sees_and_may_change_the_result() -> None:
     assert metrics["val/twice"] == 2 * metrics["val/loss"]
 
 
-def test_an_inference_tensor_in_training_names_the_setting_that_helps() -> None:
+def test_an_inference_tensor_in_training_names_the_setting() -> None:
     class Caches(Classifier):
         cached: Any = None
 
@@ -188,7 +186,7 @@ def test_an_inference_tensor_in_training_names_the_setting_that_helps() -> None:
     assert any("evaluation = 'no_grad'" in note for note in caught.value.__notes__)
 
 
-def test_a_validation_loader_that_gives_less_than_its_length_is_refused() -> None:
+def test_a_validation_loader_too_short_is_refused() -> None:
     class Short(list):
         def __iter__(self) -> Any:
             return iter(list(super().__iter__())[:1])
@@ -219,7 +217,7 @@ class Looking(Classifier):
         return super().training_step(batch)
 
 
-def test_every_validation_is_the_same_and_a_loader_may_be_shared_with_training() -> None:
+def test_every_validation_is_the_same_with_a_shared_loader() -> None:
     def loader() -> Loader:
         return Loader(torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3), 4, shuffle=True)
 

@@ -94,7 +94,7 @@ def test_at_most_10_forge_frames_from_fit_to_training_step() -> None:
     assert 0 < max(depths) <= 10
 
 
-def test_with_no_plugins_every_action_is_cores_own_method_and_no_event_is_called() -> None:
+def test_without_plugins_actions_are_cores_own_methods() -> None:
     trainer = forge.Trainer(max_updates=1, plugins=[], run_dir=False)
     trainer.fit(Plain(), make_batches(1))
     from forge.contract.stack import ACTIONS, EVENTS

@@ -89,7 +89,7 @@ def test_a_task_made_in_the_call_of_fit_is_reproducible(fresh: Callable[[], None
     assert ends[0] == ends[1]
 
 
-def test_forge_seed_makes_a_task_that_is_built_first_reproducible(fresh: Callable[[], None]) -> None:
+def test_forge_seed_makes_a_task_built_first_reproducible(fresh: Callable[[], None]) -> None:
     ends = []
     for _ in range(2):
         fresh()

@@ -59,7 +59,7 @@ def fit(folder: Path, task: forge.TaskModule, plugins: list[Any] | None = None) 
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_saves_after_the_update_and_the_resumed_run_ends_in_the_same_bits(tmp_path: Path, number: int) -> None:
+def test_a_signal_saves_and_the_resumed_run_is_bit_equal(tmp_path: Path, number: int) -> None:
     straight = TinyTask()
     fit(tmp_path / "straight", straight)
     with pytest.raises(forge.Interrupted) as caught:
@@ -85,7 +85,7 @@ def test_a_run_that_nobody_saves_ends_as_the_shell_expects(tmp_path: Path) -> No
     assert caught.value.code == 128 + signal.SIGTERM
 
 
-def test_a_signal_in_the_last_update_lets_the_run_end_and_is_not_swallowed(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_update_is_not_swallowed(tmp_path: Path) -> None:
     with pytest.raises(forge.Interrupted):  # there may be another fit after this one
         fit(tmp_path, Shot(at=15))
     assert (tmp_path / "weights.safetensors").exists()
@@ -146,7 +146,7 @@ def test_a_closed_stderr_does_not_keep_a_signal_from_saving(tmp_path: Path) -> N
     assert Checkpoints(tmp_path / "checkpoints").all()
 
 
-def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_with_a_whole_save(tmp_path: Path) -> None:
     done = forked.call(partial(shot_in, tmp_path, times=2))
     assert done.returncode == -signal.SIGTERM, done.stderr
     saved = Checkpoints(tmp_path / "checkpoints").all()

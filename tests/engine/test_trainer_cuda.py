@@ -51,7 +51,7 @@ def test_nothing_between_logs_waits_for_the_device(window: int, syncs_are_errors
     assert fit(Dropping(), pinned, max_updates=8, device="cuda", plugins=plugins, log_every=1000).updates == 8
 
 
-def test_a_log_is_read_without_waiting_and_delivered_one_update_later() -> None:
+def test_a_log_is_read_without_waiting_one_update_later() -> None:
     delivered: list[tuple[int, int]] = []
 
     class Sink(forge.Plugin):
@@ -97,7 +97,7 @@ def test_memory_stays_flat_over_many_updates() -> None:
     assert max(used[1:]) - min(used[1:]) < 600_000  # a kept scalar takes an allocator block of 512 bytes, until folded
 
 
-def test_labels_out_of_range_are_named_before_a_device_assert_kills_the_context() -> None:
+def test_labels_out_of_range_are_named_before_the_assert() -> None:
     bad = [(x, y + 7) for x, y in make_batches(1)]
     with pytest.raises(forge.TaskError, match="but the model has 3 outputs"):
         fit(train=bad, device="cuda")

@@ -32,9 +32,7 @@ from tests.support.clip_adamw_kit import OPTIONS, lists, network
     ],
 )
 @pytest.mark.parametrize("interpreted", [True, False])
-def test_arguments_that_make_no_sense_are_refused_with_and_without_the_kernel(
-    change, message, interpreted, monkeypatch
-):
+def test_senseless_arguments_are_refused_on_both_paths(change, message, interpreted, monkeypatch):
     monkeypatch.setattr("forge_kernels.contract.INTERPRETED", interpreted)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "step")
     arguments = {**dict(zip(names, lists([(5,)]), strict=True)), **OPTIONS, **change}

@@ -60,7 +60,7 @@ def batches(count: int) -> Tensor:
     return torch.randn(count, 32, 100, device="cuda", generator=generator)
 
 
-def test_the_host_waits_for_nothing_while_rates_change_and_gradients_move(no_syncs):
+def test_the_host_never_waits_while_rates_change(no_syncs):
     net, inputs, rates, held = network(), batches(6), [1e-2 / (1 + n) for n in range(6)], []
     optimizer = ClipAdamW(groups(net), max_norm=0.5)
     for number, (x, rate) in enumerate(zip(inputs, rates, strict=True)):
@@ -75,7 +75,7 @@ def test_the_host_waits_for_nothing_while_rates_change_and_gradients_move(no_syn
     assert_close(net, torch_trained(inputs, rates))
 
 
-def test_a_graph_of_the_whole_step_goes_on_reading_its_own_tables():
+def test_a_graph_of_the_whole_step_reads_its_own_tables():
     net, inputs, rate = network(), batches(12), torch.tensor(1e-2, device="cuda")
     optimizer, x = ClipAdamW(groups(net), lr=rate, max_norm=0.5), torch.empty(32, 100, device="cuda")
     rates = [1e-2 * 0.9**n for n in range(12)]
@@ -105,7 +105,7 @@ def test_a_graph_of_the_whole_step_goes_on_reading_its_own_tables():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_eager_steps_after_a_capture_that_was_never_replayed_send_their_own_tables(fails):
+def test_eager_steps_after_an_unplayed_capture_send_tables(fails):
     net, inputs, rates = network(), batches(4), [1e-2, 1e-2, 3e-2, 3e-2]
     optimizer, x = ClipAdamW(groups(net), max_norm=0.5), torch.empty(32, 100, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -125,7 +125,7 @@ def test_eager_steps_after_a_capture_that_was_never_replayed_send_their_own_tabl
     assert_close(net, torch_trained(inputs, rates))
 
 
-def test_gradients_in_another_order_are_copied_anew_at_each_replay():
+def test_gradients_in_another_order_are_copied_anew():
     net, inputs, rates = network(), batches(5), [1e-2] * 5
     optimizer, x = ClipAdamW(groups(net), lr=1e-2, max_norm=0.5), torch.empty(32, 100, device="cuda")
     graph = torch.cuda.CUDAGraph()

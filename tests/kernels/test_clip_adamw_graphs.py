@@ -144,7 +144,7 @@ class Updates:
             torch.testing.assert_close(self.args[place], self.right[place], rtol=1e-5, atol=1e-6)
 
 
-def test_an_eager_step_after_a_capture_that_was_never_replayed_sends_its_own_tables(emulated_graphs):
+def test_an_eager_step_after_an_unplayed_capture_sends_tables(emulated_graphs):
     updates = Updates()
     updates.capture()  # the first of all: it makes the plan
     updates.eager()
@@ -154,7 +154,7 @@ def test_an_eager_step_after_a_capture_that_was_never_replayed_sends_its_own_tab
     updates.compare(grads, options)
 
 
-def test_a_graph_goes_on_with_its_own_tables_whatever_runs_between_its_replays(emulated_graphs):
+def test_a_graph_goes_on_with_its_own_tables(emulated_graphs):
     updates = Updates()
     updates.eager()
     first = updates.capture()
@@ -167,7 +167,7 @@ def test_a_graph_goes_on_with_its_own_tables_whatever_runs_between_its_replays(e
         replay()
 
 
-def test_a_second_graph_of_the_same_values_does_not_wait_for_the_first_to_be_replayed(emulated_graphs):
+def test_a_second_graph_does_not_wait_for_the_first(emulated_graphs):
     args = lists([(5,)])
     right = mapped(args, torch.clone)
     graphs = [Graph(), Graph()]
@@ -180,7 +180,7 @@ def test_a_second_graph_of_the_same_values_does_not_wait_for_the_first_to_be_rep
     torch.testing.assert_close(flat(args), flat(right), rtol=1e-5, atol=1e-6)
 
 
-def test_a_graph_reads_a_learning_rate_on_the_device_at_each_replay(emulated_graphs):
+def test_a_graph_reads_a_rate_on_the_device_at_each_replay(emulated_graphs):
     args, rate = lists([(5,)]), torch.tensor(1e-2)
     right = mapped(args, torch.clone)
     options = {**OPTIONS, "lr": rate}
@@ -195,7 +195,7 @@ def test_a_graph_reads_a_learning_rate_on_the_device_at_each_replay(emulated_gra
     torch.testing.assert_close(flat(args), flat(right), rtol=1e-5, atol=1e-6)
 
 
-def test_the_optimizer_goes_on_after_a_capture_that_came_to_nothing(emulated_graphs):
+def test_the_optimizer_goes_on_after_a_failed_capture(emulated_graphs):
     ours, optimizer, theirs, right = pair()
     both_step(ours, optimizer, theirs, right, 0)
     held = [p.grad for p in ours.parameters()]

@@ -19,7 +19,7 @@ from tests.support.clip_adamw_kit import assert_close, backward, both_step, grou
 from tests.support.kernel_kit import DEVICE
 
 
-def test_clip_adamw_trains_as_torch_does_with_groups_and_a_schedule():
+def test_clip_adamw_trains_as_torch_with_groups_and_schedule():
     ours, optimizer, theirs, right = pair()
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)) for o in (optimizer, right)]
     for batch in range(5):

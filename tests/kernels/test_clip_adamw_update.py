@@ -125,7 +125,7 @@ def test_gradients_that_are_not_finite_do_what_they_do_in_torch(bad, max_norm):
     check(args, {**OPTIONS, "max_norm": max_norm})
 
 
-def test_gradients_whose_squares_leave_float32_have_an_infinite_norm():
+def test_squares_beyond_float32_have_an_infinite_norm():
     args = lists([(5,)], scale=1e25)
     assert clip_adamw(*args, **OPTIONS).isinf()
 
@@ -164,7 +164,7 @@ def test_a_shared_counter_counts_once_for_any_number_of_tensors(monkeypatch):
     check(lists([(16,)] * 10))  # a lone entry may end so near to 0 that rounding is all of it
 
 
-def test_a_learning_rate_on_the_device_is_read_when_the_kernel_runs():
+def test_a_rate_on_the_device_is_read_when_the_kernel_runs():
     args, rate = lists([(5,)]), torch.tensor(1e-2, device=DEVICE)
     check(args, {**OPTIONS, "lr": rate})
     rate.fill_(0.5)

@@ -134,7 +134,7 @@ def test_the_benchmark_is_the_bench_with_the_machine_in_front(
 
 
 @pytest.mark.usefixtures("on_the_cpu_too")
-def test_a_kernel_that_breaks_its_promise_is_told_and_ends_in_failure(
+def test_a_kernel_that_breaks_its_promise_ends_in_failure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = toy_kernels.toy("toy")
@@ -162,7 +162,7 @@ def test_a_contender_that_fails_takes_no_other_figures_with_it() -> None:
     assert second.ms is not None
 
 
-def test_arguments_that_a_kernel_does_not_support_are_told_and_not_timed() -> None:
+def test_unsupported_arguments_are_told_and_not_timed() -> None:
     kernel = toy_kernels.toy("toy")
     object.__setattr__(kernel, "supports", lambda x: "it has no such dtype")
     rows = rows_of(kernel, "eager")
@@ -171,7 +171,7 @@ def test_arguments_that_a_kernel_does_not_support_are_told_and_not_timed() -> No
     }
 
 
-def test_a_kernel_without_gradients_that_changes_lists_of_tensors_in_place_is_measured_and_held_to_it() -> None:
+def test_a_kernel_that_changes_lists_in_place_is_measured() -> None:
     def step(params: list[torch.Tensor], grads: list[torch.Tensor], *, lr: float) -> torch.Tensor:
         norm = torch.stack([g.norm() for g in grads]).norm()
         for parameter, gradient in zip(params, grads, strict=True):

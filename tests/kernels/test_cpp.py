@@ -126,7 +126,7 @@ sys.modules["triton"] = None
 
 @pytest.mark.slow
 @needs_compiler
-def test_what_the_documentation_says_of_cpp_needs_nothing_else_of_the_page(run_python, repo, empty_folder):
+def test_what_the_page_says_of_cpp_stands_alone(run_python, repo, empty_folder):
     page = (repo / "docs" / "writing-kernels.md").read_text()
     blocks = re.findall(
         r"^```python\n(.*?)^```$", page.partition("## A kernel in C++")[2], flags=re.MULTILINE | re.DOTALL
@@ -172,7 +172,7 @@ def test_what_is_built_is_kept_until_the_source_changes(source, compiled):
 
 
 @needs_compiler
-def test_of_two_that_build_at_once_one_builds_and_the_other_waits(source, compiled):
+def test_of_two_that_build_at_once_one_waits(source, compiled):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(build.build, [source, source])
     assert first == second
@@ -238,6 +238,6 @@ def test_others_may_read_a_library_in_a_shared_cache(source):
 
 
 @needs_compiler
-def test_a_library_that_cannot_be_loaded_is_a_reason_to_do_without(source):
+def test_a_library_that_cannot_be_loaded_is_done_without(source):
     source.write_text("extern int nowhere();\nint seven() { return nowhere(); }\n")
     assert "small.cpp was built but cannot be loaded" in str(build.missing(source))

@@ -36,7 +36,7 @@ def test_split_rows_equal_the_reference(classes, dtype):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_infinite_logits_in_some_of_the_programs_of_a_row_give_what_torch_gives(smoothing):
+def test_infinite_logits_in_some_programs_are_as_in_torch(smoothing):
     logits, target = torch.randn(5, 50304, device=DEVICE), torch.full((5,), 30000, device=DEVICE)
     logits[0, :20000] = -inf
     logits[1, 25000:] = -inf  # with the target's
@@ -53,9 +53,7 @@ def test_infinite_logits_in_some_of_the_programs_of_a_row_give_what_torch_gives(
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("classes", "dtype"), [(50304, torch.bfloat16), (262144, torch.float32)])
-def test_parts_that_do_not_wait_for_others_are_written_later_to_the_same_bit(
-    monkeypatch, in_place, smoothing, classes, dtype
-):
+def test_parts_that_do_not_wait_give_the_same_bits(monkeypatch, in_place, smoothing, classes, dtype):
     logits, target = batch(500, classes, dtype)
 
     def step(in_place):
@@ -69,14 +67,14 @@ def test_parts_that_do_not_wait_for_others_are_written_later_to_the_same_bit(
     assert torch.equal(prompt[1], late[1])
 
 
-def test_it_runs_on_the_device_of_its_tensors_not_on_the_current_one():
+def test_it_runs_on_the_device_of_its_tensors():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     logits, target = torch.randn(30, 50304, device="cuda:1"), torch.randint(50304, (30,), device="cuda:1")
     torch.testing.assert_close(cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 
-def test_runs_are_bit_identical_also_from_a_captured_graph_and_never_wait_for_the_device():
+def test_runs_are_bit_identical_from_a_graph_without_waits():
     logits, target = batch(4096, 50304)
 
     def step():
@@ -107,7 +105,7 @@ def test_more_than_two_billion_logits_in_place():
     torch.testing.assert_close(logits.detach()[rows].double(), exact, rtol=1e-2, atol=1e-6)
 
 
-def test_the_peak_of_a_chunked_head_does_not_grow_with_the_tokens():
+def test_the_peak_of_a_chunked_head_does_not_grow():
     weight = (torch.randn(50304, 256, device=DEVICE) / 16).bfloat16().requires_grad_()
 
     def peak(tokens):

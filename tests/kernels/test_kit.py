@@ -79,7 +79,7 @@ def test_a_dtype_without_a_tolerance_is_named():
         check_against_reference(TOY, [argument(torch.float16)])
 
 
-def test_results_that_are_no_floating_point_numbers_must_be_equal():
+def test_results_that_are_no_floats_must_be_equal():
     def biggest(x: Tensor) -> Tensor:
         return x.argmax()
 
@@ -109,7 +109,7 @@ def test_a_graph_break_fails():
         check_compiles_whole(replace(TOY, function=breaking), [argument()])
 
 
-def test_a_function_that_computes_something_else_when_compiled_fails():
+def test_a_function_that_differs_when_compiled_fails():
     def two_faced(x: Tensor) -> Tensor:
         return x * (0.4 if torch.compiler.is_compiling() else 0.5)
 
@@ -117,7 +117,7 @@ def test_a_function_that_computes_something_else_when_compiled_fails():
         check_compiles_whole(replace(TOY, function=two_faced), [argument()])
 
 
-def test_new_memory_is_full_of_nan_and_settings_come_back_after_an_error():
+def test_new_memory_is_nan_and_settings_come_back():
     memory: Any = torch.utils.deterministic
 
     def settings() -> tuple[bool, bool]:

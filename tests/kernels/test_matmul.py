@@ -141,13 +141,13 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_gradient_of_a_transposed_weight_has_the_layout_of_the_weight():
+def test_the_gradient_has_the_layout_of_a_transposed_weight():
     weight = new(8, 5)
     (grad,) = torch.autograd.grad(matmul(new(6, 5), weight.t()).sum(), [weight])
     assert grad.stride() == weight.stride()
 
 
-def test_under_autocast_arguments_are_cast_and_gradients_come_in_their_dtype():
+def test_autocast_casts_arguments_and_gradients_keep_dtypes():
     args = [new(12, 20), new(20, 16), new(16)]
     with torch.autocast(DEVICE, torch.bfloat16):
         results = run(matmul, args, {"activation": "gelu"})
@@ -237,7 +237,7 @@ def test_torch_func_and_dual_numbers_are_as_in_torch():
         torch.testing.assert_close(forward_ad.unpack_dual(gelu(dual)), forward_ad.unpack_dual(exact(dual)))
 
 
-def test_the_gradient_of_the_activation_goes_through_every_row_and_column():
+def test_the_activations_gradient_covers_rows_and_columns():
     from forge_kernels.triton.matmul import CHUNK, activation_grad
 
     grad, pre = torch.randn(2, 2 * CHUNK + 3, 300, device=DEVICE)
@@ -267,7 +267,7 @@ def test_every_launch_is_made_on_the_device_of_its_tensors(monkeypatch):
     assert seen == ["device", (1,), "back", "device", (1, 1), "back"]
 
 
-def test_rows_are_on_the_one_axis_of_the_grid_that_has_room_for_any_number(monkeypatch):
+def test_rows_are_on_the_axis_of_the_grid_with_room(monkeypatch):
     from forge_kernels.triton import matmul as module
 
     grids = []

@@ -56,13 +56,13 @@ def test_more_than_two_billion_elements_are_addressed_right():
         assert distance(result[rows], a[rows].double() @ b.double()) < MATMUL.tolerance[torch.bfloat16]
 
 
-def test_more_rows_than_a_short_axis_of_the_grid_has_room_for_are_right():
+def test_more_rows_than_a_short_axis_holds_are_right():
     a, b = new(65_536 * 128 + 5, 16), new(16, 16, scale=0.25)
     check_against_reference(MATMUL, [a, b, new(16)], {"activation": "gelu"})
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_of_another_device_than_the_current_one_are_right():
+def test_tensors_of_another_device_are_right():
     args = [argument.detach().to("cuda:1").requires_grad_() for argument in layers(300, 64, 128)]
     check_against_reference(MLP, args)
     check_against_reference(MATMUL, [args[0], args[1].detach().t(), args[2]], {"activation": "gelu"})

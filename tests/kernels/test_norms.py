@@ -67,9 +67,7 @@ def test_any_shape_and_dtype_equals_the_reference(kernel, shape, dtype, scale, p
 @both
 @few
 @given(shape=shapes, dtype=dtypes, weights=dtypes, residual=dtypes)
-def test_the_sum_with_a_residual_is_normalised_and_returned_in_any_mix_of_dtypes(
-    kernel, shape, dtype, weights, residual
-):
+def test_the_sum_with_a_residual_is_right_in_any_dtypes(kernel, shape, dtype, weights, residual):
     args = arguments(kernel, shape, dtype, weights, residual)
     check_against_reference(kernel, args)
     y, h = kernel.function(*args)
@@ -96,7 +94,7 @@ def test_a_large_offset_costs_no_more_than_its_own_rounding(kernel):
 
 
 @both
-def test_rows_of_one_entry_and_rows_of_zeros_are_as_in_the_reference(kernel):
+def test_rows_of_one_entry_or_zeros_are_as_the_reference(kernel):
     for x in (torch.randn(7, 1, device=DEVICE), torch.zeros(3, 9, device=DEVICE)):
         x.requires_grad_()
         y, right = kernel.function(x), kernel.reference(x)
@@ -150,7 +148,7 @@ def test_a_wider_result_is_not_rounded_on_the_way(kernel):
 
 
 @both
-def test_under_autocast_bfloat16_stays_bfloat16_with_float32_weights(kernel):
+def test_autocast_keeps_bfloat16_with_float32_weights(kernel):
     args = arguments(kernel, (3, 10), torch.bfloat16, torch.float32)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert kernel.function(*args).dtype == torch.bfloat16
@@ -257,7 +255,7 @@ def test_under_autocast_a_stand_in_gives_what_torch_gives(stand_in, original, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_the_dtypes_of_autocast_on_cuda_are_known_where_there_is_none(name, dtype):
+def test_the_dtypes_of_cuda_autocast_are_known_without_cuda(name, dtype):
     with FakeTensorMode():
         x, weight = torch.empty(3, 8, device="cuda", dtype=dtype), torch.empty(8, device="cuda")
     torch.set_autocast_enabled("cuda", True)  # torch.autocast would find no device

@@ -59,7 +59,7 @@ def test_angles_can_have_a_batch_dimension(batch):
 
 
 @pytest.mark.slow
-def test_more_heads_than_a_program_takes_at_once_equal_the_reference(monkeypatch):
+def test_more_heads_than_a_program_takes_equal_the_reference(monkeypatch):
     from forge_kernels.triton import rope as triton_rope
 
     monkeypatch.setattr(triton_rope, "plan", lambda pairs: (2, 4))

@@ -71,7 +71,7 @@ def test_the_stage_is_taken_off_a_name_that_begins_with_it(name: str, stage: str
     assert short(name, stage) == expected
 
 
-def test_what_is_logged_is_called_by_its_stage_and_the_loss_has_one_curve() -> None:
+def test_logs_are_called_by_stage_and_the_loss_has_one_curve() -> None:
     result = fit(Module(), {"a": make_batches(1), "b": make_batches(2)})
     assert {name for name in result.metrics if name.startswith(("train/", "val/"))} == {
         "train/loss",
@@ -87,7 +87,7 @@ def test_what_is_logged_is_called_by_its_stage_and_the_loss_has_one_curve() -> N
 
 
 @pytest.mark.parametrize("as_number", [False, True])
-def test_another_value_than_the_loss_keeps_its_name_and_the_loss_itself_has_none_beside(as_number: bool) -> None:
+def test_another_value_than_the_loss_keeps_its_name(as_number: bool) -> None:
     class Parts(Module):
         factor = 2.0
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_logged_is_refused_with_what_to_do(options: dict[str, Any
 # What is returned
 
 
-def test_optimizers_and_schedules_come_in_all_of_lightnings_forms() -> None:
+def test_optimizers_and_schedules_come_in_all_forms() -> None:
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = StepLR(optimizer, 1)
     for returned, count in (
@@ -190,7 +190,7 @@ def test_a_frequency_counts_batches_anew_in_every_epoch() -> None:
     assert seen == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.25]  # after the third of four batches, twice
 
 
-def test_a_batch_of_which_nothing_is_returned_changes_neither_weights_nor_means() -> None:
+def test_a_batch_that_returns_nothing_changes_nothing() -> None:
     class Every(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -222,7 +222,7 @@ def test_a_batch_of_which_nothing_is_returned_changes_neither_weights_nor_means(
 # Hooks and the Trainer's stand-in
 
 
-def test_a_step_that_is_run_twice_has_its_hooks_and_its_logs_once() -> None:
+def test_a_step_run_twice_has_its_hooks_and_logs_once() -> None:
     class Counts(Module):
         starts = ends = calls = 0
 
@@ -278,7 +278,7 @@ def test_what_is_not_called_is_warned_of_by_name() -> None:
         forge.LightningAdapter(kind())
 
 
-def test_a_loader_for_a_stage_that_the_module_has_no_step_for_is_refused() -> None:
+def test_a_loader_for_a_stage_without_a_step_is_refused() -> None:
     with pytest.raises(TaskError, match="Module defines no test_step"):
         forge.Trainer(plugins=[]).test(forge.LightningAdapter(Module()), make_batches())
 
@@ -373,7 +373,7 @@ def write_file(name: str, text: str) -> None:
     Path(name).write_text(text)
 
 
-def test_forge_fit_runs_a_subclass_that_makes_the_module_with_its_options(capsys: Any) -> None:
+def test_forge_fit_runs_a_subclass_with_its_options(capsys: Any) -> None:
     write_file("line.py", FILE)
     quick = ["trainer.max_updates=2", "-p", "no:tensorboard"]
     assert main(["fit", "line.py:FitLine", "task.width=3", *quick]) == 0
@@ -417,7 +417,7 @@ def _gather_on(rank: int, store: Any, folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(told))
 
 
-def test_all_gather_stacks_what_ranks_have_and_refuses_shares_of_unequal_size_on_all(tmp_path: Path) -> None:
+def test_all_gather_stacks_and_refuses_unequal_shares(tmp_path: Path) -> None:
     assert launch(2, _gather_on, str(tmp_path)) == [0, 0]
     for rank in (0, 1):
         told = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -74,7 +74,7 @@ def words(empty_folder: Path) -> WikiText2:
     return WikiText2()
 
 
-def test_boring_model_with_its_schedule_and_a_validation_in_every_epoch() -> None:
+def test_boring_model_with_schedule_and_validation() -> None:
     train, val = own(RandomDataset(32, 16)), own(RandomDataset(32, 8))
     theirs, ours = by_lightning(made(BoringModel), train, val), made(BoringModel)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
@@ -94,7 +94,7 @@ def test_demo_model_also_with_accumulated_gradients() -> None:
     assert equal(ours[1].state_dict(), by_lightning(made(DemoModel), train, accumulate_grad_batches=3))
 
 
-def test_lstm_with_dropout_and_a_state_that_a_hook_drops_at_every_epochs_end(words: WikiText2) -> None:
+def test_lstm_with_dropout_and_a_state_dropped_by_a_hook(words: WikiText2) -> None:
     def make() -> LightningLSTM:
         module = LightningLSTM(words.vocab_size)
         module.model = SimpleLSTM(words.vocab_size, ninp=16, nhid=16)  # theirs has 512 of each
@@ -115,7 +115,7 @@ def test_transformer_with_dropout(words: WikiText2) -> None:
     assert equal(ours.state_dict(), theirs)
 
 
-def test_their_own_data_and_setup_are_used_where_no_loader_is_passed(words: WikiText2) -> None:
+def test_their_own_data_and_setup_are_used_without_a_loader(words: WikiText2) -> None:
     task = forge.LightningAdapter(LightningTransformer(words.vocab_size))
     loader = task.train_loader()  # prepare_data finds the text, train_dataloader reads it
     assert len(loader) == len(words)
@@ -126,7 +126,7 @@ def test_their_own_data_and_setup_are_used_where_no_loader_is_passed(words: Wiki
     assert len(forge.Trainer(plugins=[]).predict(data, data.predict_loader())) == 64
 
 
-def test_manual_optimization_is_refused_by_name_with_what_to_do_instead() -> None:
+def test_manual_optimization_is_refused_with_what_to_do() -> None:
     with pytest.raises(TaskError, match=r"ManualOptimBoringModel has automatic_optimization = False.*takes_turn"):
         forge.LightningAdapter(ManualOptimBoringModel())
 
@@ -206,7 +206,7 @@ class Rich(L.LightningModule):
 
 
 @pytest.mark.parametrize("plateau", [False, True])
-def test_a_module_with_everything_ends_in_the_same_bits_and_hears_the_same_hooks(plateau: bool) -> None:
+def test_a_module_with_everything_is_equal_in_bits_and_hooks(plateau: bool) -> None:
     train, val = own(RandomDataset(32, 16), batch_size=4), own(RandomDataset(32, 10), batch_size=4)
     reference = made(lambda: Rich(plateau=plateau))
     trainer = L.Trainer(

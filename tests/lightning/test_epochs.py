@@ -167,7 +167,7 @@ def test_an_epochs_values_are_lightnings_however_often_is_logged(reference: Any,
     assert {name for name in metrics if name.startswith(("train/", "val/"))} == expected
 
 
-def test_hooks_at_the_end_of_an_epoch_find_what_they_find_under_lightning(reference: Any) -> None:
+def test_hooks_at_the_end_of_an_epoch_find_what_they_expect(reference: Any) -> None:
     module, _ = reference
     ours = made()
     by_forge(ours, log_every=1)
@@ -177,7 +177,7 @@ def test_hooks_at_the_end_of_an_epoch_find_what_they_find_under_lightning(refere
             assert found[name] == pytest.approx(value, rel=1e-6), name
 
 
-def test_with_several_loaders_a_metric_is_of_each_and_what_a_hook_logs_of_none() -> None:
+def test_with_several_loaders_a_metric_is_of_each() -> None:
     module = made()
     module.validation_step = lambda batch, batch_idx, dataloader_idx: Scores.validation_step(module, batch, batch_idx)
     metrics = by_forge(module, {"a": loaders()[1], "b": loaders()[1]}, max_epochs=1).metrics
@@ -189,7 +189,7 @@ def test_with_several_loaders_a_metric_is_of_each_and_what_a_hook_logs_of_none()
     assert module.seen[0]["val_mean"] == pytest.approx(once["val/mean"])
 
 
-def test_a_run_cut_in_an_epoch_keeps_what_metrics_have_accumulated(tmp_path: Path) -> None:
+def test_a_run_cut_in_an_epoch_keeps_accumulated_metrics(tmp_path: Path) -> None:
     @forge.on("step_end")
     def power_cut(step: forge.Step) -> None:
         if step.index == 8:
@@ -238,7 +238,7 @@ def sometimes(*plugins: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_number_that_only_one_rank_finds_to_be_another_than_the_loss_stops_nobody() -> None:
+def test_a_number_one_rank_finds_unequal_stops_nobody() -> None:
     alone = sometimes()
     assert alone["train/train_loss"] == pytest.approx(alone["train/loss"])  # once another, always under its own name
     for metrics in ranks(2)(sometimes, DDP()):

@@ -78,7 +78,7 @@ def test_the_longest_caption_is_not_cut_off() -> None:
     assert (drawn.data[:, :, -drawing.GAP :] == 255).all()
 
 
-def test_a_confusion_matrix_is_the_darker_the_larger_the_share_of_a_row() -> None:
+def test_a_confusion_matrix_is_darker_for_larger_shares() -> None:
     counts = torch.tensor([[90, 10, 0], [0, 50, 50], [0, 0, 0]])
     drawn = drawing.confusion(counts, ["one", "two", "three"]).data.float().mean(0)
     corner = drawn.size(0) - 3 * drawing.CELL - drawing.GAP

@@ -45,7 +45,7 @@ def test_a_weight_of_zero_drops_its_value_and_a_fraction_counts(on_host: bool) -
     assert made.read().result() == {"x": 2.0}
 
 
-def test_on_a_device_nothing_is_read_before_the_result_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_the_result_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = means(on_host=False)
 
     def forbidden(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def test_kept_values_survive_later_changes_in_place() -> None:
     assert made.read().result() == {"parameter": 1.0, "view": 1.0, "buffer": 1.0}
 
 
-def test_kept_values_hold_no_graph_and_are_folded_so_that_memory_stays_flat() -> None:
+def test_kept_values_hold_no_graph_and_memory_stays_flat() -> None:
     made, weight = means(on_host=False), torch.ones((), requires_grad=True)
     for _ in range(3 * FOLD_AFTER):
         made.add("loss", weight * 2, 1)
@@ -135,9 +135,7 @@ class TestIntervals:
             due += crossed
         assert due <= total // every
 
-    def test_a_clock_is_due_once_its_time_has_passed_and_answers_once_per_update(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_clock_is_due_once_and_answers_once_per_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
         monkeypatch.setattr("time.monotonic", lambda: now[0])
         interval = Interval("10 s")

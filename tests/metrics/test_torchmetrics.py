@@ -101,7 +101,7 @@ def without_loss(metrics: dict[str, Any], prefix: str = "val/") -> dict[str, Any
 # Evaluation
 
 
-def test_an_evaluation_logs_each_metric_over_all_samples_returned_or_not_and_twice_the_same() -> None:
+def test_an_evaluation_logs_each_metric_over_all_samples() -> None:
     task = Measured()
     first, second = validate(task, batches()), validate(task, batches())
     assert without_loss(first) == pytest.approx(by_hand(task, batches()), rel=1e-6)
@@ -110,7 +110,7 @@ def test_an_evaluation_logs_each_metric_over_all_samples_returned_or_not_and_twi
     assert first["val/quality"] != pytest.approx(mean)
 
 
-def test_each_of_several_loaders_is_counted_for_itself_where_the_metric_is_returned() -> None:
+def test_each_of_several_loaders_is_counted_for_itself() -> None:
     task = Measured()
     metrics = validate(task, {"a": batches(1), "b": batches(2)})
     for name, seed in (("a", 1), ("b", 2)):
@@ -120,7 +120,7 @@ def test_each_of_several_loaders_is_counted_for_itself_where_the_metric_is_retur
     assert metrics["val/seen"] == 2 * sum(SIZES)  # nobody returned it: over all loaders
 
 
-def test_a_metric_counts_in_place_of_the_mean_of_its_batch_values_under_its_name() -> None:
+def test_a_metric_counts_in_place_of_its_batch_means() -> None:
     class Loose(Measured):
         def validation_step(self, batch: Any) -> Any:
             return {"f1": self.f1(self(batch[0]), batch[1])}
@@ -129,7 +129,7 @@ def test_a_metric_counts_in_place_of_the_mean_of_its_batch_values_under_its_name
     assert validate(task, batches())["val/f1"] == pytest.approx(by_hand(task, batches())["quality"], rel=1e-6)
 
 
-def test_members_of_a_collection_can_be_returned_by_names_of_their_own() -> None:
+def test_members_of_a_collection_may_have_other_names() -> None:
     class Named(Measured):
         def validation_step(self, batch: Any) -> Any:
             self.both.update(self(batch[0]), batch[1])
@@ -146,7 +146,7 @@ def test_members_of_a_collection_can_be_returned_by_names_of_their_own() -> None
     )
 
 
-def test_what_evaluation_end_computes_and_resets_itself_is_left_to_it() -> None:
+def test_what_evaluation_end_computes_is_left_to_it() -> None:
     class Own(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +171,7 @@ def test_what_evaluation_end_computes_and_resets_itself_is_left_to_it() -> None:
     assert task.confusion.update_count == 0
 
 
-def test_a_returned_metric_that_computes_no_number_and_one_that_nobody_holds_are_refused_by_name() -> None:
+def test_a_metric_without_a_number_or_a_holder_is_refused() -> None:
     class Matrix(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -225,7 +225,7 @@ class Still(Measured):
         self.lr = 0.0
 
 
-def test_training_logs_a_metric_over_its_log_interval_whatever_a_validation_counts_meanwhile() -> None:
+def test_training_logs_a_metric_over_its_log_interval() -> None:
     lines = run_of(Still(), "run")
     train = {line["update"]: line for line in lines if "train/quality" in line}
     data = batches(0, (4, 4, 4, 4, 4, 2))
@@ -236,7 +236,7 @@ def test_training_logs_a_metric_over_its_log_interval_whatever_a_validation_coun
     assert {line["val/seen"] for line in lines if "val/seen" in line} == {float(sum(SIZES))}
 
 
-def test_a_run_cut_in_the_middle_of_an_interval_logs_the_same_and_saves_no_metric_with_the_weights() -> None:
+def test_a_run_cut_in_an_interval_logs_the_same() -> None:
     whole = run_of(Measured(), "whole")
     with pytest.raises(RuntimeError, match="power"):
         run_of(Measured(), "cut", power_cut)
@@ -254,7 +254,7 @@ def test_a_step_that_is_run_twice_counts_once() -> None:
     assert results[1].metrics["train/seen"] == results[0].metrics["train/seen"] == sum(SIZES)
 
 
-def test_a_metric_that_training_updates_keeps_the_step_out_of_a_cuda_graph_by_name() -> None:
+def test_a_metric_training_updates_keeps_a_graph_out() -> None:
     class OnlyValidates(Measured):
         training_step = Classifier.training_step
 
@@ -296,7 +296,7 @@ def held_by(task: nn.Module) -> Means:
     return means
 
 
-def test_what_a_wrapper_remembers_of_a_run_is_saved_and_goes_back_to_a_mark() -> None:
+def test_what_a_wrapper_remembers_is_saved_and_goes_back() -> None:
     task = Extremes()
     means = held_by(task)
     for value in (1.0, 9.0):
@@ -378,7 +378,7 @@ def on_a_rank() -> dict[str, Any]:
         torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_count_every_sample_once_with_uneven_shares_and_with_one_model_between_them() -> None:
+def test_two_ranks_count_every_sample_once() -> None:
     alone, single = counted([]), counted([], SINGLE)
     assert alone["train/seen"] == alone["val/seen"] == sum(SIZES)
     x, y = nine()

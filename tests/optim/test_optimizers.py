@@ -69,7 +69,7 @@ class TestSchedules:
 
         assert rates_of(scheduled(halving), plugins=[skip]) == [1.0, 0.5, 0.5, 0.25]
 
-    def test_a_schedule_by_interval_moves_although_the_intervals_last_update_was_skipped(self) -> None:
+    def test_a_schedule_by_interval_moves_after_a_skipped_update(self) -> None:
         @forge.on("inspect_grads", mutates=True)
         def skip(step: forge.Step) -> None:
             if step.ends_epoch:
@@ -82,7 +82,7 @@ class TestSchedules:
         with pytest.raises(forge.TaskError, match="has no val loader"):
             fit(scheduled(lambda o: ReduceLROnPlateau(o)))
 
-    def test_a_plateau_schedule_watches_its_metric_after_each_validation(self) -> None:
+    def test_a_plateau_schedule_watches_its_metric(self) -> None:
         def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
             return ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
 
@@ -150,7 +150,7 @@ class Two(forge.TaskModule):
 
 
 class TestSeveral:
-    def test_each_takes_its_turn_on_the_same_window_with_the_others_at_rest(self) -> None:
+    def test_each_takes_its_turn_with_the_others_at_rest(self) -> None:
         task = Two()
         fit(task, train=make_batches(2), plugins=[Accumulate(2)])
         assert task.steps == ["a", "a", "b", "b"]
@@ -183,7 +183,7 @@ class TestSeveral:
         fit(Turns(), train=make_batches(2), plugins=[watch])
         assert seen == [(None, True, ("a",), 4), (None, True, ("a", "b"), 4)]
 
-    def test_skipping_one_leaves_the_other_and_only_a_window_without_any_counts_as_skipped(self) -> None:
+    def test_only_a_window_with_all_skipped_counts_as_skipped(self) -> None:
         @forge.on("inspect_grads", mutates=True)
         def skip(step: forge.Step) -> None:
             if step.name == "a" or step.index == 1:
@@ -262,7 +262,7 @@ class TestClosures:
             optimizer.step(closure)
         assert same(ours, theirs)
 
-    def test_metrics_are_recorded_once_however_often_the_closure_runs(self) -> None:
+    def test_metrics_are_recorded_once_per_closure_step(self) -> None:
         class Counted(WithLBFGS):
             def training_step(self, batch: Any) -> Any:
                 return {**super().training_step(batch), "count": 1.0}
@@ -307,7 +307,7 @@ class Dropping(Classifier):
 
 
 class TestReplays:
-    def test_an_owner_that_replays_equals_its_hand_written_loop_dropout_included(self) -> None:
+    def test_a_replaying_owner_equals_its_loop_with_dropout(self) -> None:
         torch.manual_seed(0)
         ours = Dropping()
         theirs = copy.deepcopy(ours)
@@ -334,7 +334,7 @@ class TestReplays:
             optimizer.zero_grad()
         assert same(ours, theirs)
 
-    def test_a_replay_draws_the_same_numbers_although_preparing_a_batch_drew_some(self) -> None:
+    def test_a_replay_draws_the_same_numbers_as_before(self) -> None:
         losses: list[torch.Tensor] = []
 
         class Twice(forge.Plugin):

@@ -91,9 +91,7 @@ def forge_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     "optimizer",
     [pytest.param(torch.optim.AdamW, id="adamw"), pytest.param(momentum, id="sgd", marks=pytest.mark.slow)],
 )
-def test_parameters_gradients_and_optimizer_are_those_of_a_real_step(
-    optimizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_sizes_are_those_of_a_real_step(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Net, "optimizer", staticmethod(optimizer))
     task = Net()
     real = task.configure_optimizers()
@@ -154,7 +152,7 @@ def test_the_peak_grows_with_the_batch_and_nothing_else_does() -> None:
 
 
 @pytest.mark.slow
-def test_a_fused_way_over_all_tensors_takes_a_copy_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_optimizer_takes_a_copy_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes it on CUDA where nobody says otherwise; then the optimizer's step can be the peak."""
     monkeypatch.setattr(Net, "optimizer", staticmethod(torch.optim.AdamW))
     together = rehearse(Net, batch(2))
@@ -186,7 +184,7 @@ def test_plugins_that_look_at_values_are_no_obstacle() -> None:
     assert rehearse(Net, batch(), stack).peak > WORKSPACE
 
 
-def test_a_task_that_reads_values_while_it_is_made_is_planned_too() -> None:
+def test_a_task_that_reads_values_as_it_is_made_is_planned() -> None:
     class Reads(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -330,7 +328,7 @@ def test_offload_leaves_only_what_computes() -> None:
     assert row.peak < table(4)["fsdp"].peak
 
 
-def test_tensor_parallel_gathers_less_and_shares_the_batch_of_its_group() -> None:
+def test_tensor_parallel_gathers_less_and_shares_the_batch() -> None:
     found = table(8)
     assert [found[f"fsdp + tensor_parallel {size}"].samples for size in (2, 4, 8)] == [2, 4, 8]
     assert "fsdp + tensor_parallel 8" not in table(4)

@@ -68,7 +68,7 @@ def test_micro_batches_of_unequal_sizes_equal_one_big_batch() -> None:
     assert_trains_alike(Exact(), batches(1, 7, 3, 5, 2, 6), window=3)
 
 
-def test_the_epochs_last_window_may_be_shorter_and_still_averages_right() -> None:
+def test_a_shorter_last_window_still_averages_right() -> None:
     assert_trains_alike(Exact(), batches(4, 4, 4, 4, 3), window=2)
 
 
@@ -96,7 +96,7 @@ def test_updates_are_counted_per_window() -> None:
     assert fit(train=make_batches(5), max_epochs=2, plugins=[Accumulate(2)]).updates == 6
 
 
-def test_gradients_are_clipped_once_per_window_not_per_micro_batch() -> None:
+def test_gradients_are_clipped_once_per_window() -> None:
     clipped: list[int] = []
 
     class Count(Clip):
@@ -122,7 +122,7 @@ def test_the_window_knows_its_length_before_its_first_backward() -> None:
     assert seen == [(0, 2, False), (1, 2, True), (0, 1, True)]
 
 
-def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_interval() -> None:
+def test_the_logged_loss_is_the_mean_over_samples() -> None:
     task, micros = Classifier(lr=0.0), batches(1, 7, 4)
     with torch.no_grad():
         losses = [(len(y), float(F.cross_entropy(task(x), y))) for x, y in micros]

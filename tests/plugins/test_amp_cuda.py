@@ -17,18 +17,9 @@ import forge
 from forge.errors import NonFiniteError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
 from forge_plugins import AMP, Accumulate, Anomaly, Checkpoint, Clip, Guard
-from tests.plugins.test_amp import (
-    SHORT,
-    LoudDiscriminator,
-    Scales,
-    Typed,
-    WithSchedule,
-    made,
-    train_by_hand,
-    train_gan_by_hand,
-    trained,
-    with_nan,
-)
+from tests.plugins.test_amp import SHORT, LoudDiscriminator, Typed, WithSchedule, train_by_hand, train_gan_by_hand
+from tests.plugins.test_amp_beside import with_nan
+from tests.support.amp_kit import Scales, made, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +68,7 @@ def test_several_optimizers_share_one_scaler_as_by_hand(dtype: str, kind: Any) -
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_stage_runs_in_the_short_type_and_weights_stay_long(dtype: str) -> None:
+def test_every_stage_is_in_the_short_type_but_weights_long(dtype: str) -> None:
     task = Typed()
     trainer = forge.Trainer(plugins=[AMP(dtype)], max_epochs=1, run_dir=False, device="cuda")
     trainer.fit(task, tiny_batches(), tiny_batches())
@@ -221,7 +212,7 @@ def test_a_rewind_takes_the_scaler_back_too(amp_first: bool, tmp_path: Path) -> 
     assert scales.seen[6:] == [straight[4], straight[4], *straight[5:]]
 
 
-def test_anomaly_names_the_layer_whose_output_is_too_large_for_fp16() -> None:
+def test_anomaly_names_the_layer_too_large_for_fp16() -> None:
     class Large(Fused):
         def training_step(self, batch: Any) -> Any:
             return super().training_step((batch[0] * 1e6, batch[1]))

@@ -143,7 +143,7 @@ def with_bad(value: float, *, index: int = 2, row: int = 5) -> list[tuple[Tensor
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: getattr(mistake.last, "__name__", "function"))
-def test_the_first_operation_is_named_with_module_line_and_samples(mistake: Mistake) -> None:
+def test_the_first_op_is_named_with_module_line_and_samples(mistake: Mistake) -> None:
     finding, text = found(Net(mistake.last))
     assert (finding["kind"], finding["op"]) == (mistake.kind, mistake.op)
     assert (finding["module"], finding["class"]) == ("head", "Head")
@@ -161,7 +161,7 @@ def test_zero_by_zero_in_one_sample() -> None:
     assert "Update 0 (epoch 0): the loss is nan, and 6 of 6 gradients are not finite (body.0.weight, " in text
 
 
-def test_a_hidden_sample_is_named_by_row_of_the_batch_and_index_of_the_dataset() -> None:
+def test_a_hidden_sample_is_named_by_row_and_dataset_index() -> None:
     inputs, labels = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(24, dtype=torch.long)
     inputs[17, 3] = math.inf
     loader = forge.data.Loader(torch.utils.data.TensorDataset(inputs, labels), 4, shuffle=True, seed=7)
@@ -174,7 +174,7 @@ def test_a_hidden_sample_is_named_by_row_of_the_batch_and_index_of_the_dataset()
 
 @pytest.mark.parametrize("sample", [5, 9, 13, 17])
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_dataset_index_is_right_in_every_micro_batch_and_in_the_last_window(sample: int, window: int) -> None:
+def test_the_dataset_index_is_right_in_every_micro_batch(sample: int, window: int) -> None:
     inputs, labels = torch.randn(18, 6), torch.zeros(18, dtype=torch.long)
     inputs[sample] = math.nan
     loader = forge.data.Loader(torch.utils.data.TensorDataset(inputs, labels), 4)
@@ -212,7 +212,7 @@ def test_a_buffer_that_was_bad_before_is_named() -> None:
     assert (finding["kind"], finding["name"]) == ("buffer", "body.1.running_mean")
 
 
-def test_a_backward_is_named_by_its_node_and_the_line_of_its_forward() -> None:
+def test_a_backward_is_named_by_node_and_forward_line() -> None:
     _, text = found(Net(root_of_zero))
     assert "the loss is finite, but 6 of 6 gradients are not finite" in text
     assert "in SqrtBackward0, the backward of head (Head)" in text
@@ -296,7 +296,7 @@ def test_the_weights_are_as_before_the_bad_update() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_error_of_guard_carries_the_report_wherever_it_stands(order: int) -> None:
+def test_guards_error_carries_the_report_wherever_it_is(order: int) -> None:
     anomaly = Anomaly()
     with pytest.raises(NonFiniteError) as caught:
         fit([anomaly, Guard()][::order], with_bad(math.nan), run_dir="run")
@@ -306,7 +306,7 @@ def test_the_error_of_guard_carries_the_report_wherever_it_stands(order: int) ->
     assert "batch[0], as the loader gave it" in caught.value.__notes__[0]
 
 
-def test_a_skipped_update_is_reported_in_the_log_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_update_is_reported_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     _, result = fit([Guard("skip"), Anomaly()], with_bad(math.nan))
     assert result.updates == 5
@@ -419,16 +419,14 @@ class Pair(tuple):
     """A batch of a class of its own, which no file could give back."""
 
 
-def test_batches_that_are_no_plain_data_are_named_by_their_samples_instead(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batches_of_objects_are_named_by_their_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found(Net(), [Pair(batch) for batch in with_bad(math.nan)], run_dir=tmp_path)
     tree = SavedState(tmp_path / "anomaly" / "update-00000002").load()
     assert tree["window"] is None
     assert "not plain tensors, numbers and strings" in caplog.text
 
 
-def test_a_bundle_that_cannot_be_written_does_not_hide_the_finding(tmp_path: Path) -> None:
+def test_an_unwritable_bundle_does_not_hide_the_finding(tmp_path: Path) -> None:
     (tmp_path / "anomaly").write_text("in the way")
     _, text = found(Net(), with_bad(math.nan), run_dir=tmp_path)
     assert "batch[0], as the loader gave it" in text

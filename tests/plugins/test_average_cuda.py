@@ -158,7 +158,7 @@ def test_a_captured_graph_sees_what_is_in_place() -> None:
     assert all(torch.equal(a, b) for a, b in zip(trained, task.parameters(), strict=True))
 
 
-def test_validation_is_of_the_average_and_the_weights_are_put_back() -> None:
+def test_validation_uses_the_average_and_puts_weights_back() -> None:
     plain, task, plugin = made(), made(), EMA(0.9)
     options = {"device": "cuda", "seed": 1, "max_epochs": 2, "val": batches(3)}
     fit(plain, batches(), **options)

@@ -66,7 +66,7 @@ def fit_scores(scores: list[float], run: Path, **options: Any) -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_by_default_the_end_of_every_epoch_is_saved_and_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_by_default_epoch_ends_are_saved_and_two_kept(tmp_path: Path) -> None:
     fit(train=make_batches(3), max_epochs=4, plugins=[Checkpoint()], run_dir=tmp_path)
     assert kept(tmp_path) == [9, 12]
     assert target(tmp_path, "latest") == 12
@@ -125,9 +125,7 @@ def test_it_keeps_the_contract() -> None:
     check_plugin(lambda: Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"}))
 
 
-def test_without_a_run_folder_a_warning_says_so_once_and_only_in_fit(
-    empty_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_run_folder_fit_warns_once(empty_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(train=make_batches(3), max_epochs=3, plugins=[Checkpoint()], run_dir=False)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == [
         "checkpoint: this fit has no run folder, so nothing will be saved."
@@ -138,13 +136,13 @@ def test_without_a_run_folder_a_warning_says_so_once_and_only_in_fit(
     assert list(empty_folder.iterdir()) == []
 
 
-def test_several_ranks_without_a_store_are_refused_before_training(tmp_path: Path) -> None:
+def test_ranks_without_a_store_are_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(forge.StackError, match="2 ranks save their state together"):
         Play(Checkpoint(), tmp_path, rank=1, world=2)
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_all_ranks_decide_alike_and_only_rank_0_looks_into_the_folder(
+def test_all_ranks_decide_alike_and_only_rank_0_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     store, looked = torch.distributed.HashStore(), []
@@ -228,7 +226,7 @@ def test_a_run_without_a_finite_value_says_so(tmp_path: Path, caplog: pytest.Log
     assert not (tmp_path / "checkpoints" / "best").exists()
 
 
-def test_a_monitor_that_is_not_there_is_refused_with_what_there_is(tmp_path: Path) -> None:
+def test_an_absent_monitor_is_refused_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(forge.RecipeError, match=r"'val/scor'.*Did you mean 'val/score'.*val/accuracy, val/loss"):
         fit_scores([0.1], tmp_path, best={"monitor": "val/scor", "mode": "max"})
 
@@ -252,9 +250,7 @@ def test_a_best_that_no_validation_can_give_is_warned_of(tmp_path: Path, caplog:
     assert caplog.messages == []
 
 
-def test_a_best_of_another_life_and_a_run_that_fails_are_not_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_best_of_another_life_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(Classifier):
         def training_step(self, batch: Any) -> Any:
             raise RuntimeError("on purpose")
@@ -448,7 +444,7 @@ def watch_removals(patch: pytest.MonkeyPatch, published_before: Callable[[], lis
     patch.setattr(Checkpoints, "remove", watched)
 
 
-def test_what_was_passed_over_in_a_resume_neither_counts_nor_stays(tmp_path: Path) -> None:
+def test_what_a_resume_passed_over_neither_counts_nor_stays(tmp_path: Path) -> None:
     play = Play(Checkpoint(every=None, keep=2), tmp_path)
     for update in (10, 20, 30):
         play.go_to(update)
@@ -483,9 +479,7 @@ def test_a_failed_write_stops_the_run_and_names_path_and_cause(
     assert kept(tmp_path) == [1, 2]
 
 
-def test_a_failed_write_stops_the_run_at_the_next_update_not_at_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_stops_the_run_at_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Broken(monkeypatch, 3)
     plugin, seen = Checkpoint("3 updates"), []
 
@@ -502,7 +496,7 @@ def test_a_failed_write_stops_the_run_at_the_next_update_not_at_the_next_save(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_with_warn_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
+def test_with_warn_a_failed_write_is_logged_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
     Broken(monkeypatch, 3)
@@ -514,9 +508,7 @@ def test_with_warn_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
     assert any("The checkpoint of update 3" in text and "No space left" in text for text in errors)
 
 
-def test_a_write_that_fails_at_the_very_end_does_not_pass_for_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_at_the_end_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Broken(monkeypatch).now = True
     with pytest.raises(forge.CheckpointError, match="The checkpoint of update 4"):
         fit(plugins=[Checkpoint(every=None)], run_dir=tmp_path)
@@ -542,7 +534,7 @@ def test_a_failed_best_leaves_the_best_before_it(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("error", [OSError(13, "Permission denied"), forge.CheckpointError("It could not be removed.")])
-def test_an_old_one_that_cannot_be_removed_is_a_warning_and_the_new_one_counts(
+def test_an_old_one_that_stays_is_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -78,7 +78,7 @@ def test_the_largest_entry_can_be_the_norm() -> None:
     assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
 
 
-def test_the_norm_before_and_after_is_logged_as_its_mean_over_the_interval() -> None:
+def test_the_norm_before_and_after_is_logged_as_its_mean() -> None:
     torch.manual_seed(0)
     task = Classifier()
     untouched = gradient_norms([], copy.deepcopy(task), train=make_batches(1))

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
-import runpy
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,59 +13,13 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError, StackError
-from forge.testing import TinyGAN, TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, tiny_batches
 from forge_plugins import Accumulate, Clip, Compile, Remat
-from forge_plugins.compile import compile_watch
-from forge_plugins.compile.compile_watch import Recompile
-from forge_plugins.compile.difference import furthest
-from forge_plugins.compile.generations import Generations
-from forge_plugins.compile.quiet import SOURCE
-from tests.support import reference
+from tests.support import compile_kit, reference
+from tests.support.compile_kit import EVEN, Breaks, Chain, Plain, counts, fit
 
-EVEN = (8, 8)
-
-
-@pytest.fixture(autouse=True)
-def nothing_of_the_last_test() -> Iterator[None]:
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def every_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="forge")
-
-
-class Plain(TinyTask):
-    """One layer: compiles in no time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Linear(6, 3)
-
-
-def fit(plugin: forge.Plugin | None, task: forge.TaskModule | None = None, *more: forge.Plugin, **options: Any) -> Any:
-    """A short fit of a small task; returns the task and the result."""
-    settings: dict[str, Any] = {
-        "max_epochs": 1,
-        "train": tiny_batches(EVEN),
-        "val": tiny_batches([8], seed=1),
-        **options,
-    }
-    plugins = [*more] if plugin is None else [plugin, *more]
-    return fit_tiny(plugins, task=task or Plain(), **settings)
-
-
-def counts(result: forge.FitResult) -> tuple[float, float, float]:
-    """Graphs, breaks, recompiles, as they were logged."""
-    return tuple(result.metrics[f"compile/{name}"] for name in ("graphs", "breaks", "recompiles"))  # pyright: ignore
-
-
-def line_of(function: Callable[..., Any], text: str) -> int:
-    lines, first = inspect.getsourcelines(function)
-    return first + next(i for i, line in enumerate(lines) if text in line)
+nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
+every_line = compile_kit.every_line
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,7 +44,7 @@ def test_without_generated_code_the_bits_are_those_of_eager(backend: str, blocks
     assert {name: result.metrics[name] for name in eagerly.metrics} == eagerly.metrics
 
 
-def test_weights_equal_the_hand_written_loop_around_a_compiled_module() -> None:
+def test_weights_equal_the_loop_around_a_compiled_module() -> None:
     ours, theirs = Plain(), Plain()
     data = tiny_batches((8, 8, 8))
     fit(Compile(backend="aot_eager"), ours, Accumulate(2), Clip(0.1), train=data)
@@ -170,7 +119,7 @@ def test_the_task_is_handed_back_after_an_error() -> None:
     assert all(module._compiled_call_impl is None for module in task.modules())
 
 
-def test_hooks_of_a_compiled_module_are_heard_even_when_they_come_later() -> None:
+def test_late_hooks_of_a_compiled_module_are_heard() -> None:
     heard: list[tuple[int, int]] = []
 
     class Listen(forge.Plugin):
@@ -203,16 +152,6 @@ def test_evaluation_alone_runs_compiled_too(caplog: pytest.LogCaptureFixture) ->
 # Blocks
 
 
-class Chain(TinyTask):
-    """Layers in a row, of these widths."""
-
-    def __init__(self, *widths: int):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Sequential(*[nn.Linear(a, b) for a, b in zip((6, *widths), (*widths, 3), strict=True)])
-
-
 def test_a_sequential_is_really_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """Its own `.compile()` compiles nothing in some versions of torch, and says nothing."""
     assert counts(fit(Compile(backend="eager", blocks="net"), Chain(4), validate_every=None)[1]) == (1, 0, 0)
@@ -235,7 +174,7 @@ def test_blocks_that_differ_do_not_use_up_torchs_limit(caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is() -> None:
+def test_a_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"compile\.blocks: 'Sequental' is neither.*Did you mean 'Sequential'"):
         fit(Compile(backend="eager", blocks="Sequental"), TinyTask())
 
@@ -260,287 +199,6 @@ def test_blocks_without_a_graph_are_named(caplog: pytest.LogCaptureFixture) -> N
     task.net.append(Shy())
     fit(Compile(backend="eager", blocks=["Linear", "Shy"]), task, max_updates=1)
     assert "compile: nothing was compiled in net.2: " in caplog.text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What was compiled
-
-
-class Breaks(Plain):
-    def training_step(self, batch: Any) -> Any:
-        logits = self.net(batch[0])
-        torch._dynamo.graph_break()
-        return F.cross_entropy(logits, batch[1])
-
-
-def test_a_break_is_logged_with_file_line_and_reason(caplog: pytest.LogCaptureFixture) -> None:
-    result = fit(Compile(backend="eager"), Breaks(), validate_every=None)[1]
-    assert counts(result) == (2, 1, 0)
-    assert "compile: 2 graphs of 2 ops, 1 break, no recompiles" in caplog.text
-    line = line_of(Breaks.training_step, "graph_break()")
-    assert f"  break at {__file__}:{line}: User-inserted graph break." in caplog.text
-    assert caplog.text.count("break at") == 1
-
-
-def test_what_was_compiled_is_said_once_and_logged_when_it_changes() -> None:
-    logged: list[tuple[int, dict[str, Any]]] = []
-
-    class Sink(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
-            logged.append((update, {name: value for name, value in metrics.items() if name.startswith("compile/")}))
-
-    fit(Compile(backend="eager"), None, Sink(), train=tiny_batches((8, 8, 8, 8, 5)), validate_every=None, log_every=2)
-    first = {"compile/graphs": 1, "compile/breaks": 0, "compile/recompiles": 0}
-    assert (
-        logged
-        == [(2, first), (4, {}), (5, {**first, "compile/graphs": 2, "compile/recompiles": 1}), (5, {})][: len(logged)]
-    )
-
-
-def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture) -> None:
-    result = fit(Compile(backend="eager"), train=tiny_batches((8, 8, 5)), max_epochs=3, validate_every=None)[1]
-    assert counts(result) == (2, 0, 1)
-    assert "training_step was compiled again: a batch of 5 instead of 8. Normal for the last one" in caplog.text
-    assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
-
-
-def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureFixture) -> None:
-    with torch._dynamo.config.patch(recompile_limit=4):
-        fit(Compile(backend="eager"), train=tiny_batches(range(3, 10)), validate_every=None, log_every=1)
-    warnings = [r.getMessage() for r in caplog.records if r.name == "forge" and r.levelno == logging.WARNING]
-    assert ["in each of the last 3 log intervals" in text for text in warnings] == [True, False]
-    assert "training_step was compiled for so many kinds of inputs that torch gave up" in warnings[1]
-    for text in warnings:
-        assert "size mismatch at index 0" in text
-        assert "Pad batches to one shape" in text
-        assert "compile.dynamic=true" in text
-
-
-def test_dynamic_sizes_need_one_graph() -> None:
-    sizes = tiny_batches(range(3, 9))
-    assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
-
-
-def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
-    class Reads(Plain):
-        def training_step(self, batch: Any) -> Any:
-            logits = self.net(batch[0])
-            scale = logits.sum().item()
-            return F.cross_entropy(logits * scale, batch[1])
-
-    fit(Compile(backend="eager"), Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
-    assert "became part of the graph: keep it in a tensor" in caplog.text
-
-
-def test_a_task_in_a_folder_named_training_has_its_recompiles_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
-    file = tmp_path / "training" / "steps.py"
-    file.parent.mkdir()
-    file.write_text("def scaled(task, loss):\n    return loss * task.scale  # in training\n")
-    scaled = runpy.run_path(str(file))["scaled"]
-
-    class Scaled(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 1
-
-        def training_step(self, batch: Any) -> Any:
-            return scaled(self, F.cross_entropy(self.net(batch[0]), batch[1]))
-
-    @forge.on("step_end", mutates=True)
-    def grow(step: forge.Step) -> None:
-        task: Any = step.trainer.task
-        task.scale = step.index + 2
-
-    result = fit(Compile(backend="eager"), Scaled(), grow, validate_every=None)[1]
-    assert counts(result) == (2, 0, 1)
-    assert "training/steps.py:2: return loss * task.scale # in training\n" in caplog.text
-    assert "HINT" not in caplog.text
-
-
-@pytest.mark.slow
-def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
-    def frozen() -> Chain:
-        task: Any = Chain(4)
-        task.net[0].weight.requires_grad_(False)
-        return task
-
-    @forge.on("step_end", mutates=True)
-    def thaw(step: forge.Step) -> None:
-        next(step.trainer.task.parameters()).requires_grad_(step.index >= 1)
-
-    plain, compiled = frozen(), frozen()
-    data = tiny_batches([8] * 4)
-    fit(None, plain, thaw, train=data, max_epochs=2)
-    result = fit(Compile(backend="aot_eager"), compiled, thaw, train=data, max_epochs=2)[1]
-    assert counts(result) == (3, 0, 0)  # frozen, thawed, validation
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
-    """In some versions of torch what was compiled while it was frozen would be used on, and say nothing."""
-
-    class Broken(Chain):
-        def training_step(self, batch: Any) -> Any:
-            logits = self.net(batch[0])
-            torch._dynamo.graph_break()
-            return F.cross_entropy(logits, batch[1])
-
-    @forge.on("step_end", mutates=True)
-    def flip(step: forge.Step) -> None:
-        next(step.trainer.task.parameters()).requires_grad_(step.index % 2 == 0)
-
-    plain, compiled = Broken(4), Broken(4)
-    data = tiny_batches([8] * 4)
-    fit(None, plain, flip, train=data, validate_every=None)
-    fit(Compile(backend="aot_eager"), compiled, flip, train=data, validate_every=None)
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_a_norm_that_is_frozen_on_the_way_is_frozen_in_the_graph_too() -> None:
-    @forge.on("step_end", mutates=True)
-    def freeze(step: forge.Step) -> None:
-        task: Any = step.trainer.task
-        task.net[1].eval()
-
-    plain, compiled = TinyTask(), TinyTask()
-    data = tiny_batches([8] * 3)
-    fit(None, plain, freeze, train=data, validate_every=None)
-    result = fit(Compile(backend="eager"), compiled, freeze, train=data, validate_every=None)[1]
-    assert counts(result) == (2, 0, 0)
-    assert_same_weights(compiled, plain)
-
-
-@pytest.mark.slow
-def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.LogCaptureFixture) -> None:
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for _ in range(2):
-            result = fit(Compile(backend="eager"), Breaks(), validate_every=None, max_updates=1)[1]
-            assert counts(result) == (2, 1, 0)
-    assert "gave up" not in caplog.text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What torch prints of it
-
-NOISE = "Graph break from `Tensor.item()`, consider setting:"
-
-
-class Tells(Plain):
-    """Has torch's logger say something in the first step, outside of the graph."""
-
-    error: Exception | None = None
-
-    @torch.compiler.disable
-    def tell(self) -> None:
-        for text in (f"{NOISE} a\n", "something else"):
-            logging.getLogger(SOURCE).warning(text)
-        if self.error is not None:
-            raise self.error
-
-    def training_step(self, batch: Any) -> Any:
-        self.tell()  # pyright: ignore[reportCallIssue]
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-@pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The first lines of what torch's logger lets through."""
-    lines: list[str] = []
-    monkeypatch.setattr(logging.getLogger(SOURCE), "handle", _handle_to(lines))
-    monkeypatch.delenv("TORCH_LOGS", raising=False)
-    return lines
-
-
-def _handle_to(lines: list[str]) -> Callable[[logging.LogRecord], None]:
-    source = logging.getLogger(SOURCE)
-
-    def handle(record: logging.LogRecord) -> None:
-        if source.filter(record):
-            lines.append(record.getMessage().splitlines()[0])
-
-    return handle
-
-
-def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """torch says it once for each line of code, and this one is nobody else's."""
-
-    class Reads(Plain):
-        def training_step(self, batch: Any) -> Any:
-            logits = self.net(batch[0])
-            return F.cross_entropy(logits * logits.sum().item(), batch[1])
-
-    fit(Compile(backend="eager"), Reads(), max_updates=1)
-    assert not printed
-    assert f"  break at {__file__}:{line_of(Reads.training_step, '.item()')}: " in caplog.text
-
-
-def test_anything_else_that_torch_says_is_heard(printed: list[str]) -> None:
-    fit(Compile(backend="eager"), Tells(), max_updates=1)
-    assert printed == ["something else"]
-
-
-def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
-    fit(Compile(backend="eager"), Tells(), max_updates=1)
-    assert printed == [f"{NOISE} a", "something else"]
-
-
-@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
-def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
-    before, task = list(logging.getLogger(SOURCE).filters), Tells()
-    task.error = error
-    with pytest.raises(ZeroDivisionError) if error else nullcontext():
-        fit(Compile(backend="eager"), task, max_updates=1)
-    assert printed == ["something else"]
-    assert logging.getLogger(SOURCE).filters == before
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Nothing was compiled
-
-
-def test_a_stance_that_keeps_everything_eager_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with torch.compiler.set_stance("force_eager"):
-        fit(Compile(backend="eager"), max_updates=1)
-    assert "compile: nothing was compiled; training is eager, and not faster." in caplog.text
-    assert 'torch.compiler.set_stance("force_eager") is active' in caplog.text
-
-
-def test_a_variable_that_switches_the_compiler_off_is_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    fit(Compile(backend="eager"), max_updates=1)
-    assert "compile: nothing was compiled; training is eager, and not faster. TORCHDYNAMO_DISABLE is set" in caplog.text
-
-
-def test_a_step_that_breaks_off_at_once_is_warned_of_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    class Shy(Plain):
-        @torch.compiler.disable
-        def training_step(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    fit(Compile(backend="eager"), Shy(), max_updates=1)
-    assert "compile: nothing was compiled; training is eager, and not faster. Every graph broke off" in caplog.text
-    assert "  at " in caplog.text
-
-
-def test_without_torchs_own_accounts_there_is_less_to_say_and_no_error(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch._dynamo.utils
-
-    monkeypatch.delattr(torch._dynamo.utils, "graph_break_reasons")
-    monkeypatch.delattr(torch._dynamo.utils, "get_compilation_metrics")
-    monkeypatch.setattr(compile_watch, "_counters", lambda: None)
-    fit(Compile(backend="eager", blocks="net"), TinyTask(), max_updates=1)
-    assert "nothing was compiled" not in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -591,227 +249,3 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 
 def test_the_mode_can_be_given_by_position() -> None:
     assert Compile("reduce-overhead").config.mode == "reduce-overhead"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Against eager
-
-
-class Odd(nn.Module):
-    """Gives something else when it is compiled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1.1 if torch.compiler.is_compiling() else x
-
-
-def odd() -> TinyTask:
-    task: Any = TinyTask()
-    task.net[2] = nn.Sequential(nn.ReLU(inplace=True), Odd(), nn.Identity())
-    return task
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "blocks"),
-    [
-        (Plain, None),
-        (TinyTask, "Sequential"),
-        pytest.param(TinyTask, None, marks=pytest.mark.slow),
-        pytest.param(TinyGAN, None, marks=pytest.mark.slow),
-    ],
-)
-def test_comparing_leaves_no_trace_in_the_run(make: Any, blocks: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    plain, compared = make(), make()
-    result = fit(Compile(backend="aot_eager", blocks=blocks), plain, validate_every=None)[1]
-    again = fit(Compile(backend="aot_eager", blocks=blocks, compare=True), compared, validate_every=None)[1]
-    assert_same_weights(compared, plain)
-    assert counts(again) == counts(result)
-    assert "compiled and eager agree on the first batch bit for bit." in caplog.text
-
-
-@pytest.mark.slow
-def test_random_numbers_that_prepare_a_batch_are_drawn_again_for_the_run() -> None:
-    class Noise(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_prepare_batch(self) -> Any:
-            x, y = yield
-            return x + torch.randn_like(x), y
-
-    plain, compared = Plain(), Plain()
-    fit(Compile(backend="eager"), plain, Noise(), validate_every=None)
-    fit(Compile(backend="eager", compare=True), compared, Noise(), validate_every=None)
-    assert_same_weights(compared, plain)
-
-
-@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), "net.*"])
-def test_the_first_module_that_differs_is_named(blocks: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    fit(Compile(backend="eager", blocks=blocks, compare=True), odd(), max_updates=1)
-    assert "compiled and eager disagree on the first batch: they differ by" in caplog.text
-    assert "0.001 is allowed for float32" in caplog.text
-    assert "The first module that differs when compiled by itself is net.2.1 (Odd): " in caplog.text
-
-
-def test_a_difference_in_the_step_itself_is_not_blamed_on_a_module(caplog: pytest.LogCaptureFixture) -> None:
-    class OddStep(Plain):
-        def training_step(self, batch: Any) -> Any:
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            return loss * 2 if torch.compiler.is_compiling() else loss
-
-    fit(Compile(backend="eager", compare=True), OddStep(), max_updates=1)
-    assert "in the loss, 1 of its size" in caplog.text
-    assert "No module differs when it is compiled by itself" in caplog.text
-
-
-@pytest.mark.slow
-def test_functions_compiled_for_the_comparison_do_not_serve_the_run() -> None:
-    plain, compared = Breaks(), Breaks()
-    result = fit(Compile(backend="eager"), plain, validate_every=None)[1]
-    again = fit(Compile(backend="eager", compare=True), compared, validate_every=None)[1]
-    assert counts(again) == counts(result) == (2, 1, 0)
-
-
-def test_a_loss_without_gradient_is_refused_as_ever() -> None:
-    class Detached(Plain):
-        def training_step(self, batch: Any) -> Any:
-            return self.net(batch[0]).sum().detach()
-
-    with pytest.raises(forge.TaskError, match="a loss without a gradient"):
-        fit(Compile(backend="eager", compare=True), Detached())
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "name", "relative"),
-    [
-        ({"a": [1.0, 2.0]}, {"a": [1.0, 2.0]}, "a", 0.0),
-        ({"a": [1.0, 2.5], "b": [0.0]}, {"a": [1.0, 2.0], "b": [0.0]}, "a", 0.25),
-        ({"a": [float("nan")]}, {"a": [float("nan")]}, "a", 0.0),
-        ({"a": [float("nan")]}, {"a": [1.0]}, "a", float("inf")),
-        ({"a": [1.0]}, {"a": [1.0], "b": [1.0]}, "b", 1.0),
-        ({"a": [1.0, 1.0]}, {"a": [1.0]}, "a", float("inf")),
-        ({"a": [1e-3]}, {"a": [0.0]}, "a", float("inf")),
-        # a gradient that should be 0 is noise in both: it is held against the others
-        (
-            {"the gradient of w": [10.0], "the gradient of b": [2e-6]},
-            {"the gradient of w": [10.0], "the gradient of b": [1e-6]},
-            "the gradient of b",
-            1e-4,
-        ),
-    ],
-)
-def test_differences_are_relative_to_the_size_of_a_tensor(ours: Any, theirs: Any, name: str, relative: float) -> None:
-    tensors = [{key: torch.tensor(values) for key, values in side.items()} for side in (ours, theirs)]
-    found = furthest(*tensors, tolerance=1e-3)
-    assert (found.name, found.relative) == (name, pytest.approx(relative))
-
-
-@pytest.mark.slow
-def test_the_coarsest_dtype_that_took_part_decides_what_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    class Half(TinyTask):
-        def training_step(self, batch: Any) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = self(batch[0])
-            return F.cross_entropy(logits.float() * (1.01 if torch.compiler.is_compiling() else 1), batch[1])
-
-    fit(Compile(backend="eager", compare=True), Half(), max_updates=1)
-    assert "agree on the first batch: they differ by up to" in caplog.text
-    assert "0.05 is allowed for bfloat16" in caplog.text
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The small parts
-
-
-def test_results_and_gradients_are_copied_out_of_memory_that_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA graphs do to their memory, done by hand."""
-    layer, memory, marks = nn.Linear(2, 1, bias=False), torch.zeros(1, 2), []
-    result = torch.zeros(())
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(memory.clone()))
-
-    def replay(value: float) -> dict[str, Tensor]:
-        memory.fill_(value)
-        result.fill_(value)
-        if layer.weight.grad is None:
-            layer.weight.grad = memory
-        else:
-            layer.weight.grad.add_(memory)
-        return {"loss": result}
-
-    call = Generations(replay, layer)
-    kept = [call(1.0)["loss"], call(2.0)["loss"]]
-    mine = layer.weight.grad
-    assert mine is not None
-    kept.append(call(4.0)["loss"])
-    assert [float(value) for value in kept] == [1.0, 2.0, 4.0]
-    assert layer.weight.grad is mine  # copied once in a window
-    assert mine.tolist() == [[7.0, 7.0]]
-    assert len(marks) == 3
-
-
-@pytest.mark.parametrize(
-    ("reason", "expected", "short"),
-    [
-        ("tensor 'batch[0]' size mismatch at index 0. expected 8, actual 5", False, (5, 8)),
-        ("tensor 'batch[0]' size mismatch at index 0. expected 5, actual 8", False, None),
-        ("tensor 'batch[0]' size mismatch at index 1. expected 8, actual 5", False, None),
-        ("tensor 'args[0]' requires_grad mismatch. expected requires_grad=0", True, None),
-        ("GLOBAL_STATE changed: grad_mode", True, None),
-        ("self._modules['net'].training  # if self.training:  # a.py:3 in forward", True, None),
-        ("not self.training  # _dynamo/guards.py:3 in build", True, None),
-        ("self.__dict__['training'] == True", True, None),
-        ("___stack0 == 3.4  # if z.sum().item() > 0  # a.py:30 in forward", False, None),
-        ("self.scale == 1  # if self.training:  # a.py:3 in forward", False, None),
-        ("self.scale == 1  # x = x * self.scale  # training/a.py:3 in forward", False, None),
-        ("self.scale == 1  # x = x * self.scale  # my training/a.py:3 in forward", False, None),
-        ("self.training_scale == 1", False, None),
-        ("batch['training'] == 1", False, None),
-    ],
-)
-def test_reasons_are_told_apart(reason: str, expected: bool, short: Any) -> None:
-    again = Recompile.read("training_step", f"0/0: {reason}")
-    assert (again.expected, again.short_batch) == (expected, short)
-
-
-@pytest.mark.parametrize(
-    ("reason", "told"),
-    [
-        (
-            "0/0: tensor 'x' size mismatch at index 0. expected 2, actual 3",
-            "tensor 'x' size mismatch at index 0. expected 2, actual 3",
-        ),
-        (
-            "4/1: ___stack0 == 3.8      # if z.item() > 0:  # cr/a.py:30 in resume\nUser stack trace:\n ...",
-            "no longer ___stack0 == 3.8, at cr/a.py:30: if z.item() > 0:",
-        ),
-        (
-            "0/1: self.k == 1    # x * self.k  # cr/a.py:7 in forward (HINT: integers are static.\nOr not.)\n ...",
-            "no longer self.k == 1, at cr/a.py:7: x * self.k",
-        ),
-        ("0/1: self.k == 1 (HINT: make it a tensor.)", "self.k == 1"),
-    ],
-)
-def test_torchs_reasons_are_told_in_one_line(reason: str, told: str) -> None:
-    assert Recompile.read("training_step", reason).reason == told
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Generated code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"blocks": "Sequential"}, {"mode": "max-autotune-no-cudagraphs"}])
-def test_generated_code_trains_as_eager_does(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    plain, compiled = TinyTask(dropout=0.0), TinyTask(dropout=0.0)
-    fit(None, plain)
-    result = fit(Compile(**options, compare=True), compiled)[1]
-    for (name, ours), theirs in zip(compiled.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-    assert counts(result)[1:] == (0, 0)
-    assert "compiled and eager agree on the first batch" in caplog.text
-
-
-@pytest.mark.slow
-def test_dropout_is_the_same_in_the_comparison_although_generated_code_draws_its_own_numbers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fit(Compile(compare=True), TinyTask(dropout=0.5), max_updates=1)
-    assert "compiled and eager agree on the first batch" in caplog.text

@@ -84,7 +84,7 @@ def test_every_mode_trains_as_eager_does(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
-def test_a_transformer_trains_in_bf16_without_breaks_or_recompiles(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transformer_trains_in_bf16_without_recompiles(mode: str, caplog: pytest.LogCaptureFixture) -> None:
     plain, compiled = made(Autocast, blocks=2, dropout=0.0), made(Autocast, blocks=2, dropout=0.0)
     data = sequences(6)
     eagerly = fit(plain, data, data[:1], device="cuda", seed=0)
@@ -122,7 +122,7 @@ def test_gradients_add_up_over_micro_batches(blocks: str | None, window: int) ->
     assert_close(compiled, plain)
 
 
-def test_a_shorter_last_batch_and_validation_between_updates_do_not_mix_memory() -> None:
+def test_a_shorter_batch_and_validation_do_not_mix_memory() -> None:
     plain = TinyTask(dropout=0.0)
     compiled = copy.deepcopy(plain)
     data = tiny_batches()
@@ -194,7 +194,7 @@ def test_the_memory_of_a_run_is_given_back() -> None:
 # With others
 
 
-def test_dropout_in_generated_code_is_compared_with_the_same_random_numbers(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_in_generated_code_is_compared_alike(caplog: pytest.LogCaptureFixture) -> None:
     plain, compared = made(blocks=1), made(blocks=1)
     data = sequences(3, size=4)
     fit(plain, data, device="cuda", seed=0, plugins=[Compile()])
@@ -215,7 +215,7 @@ def test_blocks_that_are_computed_again_train_as_without(mode: str, blocks: str 
     assert result.metrics["compile/breaks"] == 0
 
 
-def test_compiled_and_computed_again_needs_less_memory_than_eager() -> None:
+def test_compiled_and_computed_again_needs_less_memory() -> None:
     plain, again = peak([], made(dropout=0.0)), peak([Remat(), Compile()], made(dropout=0.0))
     assert again < 0.6 * plain
 

@@ -109,7 +109,7 @@ def test_windows_of_one_shape_share_a_key_whatever_their_numbers() -> None:
         ({"x": torch.ones(2, 3), "kind": 1},),
     ],
 )
-def test_another_shape_dtype_layout_name_length_or_plain_value_has_another_key(other: Any) -> None:
+def test_another_shape_dtype_name_or_value_has_another_key(other: Any) -> None:
     assert window(*other).key != window({"x": torch.ones(2, 3)}).key
 
 

@@ -159,7 +159,7 @@ def by_hand(updates: int, factor: Any) -> dict[str, torch.Tensor]:
     return dict(task.state_dict())
 
 
-def test_an_epochs_shorter_last_batch_runs_uncaptured_and_then_by_a_graph_of_its_own() -> None:
+def test_a_shorter_last_batch_gets_a_graph_of_its_own() -> None:
     data = batches(10, last=5)
     graph = compare(lambda: [Clip(0.1)], 30, data, max_epochs=5)
     assert graph.replayed == 50 - 3 - 1  # three to warm up, one of the other shape; its second coming was captured
@@ -351,7 +351,7 @@ def live(folder: Path, *more: Any, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("update", [5, 17, 30])
-def test_a_captured_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path, update: int) -> None:
+def test_a_captured_run_that_was_cut_ends_the_same(tmp_path: Path, update: int) -> None:
     straight = live(tmp_path / "straight")
     with pytest.raises(PowerCut):
         live(tmp_path / "cut", cut_at(update))

@@ -174,7 +174,7 @@ def test_a_run_with_replays_is_the_run_without(stack: str, kind: str) -> None:
     compare(STACKS[stack], 7, task=lambda: Net(kind, **options))
 
 
-def test_another_shape_runs_uncaptured_and_gets_a_graph_when_it_comes_again() -> None:
+def test_another_shape_gets_a_graph_when_it_comes_again() -> None:
     graph = compare(lambda: [Shrink()], 0, batches(6, last=3), max_epochs=5)
     assert graph.replayed == 30 - 3 - 1
 
@@ -210,7 +210,7 @@ def test_a_thaw_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
     assert "the set of trained parameters changed; the step will be captured again" in caplog.text
 
 
-def test_a_schedule_that_moves_momentum_is_named_after_a_few_captures(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_that_moves_momentum_is_named(caplog: pytest.LogCaptureFixture) -> None:
     plain, _ = run([Schedule("one_cycle", warmup=5)], task=Net("SGD", momentum=0.9))
     graph = CudaGraph()
     ours, _ = run([Schedule("one_cycle", warmup=5), graph], task=Net("SGD", momentum=0.9))
@@ -411,7 +411,7 @@ def test_an_uncaptured_run_goes_on_captured(tmp_path: Path) -> None:
     assert trainer.progress.update == 36
 
 
-def test_a_second_shape_that_cannot_be_captured_leaves_the_first_its_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_shape_that_fails_leaves_the_first_its_graph(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(Net):
         def training_step(self, batch: Any) -> Any:
             out = super().training_step(batch)
@@ -425,7 +425,7 @@ def test_a_second_shape_that_cannot_be_captured_leaves_the_first_its_graph(caplo
     assert "windows of 3×6, 3 run uncaptured, because" in caplog.text
 
 
-def test_batches_with_a_plain_value_that_always_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_with_a_value_that_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     class Numbered(Net):
         def training_step(self, batch: Any) -> Any:
             return super().training_step(batch[:2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
@@ -13,42 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-)
 
 import forge
-from forge.data import Loader, TensorLoader
-from forge.data.sharding import cut
+from forge.data import TensorLoader
 from forge.errors import DataError, RecipeError
 from forge.testing import TinyTask, tiny_batches
 from forge_plugins import AMP, DDP, EMA, FSDP, SAM, SWA, Accumulate, Clip, EarlyStop, Freeze, Remat, Schedule
+from tests.support.ddp_kit import Plain, Reader, options, train, wide
 from tests.support.lasting_ranks import ranks
 from tests.support.tasks import PlainGAN
 
-SIZES = (8, 8, 8, 8, 5, 1)
-"""Five samples on four ranks are uneven; one sample leaves all but one rank without any."""
-
 EXACT = 1e-12
 """The tolerance in float64: sums over samples are taken in another order, and nothing else."""
-
-
-class Plain(TinyTask):
-    """TinyTask without what depends on the rank: no dropout, no batch statistics; in float64."""
-
-    def __init__(self, seed: int = 0, lr: float = 0.1):
-        super().__init__(seed, 0.0, lr)
-        self.net.register_module("1", nn.LayerNorm(8))
-        self.double()
 
 
 class Weighs(Plain):
@@ -88,20 +65,6 @@ class Searches(Plain):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-
-
-def wide(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[Any]:
-    return [(x.double(), y) for x, y in tiny_batches(sizes, seed)]
-
-
-def train(task: forge.TaskModule, plugins: list[Any], data: Any = None, **options: Any) -> dict[str, Any]:
-    """Fit; on several ranks with ddp. Weights, metrics and counters."""
-    several = [DDP()] if "RANK" in os.environ else []
-    options = {"max_epochs": 2, "seed": 0, "device": "cpu", "run_dir": False, "log_every": 2, **options}
-    trainer = forge.Trainer(plugins=[*plugins, *several], **options)
-    result = trainer.fit(task, wide() if data is None else data, wide(1))
-    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
-    return {"weights": weights, "metrics": result.metrics, "updates": result.updates, "stop": result.stop_reason}
 
 
 def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = EXACT) -> None:
@@ -217,193 +180,10 @@ def collectives() -> list[int]:
     return count.counts
 
 
-def test_an_update_takes_one_round_of_gradients_however_long_its_window() -> None:
+def test_an_update_takes_one_round_of_gradients() -> None:
     for counts in ranks(2)(collectives):
         assert counts[0] == 1
         assert counts[2:] == [1] * 2  # in the second, torch lays its buckets out anew
-
-
-# -- data -------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 50), st.integers(1, 60), st.integers(1, 9))
-def test_shares_are_the_whole_batch_and_no_sample_counts_twice(begin: int, size: int, shares: int) -> None:
-    places = [cut(begin, begin + size, share, shares) for share in range(shares)]
-    counted = [sample for place in places if place.samples for sample in range(place.begin, place.end)]
-    assert counted == list(range(begin, begin + size))
-    assert sum(place.samples for place in places) == size
-    assert all(begin <= place.begin < place.end <= begin + size for place in places)
-    sizes = {place.samples for place in places}
-    assert max(sizes) - min(sizes) <= 1
-
-
-class Stream(IterableDataset[Any]):
-    """Numbers without a length."""
-
-    def __iter__(self) -> Any:
-        return iter([(torch.tensor([float(i)]), i) for i in range(11)])
-
-
-class Reader(forge.TaskModule):
-    """Writes down what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.seen: list[list[float]] = []
-
-    def training_step(self, batch: Any) -> Tensor:
-        self.seen.append(batch[0].flatten().tolist())
-        return (batch[0] * self.weight).mean()
-
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        return {"mean": batch[0].mean(), "largest": batch[0].max()}
-
-    def predict_step(self, batch: Any) -> list[float]:
-        return batch[0].flatten().tolist()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def loaders() -> dict[str, Any]:
-    numbers = torch.arange(11.0)[:, None]
-    data = TensorDataset(numbers, numbers)
-    return {
-        "Loader": Loader(data, 4, shuffle=True),
-        "Loader with workers": Loader(data, 4, shuffle=True, num_workers=1),
-        "TensorLoader": TensorLoader(numbers, numbers, batch_size=4, shuffle=True),
-        "DataLoader": DataLoader(data, batch_size=4, shuffle=True),
-        "list": [(part, part) for part in numbers.split(4)],
-        "stream": Loader(Stream(), 4),
-    }
-
-
-def read() -> dict[str, Any]:
-    found = {}
-    for name, loader in loaders().items():
-        several = [DDP()] if "RANK" in os.environ else []
-        task = Reader()
-        trainer = forge.Trainer(max_epochs=2, seed=3, device="cpu", run_dir=False, plugins=several)
-        result = trainer.fit(task, loader, loaders()[name] if name != "stream" else None)
-        found[name] = {"seen": task.seen, "metrics": result.metrics, "progress": trainer.progress.sample}
-        found[name]["predicted"] = trainer.predict(task, loaders()["list"])
-    return found
-
-
-def test_all_ranks_together_follow_the_order_of_one_process_whatever_the_loader() -> None:
-    alone, together = read(), ranks(2)(read)
-    for name, single in alone.items():
-        for number, batch in enumerate(single["seen"]):
-            places = [cut(0, len(batch), share, 2) for share in range(2)]
-            shares = [rank[name]["seen"][number] for rank in together]
-            assert shares == [batch[place.begin : place.end] for place in places], name
-        for rank in together:
-            assert rank[name]["progress"] == single["progress"] == 22
-            assert rank[name]["metrics"].get("val/mean") == pytest.approx(single["metrics"].get("val/mean"))
-            for predicted in (rank[name]["predicted"], single["predicted"]):
-                assert list(itertools.chain(*predicted)) == [float(i) for i in range(11)]
-
-
-def with_distributed_sampler() -> None:
-    data = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
-    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-    forge.Trainer(max_epochs=1, device="cpu", run_dir=False, plugins=[DDP()]).fit(Reader(), loader)
-
-
-def with_other_lengths() -> None:
-    data = wide()[: 3 + int(os.environ["RANK"])]
-    train(Plain(), [], data)
-
-
-class LogsByRank(Plain):
-    """Logs a metric on one rank only."""
-
-    def training_step(self, batch: Any) -> dict[str, Tensor]:
-        metrics = super().training_step(batch)
-        return metrics if os.environ["RANK"] == "0" else {**metrics, "odd": metrics["loss"]}
-
-
-def with_other_metrics() -> None:
-    train(LogsByRank(), [])
-
-
-class OwnOrder:
-    """Draws its order from the process's random numbers."""
-
-    def __iter__(self) -> Any:
-        batches = wide()
-        return iter([batches[i] for i in torch.randperm(4).tolist()])
-
-    def __len__(self) -> int:
-        return 4
-
-
-def with_an_order_of_its_own() -> None:
-    train(Plain(), [], OwnOrder(), allow_inexact=True)
-
-
-def with_another_seed() -> None:
-    data = TensorLoader(torch.zeros(8, 6).double(), torch.zeros(8).long(), batch_size=4, seed=int(os.environ["RANK"]))
-    train(Plain(), [], data)
-
-
-def with_another_split() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(Subset(numbers, [0, 1, 2, 3 + int(os.environ["RANK"])]), 2))
-
-
-def drops(samples: list[Any]) -> Any:
-    return default_collate(samples[1:])
-
-
-def with_a_collate_that_drops() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(numbers, 4, collate_fn=drops))
-
-
-def with_ready_batches() -> None:
-    numbers = TensorDataset(torch.zeros(8, 6).double(), torch.zeros(8).long())
-    train(Plain(), [], Loader(numbers, None))
-
-
-def with_another_model() -> None:
-    task = Plain()
-    if os.environ["RANK"] == "1":
-        task.head = nn.Linear(2, 2)
-    train(task, [])
-
-
-def with_streams_of_different_lengths() -> None:
-    class Short:
-        def __iter__(self) -> Any:
-            return iter(wide()[: 2 + int(os.environ["RANK"])])
-
-    train(Plain(), [], Short(), allow_inexact=True)
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (with_distributed_sampler, "DataError: The train loader has a DistributedSampler"),
-        (
-            with_other_lengths,
-            "DataError: The ranks disagree on the number of train batches: rank 0 has 3, rank 1 has 4",
-        ),
-        (with_other_metrics, "TaskError: The ranks log different metrics: rank 0 has no train/odd"),
-        (with_an_order_of_its_own, "DataError: The train loader OwnOrder gives other batches on another rank"),
-        (with_another_seed, "DataError: The train data of rank 1 are not those of rank 0: they differ in seed"),
-        (with_another_split, "DataError: The train data of rank 1 are not those of rank 0: they differ in subset 0"),
-        (with_a_collate_that_drops, "DataError: collate_fn turned 2 samples into 1"),
-        (with_ready_batches, "DataError: forge.data.Loader with batch_size=None"),
-        (with_another_model, "TaskError: Plain is another model on rank 1 than on rank 0: head.weight, head.bias"),
-        (with_streams_of_different_lengths, "DataError: The ranks disagree on the number of batches: rank 0 has 1"),
-    ],
-)
-def test_what_would_hang_ends_on_every_rank_and_is_named(case: Any, said: str) -> None:
-    errors = ranks(2).errors(case)
-    assert all(errors)
-    assert any(error.startswith(said) for error in errors)
 
 
 # -- requests, signals, random numbers --------------------------------------------------------------------------------
@@ -418,7 +198,7 @@ def stop_on_one_rank(asker: int) -> dict[str, Any]:
     return train(Plain(), [ask], max_epochs=100, log_every=3)
 
 
-def test_a_stop_that_one_rank_asks_for_ends_all_of_them_at_the_same_update() -> None:
+def test_a_stop_of_one_rank_ends_all_at_the_same_update() -> None:
     stopped = ranks(2)(stop_on_one_rank, 1)
     assert stopped[0]["updates"] == stopped[1]["updates"] in (5, 6)
     assert [rank["stop"] for rank in stopped] == ["ask: enough"] * 2
@@ -442,7 +222,7 @@ def signal_on_one_rank(folder: str) -> tuple[int, int]:
     return 0, 0
 
 
-def test_a_signal_that_one_rank_sees_has_all_ranks_save_and_leave_at_the_same_update(tmp_path: Path) -> None:
+def test_a_signal_one_rank_sees_has_all_save_and_leave(tmp_path: Path) -> None:
     left = ranks(2)(signal_on_one_rank, str(tmp_path))
     assert left[0] == left[1]
     assert left[0][0] == 85
@@ -471,7 +251,7 @@ def stops_early() -> dict[str, Any]:
     return train(Plain(lr=3.0), [watch], wide(0, (8,) * 60), validate_every="3 updates", log_every=500)
 
 
-def test_a_validation_that_ends_the_run_ends_it_at_the_update_at_which_one_process_ends() -> None:
+def test_a_validation_ends_the_run_where_one_process_ends() -> None:
     alone = stops_early()
     assert alone["updates"] == 6
     for rank in ranks(2)(stops_early):
@@ -502,7 +282,7 @@ def counts() -> dict[str, Any]:
     return trainer.validate(Counts(), data)
 
 
-def test_what_a_task_keeps_during_a_validation_can_be_gathered_at_its_end() -> None:
+def test_what_a_task_keeps_in_validation_can_be_gathered() -> None:
     first, second = ranks(2)(counts)
     assert first == second  # what rank 0 does not know is nobody's
     assert first["val/seen"] == 19.0
@@ -520,7 +300,7 @@ def averaged() -> dict[str, float]:
     return train(Averaged(), [SWA(0, every="2 updates")], wide(0, (8,) * 4))["metrics"]
 
 
-def test_batch_statistics_are_estimated_for_an_average_on_several_ranks_too() -> None:
+def test_batch_statistics_are_estimated_on_several_ranks() -> None:
     first, second = ranks(2)(averaged)
     assert first == second
     assert first["val/loss"] == pytest.approx(averaged()["val/loss"], rel=0.5)
@@ -554,7 +334,7 @@ def averaged_alone(strategy: type[forge.Plugin]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
-def test_a_rank_without_samples_of_its_own_helps_to_estimate_batch_statistics(strategy: type[forge.Plugin]) -> None:
+def test_a_rank_without_samples_helps_to_estimate(strategy: type[forge.Plugin]) -> None:
     alone = averaged_alone(strategy)
     for rank in ranks(2)(averaged_alone, strategy):
         assert rank == pytest.approx(alone, rel=1e-9)
@@ -571,7 +351,7 @@ def draw() -> list[float]:
     return drawn
 
 
-def test_every_rank_draws_random_numbers_of_its_own_and_rank_0_those_of_one_process() -> None:
+def test_every_rank_draws_its_own_random_numbers() -> None:
     alone, (first, second) = draw(), ranks(2)(draw)
     assert first == alone
     assert not set(first) & set(second)
@@ -594,18 +374,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(option: str) -> None:
         DDP(**{option: 0})
 
 
-def options() -> list[float]:
-    found = []
-    for given_options in ({"compress": "bf16"}, {"static_graph": True}, {"bucket_mb": 0.001, "bucket_view": False}):
-        task = Plain()
-        forge.Trainer(max_epochs=1, seed=0, device="cpu", run_dir=False, plugins=[DDP(**given_options)]).fit(
-            task, wide()
-        )
-        found.append(float(sum(p.abs().sum() for p in task.parameters())))
-    return found
-
-
-def test_options_reach_torch_and_leave_the_result_as_it_is_but_for_compression() -> None:
+def test_options_reach_torch_and_leave_the_result_alone() -> None:
     compressed, static, small = ranks(2)(options)[0]
     assert static == pytest.approx(small, rel=1e-12)
     assert compressed != static

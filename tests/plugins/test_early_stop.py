@@ -68,7 +68,7 @@ DELTAS = st.sampled_from([0.0, 0.25, 1.0])
 # -- when it stops ----------------------------------------------------------------------------------------------------
 
 
-def test_it_stops_when_the_metric_has_not_improved_for_as_long_as_patience_says() -> None:
+def test_it_stops_after_as_long_as_patience_says() -> None:
     result = fit([EarlyStop(patience=3)], [0.9, 0.12345678, 0.2, 0.13, 0.12345678, 0.0])
     assert result.epochs == 5
     assert result.stop_reason == "early_stop: val/loss has not improved on 0.12346 (update 4) for 3 validations"
@@ -164,7 +164,7 @@ def saving() -> Checkpoint:
 
 @few
 @given(values=VALUES, mode=MODES, patience=PATIENCES, min_delta=DELTAS, deaths=st.lists(st.integers(1, 16), max_size=3))
-def test_a_run_that_was_cut_off_stops_where_the_straight_one_does(
+def test_a_run_that_was_cut_off_stops_where_it_would_have(
     values: list[float],
     mode: Literal["min", "max"],
     patience: int,
@@ -188,7 +188,7 @@ def test_a_run_that_was_cut_off_stops_where_the_straight_one_does(
     assert repr(result.metrics) == repr(straight.metrics)  # in which NaN equals NaN
 
 
-def test_a_stopped_run_that_is_resumed_is_over_unless_it_gets_more_patience(tmp_path: Path) -> None:
+def test_a_stopped_run_is_over_unless_it_gets_more_patience(tmp_path: Path) -> None:
     def live(patience: int, values: list[float]) -> forge.FitResult:
         plugins = [EarlyStop(patience=patience), saving()]
         return fit(plugins, values, run_dir=tmp_path, resume="auto", allow_inexact=True)
@@ -203,7 +203,7 @@ def test_a_stopped_run_that_is_resumed_is_over_unless_it_gets_more_patience(tmp_
     assert (better.epochs, better.stop_reason) == (10, "max_epochs")
 
 
-def test_a_run_that_had_reached_its_target_is_over_unless_it_gets_another(tmp_path: Path) -> None:
+def test_a_run_at_its_target_is_over_unless_it_gets_another(tmp_path: Path) -> None:
     def live(target: float) -> forge.FitResult:
         plugins = [EarlyStop(target=target, patience=99), saving()]
         return fit(plugins, [0.5, 0.4, 0.3, 0.2, 0.1], max_epochs=5, run_dir=tmp_path, resume="auto")
@@ -231,7 +231,7 @@ def test_it_keeps_the_contract() -> None:
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def test_a_metric_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+def test_an_absent_metric_is_refused_with_what_there_is() -> None:
     with pytest.raises(RecipeError) as caught:
         fit([EarlyStop("val/los")])
     assert str(caught.value) == (
@@ -269,9 +269,7 @@ def test_a_fit_whose_validations_all_came_before_after_says_so(caplog: pytest.Lo
     assert "early_stop compared nothing: early_stop.after is '9 epochs', and every validation" in caplog.text
 
 
-def test_a_fit_that_was_compared_in_another_life_or_that_fails_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fit_compared_in_another_life_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit([EarlyStop(), saving()], max_updates=2, run_dir=tmp_path)
     fit([EarlyStop(), saving()], max_updates=3, run_dir=tmp_path, resume="auto")
     with pytest.raises(PowerCut):

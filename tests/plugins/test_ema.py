@@ -163,7 +163,7 @@ def test_a_buffer_that_an_evaluation_replaces_is_put_back(tmp_path: Path, in_tra
     assert_same_weights(fresh, load_file(tmp_path / "weights.safetensors"))
 
 
-def test_a_run_that_goes_on_with_other_buffers_takes_what_there_is(tmp_path: Path) -> None:
+def test_a_run_with_other_buffers_takes_what_there_is(tmp_path: Path) -> None:
     plugin = EMA(0.9)
     for updates, buffers in ((3, "copy"), (6, "average"), (9, "copy")):
         plugin = EMA(0.9, buffers=buffers)

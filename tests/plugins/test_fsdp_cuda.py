@@ -115,7 +115,7 @@ def test_blocks_compile_and_compute_in_bf16() -> None:
     assert difference < 0.1
 
 
-def test_weights_drawn_on_the_host_are_those_of_a_task_made_in_full() -> None:
+def test_weights_drawn_on_the_host_are_those_of_a_full_task() -> None:
     torch.manual_seed(1)
     full = Deep()
     torch.manual_seed(1)

@@ -106,7 +106,7 @@ def test_sparse_and_complex_gradients_are_looked_at_too(value: float) -> None:
 # -- stop -------------------------------------------------------------------------------------------------------------
 
 
-def test_stop_names_update_epoch_and_parameters_and_leaves_the_weights_alone() -> None:
+def test_stop_names_update_epoch_and_parameters() -> None:
     task = TinyTask()
     with pytest.raises(NonFiniteError) as caught:
         fit([Guard()], batches(3), task)
@@ -157,7 +157,7 @@ def test_a_metric_that_is_nan_is_nobodys_fault() -> None:
     assert math.isnan(result.metrics["train/odd"])
 
 
-def test_stop_names_the_last_checkpoint_and_a_resume_from_it_meets_the_same_update(tmp_path: Path) -> None:
+def test_stop_names_the_checkpoint_that_meets_it_again(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError) as first:
         fit([Guard(), saving("2 updates")], batches(5), run_dir=tmp_path)
     assert "--resume -p anomaly" in str(first.value)
@@ -229,7 +229,7 @@ def test_skips_in_a_row_are_counted_across_a_resume(tmp_path: Path) -> None:
         fit(stack(), batches(1, 2, 3), run_dir=tmp_path, resume="auto", max_epochs=None, max_updates=6)
 
 
-def test_a_run_without_skips_has_no_state_that_a_resume_would_miss(tmp_path: Path) -> None:
+def test_a_run_without_skips_has_no_state(tmp_path: Path) -> None:
     fit([Guard("skip"), saving()], batches(), run_dir=tmp_path, max_epochs=None, max_updates=3)
     assert fit([saving()], batches(), run_dir=tmp_path, resume="auto")[1].updates == 6
 
@@ -266,7 +266,7 @@ class WithLBFGS(TinyTask):
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-def test_a_closure_optimizer_is_skipped_before_its_first_step_and_stopped_after() -> None:
+def test_a_closure_optimizer_is_skipped_before_its_step_only() -> None:
     task = WithLBFGS(dropout=0.0)
     before = copy.deepcopy(task)
     fit([Guard("skip")], tiny_batches([8]), task)
@@ -413,7 +413,7 @@ def test_a_bad_loss_alone_is_heard_of_late_too() -> None:
         fit([LateGuard()], tiny_batches([8] * 6), FusedNaNLoss())
 
 
-def test_a_late_rewind_ends_as_if_the_bad_window_had_never_been_there(tmp_path: Path) -> None:
+def test_a_late_rewind_ends_as_without_the_bad_window(tmp_path: Path) -> None:
     rewound, _ = fit([LateGuard("rewind"), saving("2 updates")], batches(2, 4), Fused(), run_dir=tmp_path)
     expected, _ = fit([], without(2, 4), Fused())
     assert_same_weights(rewound, expected)
@@ -439,7 +439,7 @@ def test_what_is_not_heard_of_yet_is_not_saved(order: int, bad: int, tmp_path: P
 
 
 @pytest.mark.parametrize("ends", [{"max_epochs": 1}, {"max_epochs": None, "max_updates": 6}])
-def test_a_bad_last_update_keeps_the_run_from_writing_its_weights(ends: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bad_last_update_writes_no_weights(ends: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="Update 5"):
         fit([LateGuard()], batches(5, count=6 if ends["max_epochs"] else 9), Fused(), run_dir=tmp_path, **ends)
     assert not (tmp_path / "weights.safetensors").exists()
@@ -512,7 +512,7 @@ class Scaling(forge.Plugin):
         return step.index != 1
 
 
-def test_gradients_that_a_loss_scaler_lets_overflow_are_its_own_business() -> None:
+def test_overflows_of_a_loss_scaler_are_its_own_business() -> None:
     assert fit([Guard(), Scaling()], tiny_batches())[1].updates == 5
     with pytest.raises(NonFiniteError, match="Update 1"):
         fit([Guard(), Scaling()], tiny_batches(), NaNLoss())

@@ -194,7 +194,7 @@ def test_the_optimizer_is_handed_back_as_it_was() -> None:
     assert not hasattr(optimizers[0], "found_inf")
 
 
-def test_anomaly_names_the_operation_and_the_sample_on_the_device() -> None:
+def test_anomaly_names_operation_and_sample_on_the_device() -> None:
     class Logs(Fused):
         def training_step(self, batch: Any) -> Any:
             x, y = batch

@@ -225,7 +225,7 @@ class FullDisk:
         raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_an_error_in_the_log_once_and_the_run_goes_on(
+def test_a_full_disk_is_logged_once_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opens = JSONL._open

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import logging
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +22,6 @@ from forge.contract.dispatch import freeze
 from forge.errors import StackError
 from forge.testing import assert_same_weights, check_plugin, fit_tiny
 from forge_plugins import Accumulate, Clip, Ledger
-from forge_plugins._syncs import SYNC
-from forge_plugins.ledger.audit import Audit
 from forge_plugins.ledger.timers import Timers
 from tests.contract.test_dispatch import Specs, implementations, make_plugin, outcome
 from tests.support.tasks import Classifier, fit, make_batches
@@ -112,7 +108,7 @@ def test_every_hook_of_every_plugin_costs_what_it_spends(clock: Clock) -> None:
         assert r["calls_per_update"] == 1
 
 
-def test_a_wrapper_costs_what_it_does_before_and_after_its_yield_and_not_what_runs_inside(clock: Clock) -> None:
+def test_a_wrapper_costs_what_it_does_around_its_yield(clock: Clock) -> None:
     report = measured(Spender(clock, "outer", train_step=(20, 30)), Spender(clock, "inner", train_step=(7, 0)))
     assert row(report, "outer", "train_step")["us_per_update"] == pytest.approx(50, abs=0.05)
     assert row(report, "inner", "train_step")["us_per_update"] == pytest.approx(7, abs=0.05)
@@ -180,7 +176,7 @@ def slow(clock: Clock) -> Slow:
     return task
 
 
-def test_an_update_is_measured_without_waiting_for_data_and_without_validation(clock: Clock) -> None:
+def test_an_update_is_timed_without_data_and_validation(clock: Clock) -> None:
     class Loader(list[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -205,7 +201,7 @@ def test_an_update_is_measured_without_waiting_for_data_and_without_validation(c
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_plugins_do_in_a_validation_is_theirs_and_spread_over_the_updates(clock: Clock, order: int) -> None:
+def test_plugins_work_in_validation_is_spread_over_updates(clock: Clock, order: int) -> None:
     ledger, spender = Ledger(), Spender(clock, evaluate=(40, 40), forward=(10, 0))
     fit(
         slow(clock),
@@ -236,9 +232,7 @@ def test_the_first_update_is_left_out(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("end", [{"max_epochs": 1}, {"max_updates": 4}, {"max_epochs": 9}])
-def test_the_build_and_the_end_of_a_run_are_told_apart_from_its_updates(
-    clock: Clock, tmp_path: Path, end: dict[str, int]
-) -> None:
+def test_build_and_end_are_told_apart_from_updates(clock: Clock, tmp_path: Path, end: dict[str, int]) -> None:
     """The last save comes after the last update, however the run ends."""
 
     class Stop(forge.Plugin):
@@ -368,7 +362,7 @@ def test_default_actions_stay_written_out_under_the_ledger() -> None:
 
 @pytest.mark.parametrize("hook", ["action", "event"])
 @given(chosen=st.lists(implementations, min_size=1, max_size=7))
-def test_timed_implementations_give_the_same_results_order_and_errors(hook: str, chosen: list[Any]) -> None:
+def test_timed_implementations_give_the_same_results(hook: str, chosen: list[Any]) -> None:
     log: list[Any] = []
     manager = pluggy.PluginManager("test")
     manager.add_hookspecs(Specs)
@@ -410,7 +404,7 @@ class Trips(forge.Plugin):
 
 
 @pytest.mark.parametrize("where", ["step_end", "before backward", "after backward"])
-def test_an_error_in_a_timed_plugin_is_attributed_to_it_and_its_hook(where: str) -> None:
+def test_an_error_in_a_timed_plugin_is_attributed_to_it(where: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         fit(plugins=[Ledger(), Trips(where), Clip()])
     assert f"plugin 'trips', hook forge_{where.split()[-1]}, at update" in caught.value.__notes__[0]
@@ -427,7 +421,7 @@ def test_a_wrapper_that_does_not_yield_is_still_named() -> None:
         fit(plugins=[Ledger(), Silent()])
 
 
-def test_the_trainer_is_handed_back_as_it_was_even_after_an_error() -> None:
+def test_the_trainer_is_handed_back_as_it_was() -> None:
     for plugins in ([Ledger()], [Ledger(), Trips("step_end")]):
         trainer = forge.Trainer(plugins=plugins, max_epochs=1, run_dir=False)
         with contextlib.suppress(ZeroDivisionError):
@@ -442,7 +436,7 @@ def test_another_instrument_is_refused() -> None:
         trainer.fit(Classifier(), make_batches())
 
 
-def test_a_configuration_that_fails_does_not_stand_in_the_way_of_the_next_run() -> None:
+def test_a_failing_configuration_does_not_stop_the_next_run() -> None:
     class Refuses(forge.Plugin):
         wants = True
 
@@ -468,210 +462,3 @@ def test_a_traced_run_is_not_measured_and_says_so(caplog: pytest.LogCaptureFixtu
     trainer.fit(Classifier(), make_batches())
     assert ledger.report is None
     assert "measures nothing while every call is traced" in caplog.text
-
-
-# -- the sync audit, with torch's warning raised by hand --------------------------------------------------------------
-
-
-def wait() -> None:
-    """Stands in for `.item()` on a CUDA tensor: torch warns from inside the call."""
-    warnings.warn(SYNC, stacklevel=1)
-
-
-class Listening(forge.Plugin):
-    """Keeps an audit going during a run on the CPU."""
-
-    def __init__(self, audit: Audit):
-        super().__init__()
-        self.audit = audit
-
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
-        self.audit.listen()
-
-    @forge.hookimpl
-    def forge_end(self) -> None:
-        self.audit.stop()
-
-
-def heard(*plugins: forge.Plugin, task: forge.TaskModule | None = None, val: Any = None) -> list[dict[str, Any]]:
-    audit = Audit()
-    trainer = forge.Trainer(plugins=[Listening(audit), *plugins], max_epochs=1, run_dir=False)
-    trainer.instrument = lambda hook, impl: (audit.know(hook, impl), impl.function)[1]
-    trainer.fit(task or Classifier(), make_batches(4), val)
-    return audit.rows(4)
-
-
-def line_of(thing: Any, text: str) -> int:
-    source, first = inspect.getsourcelines(thing)
-    return first + next(i for i, line in enumerate(source) if text in line)
-
-
-class Helper(forge.Plugin):
-    """Waits in a method that its hook calls."""
-
-    @forge.hookimpl
-    def forge_step_end(self) -> None:
-        self._read()
-
-    def _read(self) -> None:
-        warnings.warn(SYNC, stacklevel=1)  # as `.item()` would
-
-
-def test_a_wait_is_put_down_to_the_plugin_the_hook_and_the_line() -> None:
-    (found,) = heard(Helper())
-    assert found["who"] == "plugin 'helper' in forge_step_end"
-    assert found["file"].endswith("test_ledger.py")
-    assert found["line"] == line_of(Helper, "as `.item()` would")
-    assert found["code"] == "warnings.warn(SYNC, stacklevel=1)  # as `.item()` would"
-    assert (found["count"], found["per_update"], found["expected"]) == (4, 1.0, "")
-
-
-def test_a_wait_in_a_wrapper_is_the_wrappers_and_one_inside_it_is_not() -> None:
-    class Outer(forge.Plugin):
-        @forge.hookimpl(wrapper=True)
-        def forge_train_step(self) -> Generator[None, Any, Any]:
-            wait()
-            return (yield)
-
-    rows = heard(Outer(), Helper())
-    assert sorted(r["who"] for r in rows) == ["plugin 'helper' in forge_step_end", "plugin 'outer' in forge_train_step"]
-
-
-def test_a_wait_inside_of_what_an_owner_runs_is_not_the_owners() -> None:
-    class Owner(forge.Plugin):
-        @forge.hookimpl
-        def forge_train_step(self, step: forge.Step) -> bool:
-            step.run_window()
-            step.finish()
-            return True
-
-    class Inner(forge.Plugin):
-        @forge.hookimpl
-        def forge_inspect_grads(self) -> None:
-            wait()
-
-    assert [r["who"] for r in heard(Owner(), Inner())] == ["plugin 'inner' in forge_inspect_grads"]
-
-
-def test_a_wait_in_a_callback_is_put_down_to_it() -> None:
-    @forge.on("boundary")
-    def look(trainer: forge.Trainer) -> None:
-        wait()
-
-    assert heard(look)[0]["who"] == "plugin 'look' in forge_boundary"
-
-
-def test_a_wait_in_the_task_or_its_optimizer_is_put_down_to_them() -> None:
-    class Waits(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            wait()
-            return super().step(closure)
-
-    class Task(Classifier):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wait()
-            return super().forward(x)
-
-        def configure_optimizers(self) -> Any:
-            return Waits(self.parameters(), lr=0.1)
-
-        @forge.hookimpl
-        def forge_step_end(self) -> None:
-            wait()
-
-    assert {r["who"]: r["count"] for r in heard(task=Task())} == {
-        "the task's training_step": 4,
-        "the optimizer Waits": 4,
-        "the task in forge_step_end": 4,
-    }
-
-
-def test_reads_of_logs_and_validations_are_expected() -> None:
-    class Reads(forge.Plugin):
-        @forge.hookimpl
-        def forge_log(self) -> None:
-            wait()
-
-        @forge.hookimpl(wrapper=True)
-        def forge_forward(self, step: forge.Step) -> Generator[None, Any, Any]:
-            if step.stage == "val":
-                wait()
-            return (yield)
-
-    rows = heard(Reads(), val=make_batches(1))
-    assert {r["expected"] for r in rows} == {"logging", "validating"}
-
-
-def test_reads_of_checkpoints_and_of_the_end_are_expected() -> None:
-    class Reads(forge.Plugin):
-        @forge.hookimpl
-        def forge_save(self) -> None:
-            wait()
-
-        @forge.hookimpl
-        def forge_state_dict(self) -> dict[str, Any]:
-            wait()
-            return {}
-
-        @forge.hookimpl
-        def forge_load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-        @forge.hookimpl
-        def forge_end(self) -> None:
-            wait()
-
-    assert {r["expected"] for r in heard(Reads())} == {"saving", "ending"}
-
-
-def test_reads_of_the_tasks_own_state_are_expected() -> None:
-    class Saves(forge.Plugin):
-        @forge.hookimpl
-        def forge_save(self) -> None: ...
-
-    class Task(Classifier):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            wait()
-            return super().state_dict(*args, **kwargs)
-
-    assert {r["expected"] for r in heard(Saves(), task=Task())} == {"saving"}
-
-
-def test_a_wait_that_torch_does_not_warn_of_is_heard_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    before = torch.cuda.synchronize
-
-    class Waits(forge.Plugin):
-        @forge.hookimpl
-        def forge_step_end(self) -> None:
-            torch.cuda.synchronize("cuda")
-
-    (found,) = heard(Waits())
-    assert (found["who"], found["count"]) == ("plugin 'waits' in forge_step_end", 4)
-    assert found["code"] == 'torch.cuda.synchronize("cuda")'
-    assert torch.cuda.synchronize is before
-
-
-def test_other_warnings_go_where_they_went() -> None:
-    @forge.on("step_end")
-    def warn(step: forge.Step) -> None:
-        warnings.warn("something else", stacklevel=1)
-
-    with pytest.warns(UserWarning, match="something else"):
-        assert heard(warn) == []
-
-
-def test_listening_leaves_warnings_as_they_were() -> None:
-    filters, show = list(warnings.filters), warnings.showwarning
-    audit = Audit()
-    audit.listen()
-    assert warnings.showwarning != show
-    audit.stop()
-    assert (warnings.filters, warnings.showwarning) == (filters, show)
-
-
-def test_a_wait_is_heard_even_where_warnings_are_errors_or_ignored() -> None:
-    for action in ("error", "ignore"):
-        with warnings.catch_warnings():
-            warnings.simplefilter(action)  # pyright: ignore[reportArgumentType]
-            assert heard(Helper())[0]["count"] == 4

@@ -156,7 +156,7 @@ def test_a_wait_in_backward_has_its_line() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_a_stack_that_waits_for_nothing_has_no_waits_in_its_report(window: int) -> None:
+def test_a_stack_that_never_waits_has_no_waits_reported(window: int) -> None:
     report = audited(Guard(), Clip(), Throughput(), Accumulate(window), log_every=2)
     assert unexpected(report) == []
     assert report["syncs_per_update"] == 0

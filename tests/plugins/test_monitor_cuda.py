@@ -59,14 +59,14 @@ def pinned(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("every", ["1 updates", "3 updates", "1000 updates"])
 @pytest.mark.parametrize("window", [1, 3])
-def test_nothing_waits_for_the_device_not_even_when_an_interval_ends(
+def test_nothing_waits_for_the_device_at_an_intervals_end(
     every: str, window: int, syncs_are_errors: forge.Plugin
 ) -> None:
     plugins = [Monitor(every, histograms=True), Clip(0.1), Accumulate(window), syncs_are_errors]
     assert fit(made(), pinned(30), max_updates=8, device="cuda", plugins=plugins, log_every=1000).updates == 8
 
 
-def test_numbers_come_with_the_next_update_and_say_where_they_belong() -> None:
+def test_numbers_come_with_the_next_update_and_their_place() -> None:
     keep = Keep()
     fit(made(), make_batches(6), device="cuda", plugins=[Monitor("2 updates"), keep])
     assert keep.came == [(2, 3), (4, 5), (6, 6)]

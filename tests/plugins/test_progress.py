@@ -82,7 +82,7 @@ class Fails(Classifier):
 
 
 class TestLines:
-    def test_an_epochs_end_is_one_line_with_the_metrics_of_training_and_validation(self, capsys: Any) -> None:
+    def test_an_epochs_end_is_one_line_with_all_metrics(self, capsys: Any) -> None:
         fit(val=make_batches(1), max_epochs=2, plugins=[Progress()])
         first, second, _ = _lines(capsys)
         assert first.startswith("epoch 1/2  update 4/8")
@@ -129,7 +129,7 @@ class TestLines:
         fit(plugins=[Progress()])
         assert capsys.readouterr().out == ""
 
-    def test_there_is_no_control_code_in_a_file_even_when_colours_are_forced(
+    def test_a_file_has_no_control_codes_even_with_colours_forced(
         self, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -179,7 +179,7 @@ class TestBar:
         assert "  8/8  " in bar.replace("━ 8/8", "━  8/8")
         assert re.search(r"train loss \S+ accuracy \S+  val loss \S+ accuracy", terminal.text)
 
-    def test_while_it_runs_there_is_a_bar_for_the_epoch_and_one_for_the_run(
+    def test_there_is_a_bar_for_the_epoch_and_one_for_the_run(
         self, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("forge_plugins.progress.bar.REFRESH", 0.0)
@@ -198,9 +198,7 @@ class TestBar:
         terminal.show(lambda: fit(plugins=[Progress()], log_every=1))
         assert not [text for text in terminal.pictures if " update " in text]
 
-    def test_the_end_is_a_table_with_the_last_and_the_best_of_every_validation(
-        self, terminal: Terminal, tmp_path: Path
-    ) -> None:
+    def test_the_end_is_a_table_with_last_and_best(self, terminal: Terminal, tmp_path: Path) -> None:
         losses = iter([3.0, 1.0, 2.0])
 
         class Scripted(Classifier):
@@ -267,7 +265,7 @@ class TestBar:
         assert terminal.last_picture.startswith(f" epoch 1/1 {word} ━")
         assert terminal.getvalue().endswith(SHOW_CURSOR)
 
-    def test_an_error_while_the_run_is_built_leaves_the_terminal_alone(self, terminal: Terminal) -> None:
+    def test_an_error_at_the_build_leaves_the_terminal_alone(self, terminal: Terminal) -> None:
         class NoStart(forge.Plugin):
             @forge.hookimpl
             def forge_start(self) -> None:

@@ -96,7 +96,7 @@ def test_no_plugin_uses_a_private_name_of_forge() -> None:
     assert len(uses) > 50
 
 
-def test_nothing_outside_the_engine_sets_a_read_only_attribute_of_a_run() -> None:
+def test_nothing_outside_the_engine_sets_what_is_read_only() -> None:
     writes = {path: list(read_only_writes(parsed(path))) for path in OUTSIDE_ENGINE}
     assert {str(path.relative_to(house.REPO)): found for path, found in writes.items() if found} == {}
     assert len(writes) > 150

@@ -124,7 +124,7 @@ def test_weights_and_buffers_are_bit_for_bit_those_without_it(kind: type[Deep], 
     assert_same_weights(again, plain)
 
 
-def test_they_are_those_of_a_hand_written_loop_with_torchs_own_checkpoint() -> None:
+def test_weights_are_those_of_a_loop_with_torchs_checkpoint() -> None:
     class ByHand(Deep):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
@@ -172,7 +172,7 @@ def test_any_choice_of_modules_gives_the_same_bits(names: set[str]) -> None:
     assert_same_weights(again, plain)
 
 
-def test_a_buffer_that_steers_the_forward_is_the_same_in_both_runs() -> None:
+def test_a_buffer_that_steers_the_forward_is_the_same_twice() -> None:
     class Steered(Block):
         """Scales by how often it was called: a second run that saw the count of the first would give other bits."""
 
@@ -227,7 +227,7 @@ def test_a_compiled_task_gives_the_same_bits() -> None:
     assert_same_weights(again, plain)
 
 
-def test_blocks_that_are_called_with_the_keywords_of_checkpoint_get_them() -> None:
+def test_blocks_called_with_checkpoints_keywords_get_them() -> None:
     seen: list[Any] = []
 
     class Debuggable(Block):
@@ -382,7 +382,7 @@ class Nest(forge.TaskModule):
         (TinyTask, "net", ["net"]),
     ],
 )
-def test_blocks_are_chosen_by_class_by_name_or_for_being_repeated(
+def test_blocks_are_chosen_by_class_name_or_repetition(
     make: Callable[[], forge.TaskModule], modules: Any, taken: list[str]
 ) -> None:
     assert forwards([Remat(modules)], make()) == taken
@@ -400,7 +400,7 @@ def test_a_task_without_repeated_blocks_is_told_what_to_do(caplog: pytest.LogCap
     assert "remat.modules=net" in caplog.text
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is() -> None:
+def test_a_pattern_without_a_match_is_refused() -> None:
     with pytest.raises(RecipeError) as refused:
         fit_tiny([Remat("Blok")], task=deep())
     for text in (
@@ -468,7 +468,7 @@ def test_a_forward_of_the_blocks_own_is_used_and_put_back() -> None:
     assert vars(task.blocks[0])["forward"] is forward
 
 
-def test_a_copy_of_the_task_made_on_the_way_runs_with_its_own_weights() -> None:
+def test_a_copy_of_the_task_runs_with_its_own_weights() -> None:
     outputs: list[Tensor] = []
 
     @forge.on("step_end")
@@ -497,7 +497,7 @@ def test_evaluation_runs_the_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert "val/loss" in result.metrics
 
 
-def test_measuring_leaves_random_numbers_buffers_and_gradients_alone() -> None:
+def test_measuring_leaves_rng_buffers_and_gradients_alone() -> None:
     plain, again = deep(), deep()
     drawn: list[tuple[float, float]] = []
 

@@ -261,7 +261,7 @@ class Watch(forge.Plugin):
         self.calls.append("edit")
 
 
-def test_a_batch_is_prepared_once_and_gradients_are_inspected_and_edited_once() -> None:
+def test_a_batch_is_prepared_and_gradients_edited_once() -> None:
     watch = Watch()
     fit_tiny([SAM(), watch, Accumulate(2)], max_epochs=None, max_updates=1)
     assert watch.calls == [
@@ -270,7 +270,7 @@ def test_a_batch_is_prepared_once_and_gradients_are_inspected_and_edited_once() 
     ]
 
 
-def test_gradients_are_made_true_before_the_climb_and_before_the_step() -> None:
+def test_gradients_are_made_true_before_climb_and_step() -> None:
     class Scaled(forge.Plugin):
         """The loss times 4, and gradients divided by 4: exact."""
 
@@ -288,7 +288,7 @@ def test_gradients_are_made_true_before_the_climb_and_before_the_step() -> None:
     assert_same_weights(fit_tiny([Scaled(), SAM(0.5)])[0], fit_tiny([SAM(0.5)])[0])
 
 
-def test_metrics_are_those_of_the_weights_and_sharpness_is_what_the_climb_adds() -> None:
+def test_metrics_are_of_the_weights_and_sharpness_of_the_climb() -> None:
     losses: list[float] = []
 
     class Told(TinyTask):
@@ -314,7 +314,7 @@ def test_each_optimizer_has_a_sharpness() -> None:
 # -- when things go wrong ---------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_the_second_pass_leaves_the_weights_as_they_were() -> None:
+def test_an_error_in_the_second_pass_restores_the_weights() -> None:
     class Falls(TinyTask):
         calls = 0
 
@@ -403,7 +403,7 @@ def test_a_run_that_was_cut_off_ends_in_the_same_weights(update: int, kind: Any,
     assert result.metrics == expected.metrics
 
 
-def test_parameters_that_thaw_on_the_way_are_climbed_from_then_on() -> None:
+def test_parameters_that_thaw_are_climbed_from_then_on() -> None:
     ours, theirs = Decayed(), Decayed()
     fit_tiny([SAM(0.5), Freeze("net.0", thaw="3 updates")], task=ours)
     first: Any = theirs.net[0]  # pyright: ignore
@@ -421,7 +421,7 @@ def test_it_keeps_the_contract() -> None:
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_runs_the_window_itself_is_refused_by_name() -> None:
+def test_an_optimizer_that_runs_the_window_is_refused() -> None:
     class Newton(TinyTask):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
@@ -470,7 +470,7 @@ def test_schedules_count_updates_not_passes() -> None:
     assert rates == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
 
 
-def test_buffers_of_any_name_move_in_the_first_pass_alone_also_when_they_are_replaced() -> None:
+def test_buffers_move_in_the_first_pass_alone() -> None:
     class Counts(Classifier):
         def __init__(self) -> None:
             super().__init__()

@@ -140,7 +140,7 @@ def test_freezing_and_thawing_wait_for_nothing(syncs_are_errors: forge.Plugin) -
 
 
 @pytest.mark.parametrize("rho", [None, 0.5])
-def test_freezing_and_thawing_equal_a_hand_written_loop_bit_for_bit(rho: float | None) -> None:
+def test_freezing_and_thawing_equal_a_hand_written_loop(rho: float | None) -> None:
     """One epoch frozen, one thawed, with a fused optimizer that has held all parameters from the start."""
     ours = fit([Freeze("net.[01]", thaw="1 epoch"), Clip(0.5), *([SAM(rho)] if rho else [])])
     task: Any = Fused().cuda().train()
@@ -156,7 +156,7 @@ def test_freezing_and_thawing_equal_a_hand_written_loop_bit_for_bit(rho: float |
 
 
 @pytest.mark.parametrize("update", [2, 3, 4, 6])
-def test_a_run_that_was_cut_off_around_a_thaw_ends_in_the_same_weights(update: int, tmp_path: Path) -> None:
+def test_a_run_cut_off_around_a_thaw_ends_in_the_same_weights(update: int, tmp_path: Path) -> None:
     def live(folder: str, *more: Any) -> Any:
         freeze = Freeze("net.[01]", thaw={"net.0": "3 updates", "net.1": "5 updates"})
         stack = [SAM(0.5), freeze, Accumulate(2), Checkpoint(every="1 updates", background=False), *more]

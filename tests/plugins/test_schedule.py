@@ -72,7 +72,7 @@ class TestShapes:
         expected = torch_rates(lambda o: StepLR(o, step_size=3, gamma=0.5), 10)
         assert rates_of(Schedule("step", step_size=3, gamma=0.5)) == pytest.approx(expected)
 
-    def test_one_cycle_is_torchs_one_cycle_up_to_the_optimizers_own_rate(self) -> None:
+    def test_one_cycle_is_torchs_up_to_the_optimizers_rate(self) -> None:
         expected = torch_rates(lambda o: OneCycleLR(o, max_lr=PEAK, total_steps=10), 10)
         assert rates_of(Schedule("one_cycle")) == pytest.approx(expected)
 
@@ -96,7 +96,7 @@ class TestShapes:
 
 class TestEnds:
     @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-    def test_warm_up_rises_in_equal_steps_and_its_last_update_has_the_peak(self, kind: str) -> None:
+    def test_warm_up_rises_evenly_and_ends_at_the_peak(self, kind: str) -> None:
         rates = rates_of(Schedule(kind, warmup=4))
         assert rates[:4] == pytest.approx([PEAK / 4, PEAK / 2, PEAK * 3 / 4, PEAK])
         assert max(rates) == PEAK
@@ -148,7 +148,7 @@ class TestLengths:
         rates = rates_of(Schedule("step", step_size="1 epoch"), max_epochs=3, train=make_batches(2))
         assert rates == pytest.approx([PEAK] * 2 + [PEAK / 10] * 2 + [PEAK / 100] * 2)
 
-    def test_accumulation_makes_fewer_updates_and_the_schedule_counts_those(self) -> None:
+    def test_the_schedule_counts_updates_under_accumulation(self) -> None:
         accumulated = rates_of(Schedule(warmup="1 epoch"), 12, plugins=[Accumulate(4)], max_epochs=2)
         assert accumulated == rates_of(Schedule(warmup=3), 6)
 
@@ -157,14 +157,14 @@ class TestLengths:
             Schedule(), 5
         )
 
-    def test_a_warm_up_longer_than_the_run_warns_and_rises_to_the_end(self) -> None:
+    def test_a_warm_up_longer_than_the_run_warns(self) -> None:
         with pytest.warns(UserWarning, match="warmup is 20 updates, but the run has only 10"):
             rates = rates_of(Schedule(warmup=20))
         assert rates == pytest.approx([PEAK * (i + 1) / 20 for i in range(10)])
 
 
 class TestSeveralOptimizers:
-    def test_each_optimizer_has_its_own_schedule_that_moves_only_with_it(self) -> None:
+    def test_each_optimizer_has_its_own_schedule(self) -> None:
         class Uneven(TinyGAN):
             def takes_turn(self, name: str, update: int) -> bool:
                 return name == "discriminator" or update % 2 == 0
@@ -240,7 +240,7 @@ class TestTheTasksSchedule:
         with pytest.raises(ForgeError, match=r"Classifier\.configure_optimizers, but it returned none"):
             rates_of(Schedule("task"))
 
-    def test_a_second_schedule_beside_the_tasks_is_refused_naming_both(self) -> None:
+    def test_a_second_schedule_beside_the_tasks_is_refused(self) -> None:
         with pytest.raises(
             ForgeError, match=r"ReturnsOne.* returned StepLR, .*'schedule' is set to 'linear'.*kind=task"
         ):
@@ -288,7 +288,7 @@ class TestRefused:
             ({"kind": "step", "step_size": 5, "gamma": 0.0}, "above 0"),
         ],
     )
-    def test_an_option_that_makes_no_sense_is_refused_before_any_work(self, options: Any, message: str) -> None:
+    def test_a_senseless_option_is_refused_before_any_work(self, options: Any, message: str) -> None:
         with pytest.raises((RecipeError, ForgeError), match=message):
             Schedule(**options)
 

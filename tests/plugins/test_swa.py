@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR, update_bn
-from torch.utils.data import Dataset, IterableDataset
 
 import forge
 from forge.data import Loader
@@ -24,7 +21,6 @@ from forge.errors import StackError
 from forge.testing import TinyGAN, TinyTask, assert_same_weights, first_difference, fit_tiny, tiny_batches
 from forge_plugins import SWA, Checkpoint, Schedule
 from tests.support.averages import (
-    Stream,
     Watched,
     applied,
     by_hand,
@@ -34,6 +30,7 @@ from tests.support.averages import (
     skipping,
     train,
 )
+from tests.support.swa_kit import Noisy
 
 STATISTICS = ("net.1.running_mean", "net.1.running_var")
 
@@ -111,7 +108,7 @@ def evaluated(model: nn.Module) -> float:
     return total / sum(len(x) for x, _ in batches)
 
 
-def test_validation_and_export_are_of_the_mean_with_the_statistics_of_update_bn(tmp_path: Path) -> None:
+def test_validation_and_export_are_of_the_mean_with_update_bn(tmp_path: Path) -> None:
     task, plain = Watched(dropout=0.0), Watched(dropout=0.0)
     _, result = fit_tiny([SWA(0.5), Checkpoint()], task=task, max_epochs=4, run_dir=tmp_path)
     fit_tiny([], task=plain, max_epochs=4)
@@ -129,7 +126,7 @@ def test_validation_and_export_are_of_the_mean_with_the_statistics_of_update_bn(
     assert_same_weights(TinyTask.from_checkpoint(tmp_path, weights="raw"), task)
 
 
-def test_without_a_validation_the_statistics_are_estimated_for_the_export(tmp_path: Path) -> None:
+def test_without_validation_the_export_has_its_statistics(tmp_path: Path) -> None:
     task = TinyTask(dropout=0.0)
     trainer = forge.Trainer(max_epochs=4, plugins=[SWA(0.5)], run_dir=tmp_path, seed=0, device="cpu")
     trainer.fit(task, tiny_batches())
@@ -165,20 +162,6 @@ def fit_statistics(update_bn: bool | int) -> dict[str, Tensor]:
     task = Watched(dropout=0.0)
     fit_tiny([SWA(0.5, update_bn=update_bn)], task=task, max_epochs=4)
     return task.seen[-1]
-
-
-class Noisy(Dataset[Any]):
-    """Draws as it is read, so that whoever reads out of turn is found out."""
-
-    def __init__(self) -> None:
-        self.x, self.y = (torch.cat(parts) for parts in zip(*tiny_batches(), strict=True))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        noise = 0.1 * torch.randn(6) + 0.1 * random.random() + 0.1 * np.random.rand()
-        return self.x[index] + noise.float(), self.y[index]
 
 
 class Drawing(TinyTask):
@@ -313,7 +296,7 @@ class Unsaved(TinyTask):
         return {}
 
 
-def test_statistics_that_are_not_saved_are_estimated_and_put_back(tmp_path: Path) -> None:
+def test_unsaved_statistics_are_estimated_and_put_back(tmp_path: Path) -> None:
     task, plain, saved = Unsaved(), TinyTask(dropout=0.0), Watched(dropout=0.0)
     fit_tiny([SWA(0)], task=task, validate_every="3 updates", run_dir=tmp_path)
     fit_tiny([], task=plain)
@@ -353,7 +336,7 @@ def test_buffers_that_an_evaluation_replaces_are_put_back(tmp_path: Path) -> Non
     assert plugin._estimated
 
 
-def test_a_training_step_that_asks_for_gradients_is_estimated_too() -> None:
+def test_a_step_that_asks_for_gradients_is_estimated_too() -> None:
     class Penalty(Watched):
         def training_step(self, batch: Any) -> Any:
             x = batch[0].clone().requires_grad_()
@@ -399,114 +382,6 @@ def test_an_error_leaves_everything_as_training_had_it(where: str) -> None:
     fit_tiny([], task=plain, max_epochs=1)
     assert_same_weights(task, plain)
     assert task.net[1].momentum == 0.1
-
-
-# -- loaders that cannot be read twice at once ------------------------------------------------------------------------
-
-
-def test_persistent_workers_are_not_asked_in_the_middle_of_an_epoch(caplog: pytest.LogCaptureFixture) -> None:
-    def fit(plugins: list[Any], every: str) -> forge.TaskModule:
-        loader = Loader(Noisy(), 8, shuffle=True, num_workers=1, multiprocessing_context="fork")
-        return fit_tiny(plugins, train=loader, max_epochs=2, validate_every=every)[0]
-
-    at_ends = SWA(0)
-    assert_same_weights(fit([at_ends], "1 epoch"), fit([], "1 epoch"))
-    assert at_ends._estimated
-    assert "swa" not in caplog.text
-    between = SWA(0, every="2 updates")
-    assert_same_weights(fit([between], "3 updates"), fit([], "3 updates"))
-    assert caplog.text.count("persistent workers serve one pass at a time") == 1
-
-
-class Counting(IterableDataset[Any]):
-    """A stream that knows its place."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < 24:
-            generator = torch.Generator().manual_seed(self.at)
-            self.at += 1
-            yield torch.randn(6, generator=generator), self.at % 3
-        self.at = 0
-
-    def __len__(self) -> int:
-        return 24
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def test_a_stream_that_keeps_its_place_is_read_again_only_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fit(plugins: list[Any], **options: Any) -> forge.TaskModule:
-        return fit_tiny(plugins, train=Loader(Counting(), 8), max_epochs=2, **options)[0]
-
-    plugin = SWA(0)
-    assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
-    assert "keeps its position, which a second pass would move" in caplog.text
-    assert plugin._estimated
-    estimated, means = load_file(tmp_path / "weights.safetensors"), SWA(0, update_bn=False)
-    other = applied(means, fit([means]))
-    assert first_difference(estimated, other)
-    assert_same_weights({n: estimated[n] for n in parameters(other)}, parameters(other))
-
-
-class OwnShuffle:
-    """A loader with a generator of its own: another order each time it is read."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = tiny_batches()
-        return iter([batches[i] for i in torch.randperm(len(batches), generator=self.generator).tolist()])
-
-    def __len__(self) -> int:
-        return len(tiny_batches())
-
-
-@pytest.mark.parametrize("every", ["2 updates", "1 epoch"])
-@pytest.mark.parametrize("allow_inexact", [True, False])
-def test_a_loader_that_draws_its_order_is_read_again_only_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: str, allow_inexact: bool
-) -> None:
-    def fit(plugins: list[Any], **options: Any) -> forge.TaskModule:
-        options |= {"validate_every": every, "allow_inexact": allow_inexact}
-        return fit_tiny(plugins, train=OwnShuffle(), max_epochs=3, **options)[0]
-
-    plugin = SWA(0, every="2 updates")
-    assert_same_weights(fit([plugin], run_dir=tmp_path), fit([]))
-    assert caplog.text.count("this loader may give another order on each pass") == 1
-    assert plugin._estimated
-
-
-def test_a_list_of_batches_is_estimated_between(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = SWA(0, every="2 updates")
-    fit_tiny([plugin], validate_every="2 updates")
-    assert plugin._estimated
-    assert "not estimated again" not in caplog.text
-
-
-def test_a_loader_without_a_length_needs_a_number_of_batches(tmp_path: Path) -> None:
-    with pytest.raises(forge.ForgeError, match=r"swa\.update_bn=true reads all training data.*swa\.update_bn=200"):
-        fit_tiny([SWA(0)], train=Stream())
-    plugin = SWA(0, update_bn=3)
-    fit_tiny([plugin], train=Stream(), run_dir=tmp_path)
-    assert plugin._estimated
-
-
-def test_a_loader_with_nothing_left_leaves_the_mean_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit_tiny([SWA(0, update_bn=2)], train=iter(tiny_batches()), max_epochs=1, run_dir=tmp_path)
-    assert "not estimated again" in caplog.text
-    assert (tmp_path / "weights.safetensors").exists()
 
 
 # -- the learning rate ------------------------------------------------------------------------------------------------

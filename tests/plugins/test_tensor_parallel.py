@@ -177,7 +177,7 @@ def from_meta() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("count", [2, FOUR])
-def test_weights_drawn_block_by_block_are_those_of_a_task_made_in_full(count: int) -> None:
+def test_weights_drawn_by_block_are_those_of_a_full_task(count: int) -> None:
     torch.manual_seed(3)
     full = Words()
     for rank in ranks(count)(from_meta):

@@ -442,14 +442,14 @@ def test_the_run_card_is_there_once_for_every_life_that_counts(tmp_path: Path) -
     assert b"- **resumed from**: update 6" in cards[-1][1][0]
 
 
-def test_a_life_that_died_before_its_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+def test_a_life_that_died_before_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         live(tmp_path, cut_at(2))
     live(tmp_path)
     assert [step for step, _ in Board(tmp_path).shown()["card"]] == [0]
 
 
-def test_a_resumed_run_is_one_session_with_the_end_of_its_last_life(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_session_with_its_last_end(tmp_path: Path) -> None:
     live(tmp_path, cut_at(8))
     (session,) = Page(tmp_path).sessions.values()
     assert session.status == Status.STATUS_UNKNOWN
@@ -470,7 +470,7 @@ def test_a_file_that_a_kill_has_torn_is_read_up_to_there(tmp_path: Path) -> None
     assert without_card(cut) == without_card(straight)
 
 
-def test_a_fit_that_begins_anew_in_a_folder_replaces_what_is_drawn(tmp_path: Path) -> None:
+def test_a_fit_anew_in_a_folder_replaces_what_is_drawn(tmp_path: Path) -> None:
     for updates in (8, 5):
         fit(train=make_batches(8), max_updates=updates, plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
     shown = Board(tmp_path).shown()
@@ -553,9 +553,7 @@ live(Path({str(tmp_path / "cut")!r}), kill)
     assert without_card(cut) == without_card(straight)
 
 
-def test_a_new_file_sorts_behind_all_others_even_within_one_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_sorts_last_even_within_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))

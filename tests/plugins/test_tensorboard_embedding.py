@@ -80,7 +80,7 @@ def test_points_of_an_evaluation_arrive_on_the_page(tmp_path: Path) -> None:
     assert page.labels("val/hidden") == [f"point {i}" for i in range(6)]
 
 
-def test_other_sinks_pass_over_it_and_the_text_page_says_where_it_is(tmp_path: Path) -> None:
+def test_other_sinks_pass_over_it_and_the_text_page_links_it(tmp_path: Path) -> None:
     fit(Embeds(), val=make_batches(1), plugins=[Tensorboard(), JSONL(), Progress()], run_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any("val/loss" in line for line in lines)
@@ -139,7 +139,7 @@ def test_odd_numbers_and_labels_do_not_break_the_page(tmp_path: Path) -> None:
     assert torch.isfinite(page.vectors("drawn")).all()
 
 
-def test_a_resumed_run_keeps_points_and_a_fresh_one_in_the_same_folder_does_not(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_points_and_a_fresh_one_does_not(tmp_path: Path) -> None:
     saves = Checkpoint(every="2 updates", background=False)
     options: dict[str, Any] = {"run_dir": tmp_path, "max_epochs": None}
     fit(Publishes(forge.Embedding(points())), plugins=[Tensorboard(), saves], max_updates=2, **options)

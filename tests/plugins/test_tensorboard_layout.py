@@ -48,7 +48,7 @@ def drawn(folder: Path) -> Shown:
     }
 
 
-def test_a_metric_of_training_and_validation_has_one_chart_and_the_loss_comes_first(tmp_path: Path) -> None:
+def test_a_metric_of_both_stages_has_one_chart_loss_first(tmp_path: Path) -> None:
     fit(val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path)
     shown = drawn(tmp_path)["training and validation"]
     assert list(shown) == ["loss", "accuracy"]
@@ -56,7 +56,7 @@ def test_a_metric_of_training_and_validation_has_one_chart_and_the_loss_comes_fi
     assert shown["accuracy"] == ["train/accuracy", "val/accuracy"]
 
 
-def test_several_validation_sets_are_in_the_chart_of_their_metric(tmp_path: Path) -> None:
+def test_several_validation_sets_share_their_metrics_chart(tmp_path: Path) -> None:
     val = {"near": make_batches(1), "far": make_batches(1, seed=1)}
     fit(val=val, plugins=[Tensorboard()], run_dir=tmp_path)
     assert drawn(tmp_path)["training and validation"]["loss"] == ["train/loss", "val/near/loss", "val/far/loss"]
@@ -87,7 +87,7 @@ def test_a_name_is_taken_literally(tmp_path: Path) -> None:
     assert shown["f-1 (%)"] == ["train/f-1 (%)", "val/f-1 (%)"]
 
 
-def test_learning_rate_gradients_throughput_and_ledger_have_their_sections(tmp_path: Path) -> None:
+def test_rate_gradients_throughput_and_ledger_have_sections(tmp_path: Path) -> None:
     plugins = [Ledger(), Clip(), Throughput(), Monitor("2 updates"), Tensorboard()]
     fit(train=make_batches(6), plugins=plugins, run_dir=tmp_path, log_every=2)
     shown = drawn(tmp_path)
@@ -142,14 +142,14 @@ def test_the_charts_of_all_runs_stand_together_once(tmp_path: Path) -> None:
     assert page(tmp_path / "b") == page(tmp_path)
 
 
-def test_the_layout_is_written_when_it_changes_and_not_at_every_log(tmp_path: Path) -> None:
+def test_the_layout_is_written_only_when_it_changes(tmp_path: Path) -> None:
     fit(train=make_batches(6), val=make_batches(1), plugins=[Tensorboard()], run_dir=tmp_path, log_every=1)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Tensors("custom_scalars__config__")] == [1, 6]
 
 
-def test_a_resumed_run_has_the_whole_layout_before_its_first_validation(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_whole_layout_at_once(tmp_path: Path) -> None:
     saves = Checkpoint(every="3 updates", background=False)
     options: dict[str, Any] = {"run_dir": tmp_path, "log_every": 1, "max_epochs": None}
 
@@ -193,7 +193,7 @@ def test_the_order_of_the_stack_does_not_matter() -> None:
     assert str(layout.make(names, one)) == str(layout.make(reversed(names), other))
 
 
-def test_within_a_section_charts_stand_as_their_plugin_declares_them() -> None:
+def test_charts_stand_as_their_plugin_declares_them() -> None:
     names = ["throughput/tflops", "throughput/samples_per_s", "throughput/peak_gb"]
     assert list(layout.make(names, [Throughput()])["throughput"]) == [
         "samples per second",

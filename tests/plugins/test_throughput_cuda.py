@@ -116,7 +116,7 @@ def test_a_validation_is_no_time_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_mfu_is_of_the_devices_peak_for_the_type_of_number_in_use(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_mfu_is_of_the_devices_peak_for_the_type_in_use(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     name = torch.cuda.get_device_name()
     peak = peak_of(name, dtype)

@@ -56,7 +56,7 @@ def test_every_image_and_label_is_torchvisions_bit_for_bit(small_data: Path, tmp
         assert torch.equal(mine[1], labels)
 
 
-def test_unpacked_files_are_read_too_and_nothing_is_written_beside_them(small_data: Path, tmp_path: Path) -> None:
+def test_unpacked_files_are_read_and_nothing_is_written(small_data: Path, tmp_path: Path) -> None:
     root = unpacked(small_data, tmp_path)
     raw = root / "FashionMNIST" / "raw"
     there = sorted(raw.iterdir())
@@ -69,13 +69,13 @@ def test_unpacked_files_are_read_too_and_nothing_is_written_beside_them(small_da
     assert torch.equal(mine.tensors[0], loader(fashion_mnist().train).tensors[0])
 
 
-def test_without_a_share_for_validation_all_is_trained_on_and_validation_is_the_test_set(small_data: Path) -> None:
+def test_without_a_share_validation_is_the_test_set(small_data: Path) -> None:
     splits = fashion_mnist()
     assert (loader(splits.train).samples, loader(splits.val).samples) == (TRAIN, TEST)
     assert splits.val is splits.test
 
 
-def test_a_share_for_validation_comes_from_the_training_images_the_same_every_time(small_data: Path) -> None:
+def test_a_share_for_validation_is_the_same_every_time(small_data: Path) -> None:
     whole = loader(fashion_mnist().train).tensors[0].flatten(1)
     first, second = fashion_mnist(val_share=0.25), fashion_mnist(val_share=0.25)
     train, val = loader(first.train).tensors[0].flatten(1), loader(first.val).tensors[0].flatten(1)
@@ -86,9 +86,7 @@ def test_a_share_for_validation_comes_from_the_training_images_the_same_every_ti
         fashion_mnist(val_share=1.5)
 
 
-def test_without_data_and_without_a_network_the_error_says_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_data_or_network_the_error_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no route to host")
 
@@ -117,7 +115,7 @@ class Fetches:
             (raw / file.name).write_bytes(file.read_bytes())
 
 
-def test_a_download_that_breaks_off_leaves_nothing_and_is_fetched_again(
+def test_a_broken_download_leaves_nothing_and_is_retried(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = ModuleType("torchvision.datasets")
@@ -261,7 +259,7 @@ def test_the_recipe_learns_and_draws_what_there_is_to_see(name: str, small_data:
 # -- augmentation -----------------------------------------------------------------------------------------------------
 
 
-def test_moved_images_are_shifted_and_flipped_ones_with_a_border_of_background() -> None:
+def test_images_are_shifted_and_flipped_with_a_border() -> None:
     images = torch.rand(400, 1, 6, 5)
     background = -MEAN / STD
     padded = F.pad(images, (2, 2, 2, 2), value=background)
@@ -297,7 +295,7 @@ def test_evaluation_sees_images_as_they_are(small_data: Path) -> None:
     assert first == {key: pytest.approx(value.item()) for key, value in second.items()}
 
 
-def test_one_cycle_leaves_momentum_alone_so_that_a_graph_can_hold_it(small_data: Path) -> None:
+def test_one_cycle_leaves_momentum_alone_for_a_graph(small_data: Path) -> None:
     rates, betas = [], set()
 
     @forge.on("step_end")

@@ -43,7 +43,7 @@ def test_the_recipe_is_captured_whole_and_learns(small_data: Path) -> None:
     assert not seen["val/confusion"].data.is_cuda
 
 
-def test_augmentation_waits_for_nothing_and_draws_anew_in_every_replay() -> None:
+def test_augmentation_never_waits_and_draws_in_every_replay() -> None:
     images = torch.rand(64, 1, 28, 28, device="cuda")
     moved(images, 2, True)
     torch.cuda.synchronize()

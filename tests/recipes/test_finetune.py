@@ -30,7 +30,7 @@ def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_file_of_weights_makes_it_torchvisions_own_network_up_to_the_head(tmp_path: Path) -> None:
+def test_a_file_of_weights_makes_it_torchvisions_network(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
     peer = resnet18().eval()
@@ -44,7 +44,7 @@ def test_a_file_of_weights_makes_it_torchvisions_own_network_up_to_the_head(tmp_
     torch.testing.assert_close(task(images), task.head(features[0]))
 
 
-def test_without_a_network_it_begins_with_random_weights_and_says_so_once(
+def test_without_a_network_weights_are_random_and_it_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -61,7 +61,7 @@ def test_without_a_network_it_begins_with_random_weights_and_says_so_once(
         assert torch.equal(mine, its)
 
 
-def test_grey_images_become_photographs_as_torchvisions_transforms_make_them() -> None:
+def test_grey_images_become_photographs_as_in_torchvision() -> None:
     from torchvision.transforms import v2
 
     images = torch.rand(2, 8, 8)
@@ -74,7 +74,7 @@ def test_grey_images_become_photographs_as_torchvisions_transforms_make_them() -
     torch.testing.assert_close(made, v2.Compose(steps)(images.unsqueeze(1)), rtol=1e-4, atol=1e-5)
 
 
-def test_each_part_learns_at_a_share_of_the_rate_above_it_and_none_is_left_out() -> None:
+def test_each_part_learns_at_a_share_of_the_rate_above() -> None:
     task = Finetune(weights=False, lr=0.1, decay=0.5)
     groups = task.configure_optimizers().param_groups
     assert [group["lr"] for group in groups] == [0.1 * 0.5**below for below in range(len(PARTS) + 1)]

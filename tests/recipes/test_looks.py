@@ -33,7 +33,7 @@ def test_the_confusion_matrix_counts_every_sample() -> None:
     assert torch.equal(shown.data, drawing.confusion(expected, NAMES).data)
 
 
-def test_the_mistakes_are_those_that_it_was_surest_of_over_all_batches() -> None:
+def test_the_mistakes_are_those_it_was_surest_of() -> None:
     looks = Looks(NAMES, shown=6)
     images, labels, logits, _ = evaluated(looks)
     sure, said = logits.softmax(1).max(1)
@@ -50,7 +50,7 @@ def test_a_classifier_without_mistakes_has_none_to_show() -> None:
     assert looks.finish(Env("cpu")).keys() == {"predictions", "confusion", "embedding"}
 
 
-def test_points_are_of_the_first_samples_with_their_names_and_pixels() -> None:
+def test_points_are_of_the_first_samples_with_names() -> None:
     looks = Looks(NAMES, mean=0.5, std=0.25, points=7)
     images, labels, _, hidden = evaluated(looks)
     points = looks.finish(Env("cpu"))["embedding"]

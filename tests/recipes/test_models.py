@@ -56,7 +56,7 @@ def test_gpt_computes_what_the_gpt2_of_transformers_computes() -> None:
 
 
 @pytest.mark.slow
-def test_resnet18_computes_what_torchvisions_computes_behind_the_small_stem() -> None:
+def test_resnet18_is_torchvisions_behind_the_small_stem() -> None:
     torchvision = pytest.importorskip("torchvision")
     peer = torchvision.models.resnet18(num_classes=10)
     peer.conv1, peer.maxpool = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.Identity()

@@ -67,7 +67,7 @@ def nanogpt(task: CharGPT, tokens: Tensor, heads: int, dropout: float) -> Tensor
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_model_computes_what_nanogpt_computes_dropout_included(dropout: float) -> None:
+def test_the_model_computes_what_nanogpt_computes(dropout: float) -> None:
     task, tokens = CharGPT(**SMALL, dropout=dropout), torch.randint(65, (3, 16))
     with torch.no_grad():
         for weight in task.double().parameters():
@@ -78,7 +78,7 @@ def test_the_model_computes_what_nanogpt_computes_dropout_included(dropout: floa
     torch.testing.assert_close(own, nanogpt(task, tokens, heads=2, dropout=dropout))
 
 
-def test_weights_begin_as_nanogpts_and_what_is_added_up_begins_smaller() -> None:
+def test_weights_begin_as_nanogpts() -> None:
     for name, weight in CharGPT(layers=8, width=64, heads=2).named_parameters():
         if weight.ndim == 1:
             assert torch.equal(weight, torch.ones(64))
@@ -161,9 +161,7 @@ def test_a_text_that_is_nowhere_is_fetched_into_the_cache(tmp_path: Path, monkey
     assert [file.name for file in (tmp_path / "cache/forge/tinyshakespeare").iterdir()] == ["input.txt"]
 
 
-def test_a_text_that_another_process_has_fetched_meanwhile_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_fetched_meanwhile_by_another_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "elsewhere" / "tinyshakespeare" / "input.txt"
     parts: list[str] = []
 
@@ -220,7 +218,7 @@ def test_the_recipe_learns_keeps_the_best_and_ends_with_a_text(capsys: pytest.Ca
     assert text.strip() in _texts(Path("run/tensorboard"))["sample"]
 
 
-def test_writing_leaves_the_random_numbers_of_a_run_alone_and_repeats_itself() -> None:
+def test_writing_leaves_the_runs_random_numbers_alone() -> None:
     task = CharGPT(**SMALL).eval()
     before = torch.get_rng_state()
     first = task.write("First", length=30)

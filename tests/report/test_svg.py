@@ -42,7 +42,7 @@ def test_the_points_of_a_curve_are_those_that_were_given() -> None:
     assert curves(line_chart({"train": points, "val": points[::5]}, "loss")) == {"train": points, "val": points[::5]}
 
 
-def test_a_larger_value_is_drawn_higher_and_a_later_one_further_right() -> None:
+def test_larger_is_higher_and_later_is_further_right() -> None:
     ((one, two, three),) = drawn(line_chart({"a": [(1, 1.0), (2, 3.0), (4, 2.0)]}))
     assert one[0] < two[0] < three[0]
     assert two[1] < three[1] < one[1]

@@ -53,7 +53,7 @@ class TestARunThatWasContinued:
     def plugins() -> list[forge.Plugin]:
         return [JSONL(), Checkpoint(every="2 updates"), Tensorboard()]
 
-    def test_its_page_has_the_command_of_each_life_with_its_date_and_update(self, tmp_path: Path) -> None:
+    def test_its_page_has_each_lifes_command_date_and_update(self, tmp_path: Path) -> None:
         first, second = attempts_of(RunFolder(tmp_path))
         text = Page(page([RunFolder(tmp_path)])).text
         assert f"1 {first.started} 0 forge fit mine task.lr=0.1 2 {second.started} 3 forge fit mine --resume" in text
@@ -75,7 +75,7 @@ class TestARunThatWasContinued:
         for card in ((tmp_path / "card.md").read_text(), text_of(read(tmp_path), "card")):
             assert card.rstrip().splitlines()[-2:] == lines
 
-    def test_a_comparison_has_all_commands_and_still_compares_the_recipes(self, tmp_path: Path, capsys: Any) -> None:
+    def test_a_comparison_has_all_commands_and_recipes(self, tmp_path: Path, capsys: Any) -> None:
         fit(max_updates=5, max_epochs=None, seed=2, plugins=[JSONL()], run_dir="runs/other")
         assert main(["runs", "compare", str(tmp_path), "runs/other", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -85,7 +85,7 @@ class TestARunThatWasContinued:
         assert "torch" not in around
         assert found["recipe"]["trainer.seed"] == [1, 2]
 
-    def test_a_life_that_is_killed_before_it_wrote_its_card_loses_none(
+    def test_a_life_killed_before_its_card_loses_none(
         self, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def killed(card: dict[str, Any], folder: Path, *rest: Any) -> None:
@@ -101,7 +101,7 @@ class TestARunThatWasContinued:
         ends = [(command.split()[-1], update) for command, update in told(tmp_path)]
         assert ends == [("task.lr=0.1", 0), ("--resume", 3), ("--again", 5), ("--at-last", 5)]
 
-    def test_a_life_that_is_killed_while_it_is_written_down_leaves_the_others(
+    def test_a_life_killed_while_written_leaves_the_others(
         self, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before, replace = told(tmp_path), os.replace
@@ -150,7 +150,7 @@ def test_a_resume_that_finds_no_checkpoint_is_a_first_life(live: Live, tmp_path:
     assert told(tmp_path) == [("forge fit mine --resume", 0)]
 
 
-def test_a_run_that_branches_off_another_begins_with_a_life_of_its_own(live: Live, tmp_path: Path) -> None:
+def test_a_run_that_branches_off_begins_a_life_of_its_own(live: Live, tmp_path: Path) -> None:
     live("forge fit mine", 2)
     live("earlier.py", 1, run_dir=tmp_path / "branch", plugins=[JSONL()])
     live("branch.py", 4, run_dir=tmp_path / "branch", resume=tmp_path / "checkpoints" / "latest")
@@ -158,9 +158,7 @@ def test_a_run_that_branches_off_another_begins_with_a_life_of_its_own(live: Liv
     assert "resumed from update 2" in Page(page([RunFolder(tmp_path / "branch")])).text
 
 
-def test_a_run_from_before_there_were_histories_is_continued_with_what_its_card_says(
-    live: Live, tmp_path: Path
-) -> None:
+def test_a_run_without_a_history_is_continued_by_its_card(live: Live, tmp_path: Path) -> None:
     live("forge fit mine", 2)
     live("forge fit mine --resume", 4, resume="auto")
     (tmp_path / "lives.json").unlink()
@@ -169,7 +167,7 @@ def test_a_run_from_before_there_were_histories_is_continued_with_what_its_card_
     assert told(tmp_path) == [("forge fit mine --resume", 2), ("forge fit mine --resume --more", 4)]
 
 
-def test_a_run_that_was_resumed_often_shows_its_first_and_last_lives(live: Live, tmp_path: Path) -> None:
+def test_a_run_resumed_often_shows_first_and_last_lives(live: Live, tmp_path: Path) -> None:
     live("forge fit mine", 1)
     live("forge fit mine --resume", 2, resume="auto")
     file = tmp_path / "lives.json"

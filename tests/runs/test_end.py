@@ -46,7 +46,7 @@ def status_of(folder: Path) -> tuple[str, str]:
     return end_of(folder)["status"], end_of(folder)["reason"]
 
 
-def test_a_fit_without_plugins_that_is_done_says_so_with_its_last_metrics(tmp_path: Path) -> None:
+def test_a_fit_without_plugins_ends_with_its_last_metrics(tmp_path: Path) -> None:
     result = fit(val=make_batches(1), max_epochs=2, plugins=[], run_dir=tmp_path)
     end = end_of(tmp_path)
     assert (end["status"], end["reason"]) == ("finished", "max_epochs")
@@ -81,7 +81,7 @@ def test_an_interrupt_is_no_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plugins", [[], [Checkpoint()]])
-def test_a_signal_is_no_failure_whether_the_state_was_saved_or_not(tmp_path: Path, plugins: list[Any]) -> None:
+def test_a_signal_is_no_failure_saved_or_not(tmp_path: Path, plugins: list[Any]) -> None:
     with pytest.raises(SystemExit):
         fit(Shot(), plugins=plugins, run_dir=tmp_path)
     status, reason = status_of(tmp_path)
@@ -182,13 +182,13 @@ def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plugins", [[JSONL()], []])
-def test_metrics_that_nobody_logs_any_more_are_none_of_the_results(tmp_path: Path, plugins: list[Any]) -> None:
+def test_metrics_nobody_logs_any_more_are_no_results(tmp_path: Path, plugins: list[Any]) -> None:
     result = twice(tmp_path, [JSONL(), Clip(0.5)], plugins)
     assert "grad_norm/before" in result.metrics  # a resume is exact: what was restored is not forgotten
     assert set(RunFolder(tmp_path).final) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
 
 
-def test_so_it_is_with_a_life_that_was_killed_and_with_a_test_after_the_end(tmp_path: Path) -> None:
+def test_a_killed_life_and_a_test_after_the_end_are_alike(tmp_path: Path) -> None:
     twice(tmp_path, [JSONL(), Clip(0.5)], [JSONL()])
     trainer = forge.Trainer(plugins=[JSONL()], run_dir=tmp_path, device="cpu")
     tested = trainer.test(Classifier(), make_batches(1))
@@ -212,7 +212,7 @@ def test_a_rewind_keeps_what_this_life_has_logged(tmp_path: Path) -> None:
     assert set(end_of(tmp_path)["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
 
 
-def test_a_validation_of_an_earlier_life_is_the_latest_until_there_is_another(tmp_path: Path) -> None:
+def test_an_earlier_lifes_validation_counts_until_another(tmp_path: Path) -> None:
     result = twice(tmp_path, [], [], validate_every=None)
     assert end_of(tmp_path)["metrics"] == result.metrics
     assert "val/loss" in result.metrics

@@ -270,7 +270,7 @@ def test_a_status_waits_for_no_pipe_and_follows_no_link(tmp_path: Path, kind: st
     assert lock.is_held(tmp_path) in (None, False)
 
 
-def test_a_lock_that_a_dead_runs_worker_still_holds_is_waited_for(tmp_path: Path) -> None:
+def test_a_lock_held_by_a_dead_runs_worker_is_waited_for(tmp_path: Path) -> None:
     """A worker that was forked a moment before its run was killed has the file open until it notices."""
     held = RunLock(tmp_path)
     held.acquire()

@@ -292,7 +292,7 @@ def test_a_shared_weight_is_not_stored_twice() -> None:
         assert weight_bytes(int8) < weight_bytes(model)
 
 
-def test_products_of_integers_that_are_padded_for_a_gpu_are_the_same(made: dict[str, Any]) -> None:
+def test_integer_products_padded_for_a_gpu_are_the_same(made: dict[str, Any]) -> None:
     """CUDA's product takes no fewer than 17 rows, and layers of multiples of 8."""
     plain, padded = made["int8-dynamic"], copy.deepcopy(made["int8-dynamic"])
     module._pad_rows(padded.quantized)

@@ -107,7 +107,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["short", pytest.param("long", marks=pytest.mark.slow)])
-def test_a_run_goes_on_over_any_number_of_ranks_and_either_strategy(kind: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_over_any_ranks_and_either_strategy(kind: str, tmp_path: Path) -> None:
     chain = CHAINS[kind]
     straight = alone(str(tmp_path / "straight"), 3 * len(chain), None)[0]
     seen: list[int] = []
@@ -129,7 +129,7 @@ def test_a_run_goes_on_over_any_number_of_ranks_and_either_strategy(kind: str, t
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_same_ranks_go_on_bit_for_bit_with_random_numbers_of_their_own(strategy: str, tmp_path: Path) -> None:
+def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)
     ranks(2)(go_on, str(tmp_path / "cut"), 7, strategy, 0.3, 4)
     ranks(2)(go_on, str(tmp_path / "cut"), 7, strategy, 0.3)

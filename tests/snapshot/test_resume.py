@@ -107,7 +107,7 @@ def loaders() -> dict[str, Callable[[], Any]]:
     kind=st.sampled_from(sorted(loaders())),
     gan=st.booleans(),
 )
-def test_any_number_of_deaths_ends_in_the_same_weights_metrics_and_log(
+def test_any_number_of_deaths_ends_in_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, deaths: list[int], kind: str, gan: bool
 ) -> None:
     make, folder = loaders()[kind], tmp_path_factory.mktemp("runs")
@@ -130,7 +130,7 @@ def test_any_number_of_deaths_ends_in_the_same_weights_metrics_and_log(
 # What may change between two lives
 
 
-def test_workers_prefetch_and_validation_may_change_between_lives(tmp_path: Path) -> None:
+def test_workers_and_prefetch_may_change_between_lives(tmp_path: Path) -> None:
     straight, _ = live(tmp_path / "straight", everything(), train=Loader(Noisy(), 8, shuffle=True))
     die(tmp_path / "cut", everything(), 4, train=Loader(Noisy(), 8, shuffle=True, num_workers=2))
     other = Loader(Noisy(), 8, shuffle=True, num_workers=1, prefetch_factor=3)
@@ -162,7 +162,7 @@ def test_a_run_cannot_end_before_the_point_it_is_continued_from(tmp_path: Path) 
         live(tmp_path, [Checkpoint()], max_epochs=2)
 
 
-def test_resuming_a_finished_run_trains_nothing_and_gives_its_result(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_gives_its_result(tmp_path: Path) -> None:
     first, expected = live(tmp_path, everything())
     again, result = live(tmp_path, everything())
     assert_same_weights(again, first)
@@ -220,7 +220,7 @@ class Counting(forge.Plugin):
         self.count = state["count"]
 
 
-def test_a_plugin_with_state_that_is_missing_on_either_side_is_refused(tmp_path: Path) -> None:
+def test_plugin_state_missing_on_either_side_is_refused(tmp_path: Path) -> None:
     die(tmp_path / "with", [Counting(), Checkpoint(every="1 update")], 3)
     with pytest.raises(forge.CheckpointError, match="has state of 'counting', which is not in this stack"):
         live(tmp_path / "with", [Checkpoint()])
@@ -241,9 +241,7 @@ class Careful(Counting):
         return {"count": self.count} if self.count >= self.since else None
 
 
-def test_a_plugin_with_nothing_to_lose_may_come_and_go_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plugin_with_nothing_to_lose_may_come_and_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     die(tmp_path, [Careful(99), Checkpoint(every="1 update")], 3)
     die(tmp_path, [Checkpoint(every="1 update")], 5)
     assert "plugin 'careful' was removed from the stack" in caplog.text
@@ -279,16 +277,14 @@ class Doubling(forge.Plugin):
                 parameter.grad.mul_(2)
 
 
-def test_a_plugin_or_an_option_that_was_not_there_before_is_worth_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_plugin_or_option_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     die(tmp_path, [Clip(0.5), Checkpoint(every="1 update")], 3)
     live(tmp_path, [Clip(0.25), Doubling(), Checkpoint()])
     assert "clip.max_norm was 0.5 and is 0.25 from here on" in caplog.text
     assert "plugin 'doubling' was added to the stack" in caplog.text
 
 
-def test_a_loader_that_cannot_be_continued_is_refused_at_the_start_where_the_run_is_saved(tmp_path: Path) -> None:
+def test_a_loader_that_cannot_continue_is_refused_if_saved(tmp_path: Path) -> None:
     class Endless:
         def __iter__(self) -> Any:
             return iter(tiny_batches())
@@ -299,7 +295,7 @@ def test_a_loader_that_cannot_be_continued_is_refused_at_the_start_where_the_run
     live(tmp_path / "inexact", [Checkpoint()], train=Endless(), max_epochs=1, allow_inexact=True)
 
 
-def test_state_that_cannot_be_saved_is_refused_at_the_start_by_its_path(tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_is_refused_by_its_path(tmp_path: Path) -> None:
     class Holds(Counting):
         @forge.hookimpl
         def forge_state_dict(self) -> dict[str, Any]:
@@ -319,7 +315,7 @@ def test_a_folder_with_a_run_in_it_is_not_trained_over(tmp_path: Path) -> None:
         live(tmp_path, [Checkpoint()], resume=None)
 
 
-def test_auto_without_a_folder_continues_the_newest_run_of_the_task(empty_folder: Path) -> None:
+def test_auto_without_a_folder_continues_the_newest_run(empty_folder: Path) -> None:
     def fit(**options: Any) -> forge.FitResult:
         trainer = forge.Trainer(plugins=[Checkpoint()], seed=0, device="cpu", **options)
         return trainer.fit(TinyTask(), tiny_batches())
@@ -330,9 +326,7 @@ def test_auto_without_a_folder_continues_the_newest_run_of_the_task(empty_folder
     assert second.updates == 10
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     straight, _ = live(tmp_path / "straight", everything())
     die(tmp_path / "cut", everything(), 7)
     newest = max((tmp_path / "cut" / "checkpoints").glob("update-*"))
@@ -344,7 +338,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
     assert f"Skipping the checkpoint {newest.name}" in caplog.text
 
 
-def test_a_run_whose_checkpoints_are_all_broken_is_not_started_afresh_in_silence(tmp_path: Path) -> None:
+def test_a_run_with_only_broken_checkpoints_is_no_fresh_one(tmp_path: Path) -> None:
     live(tmp_path, [Checkpoint(keep=1)])
     for path in (tmp_path / "checkpoints").glob("update-*"):
         (path / "manifest.json").unlink()
@@ -381,7 +375,7 @@ def test_the_card_says_what_a_run_was_resumed_from(tmp_path: Path) -> None:
 # Rewind
 
 
-def test_a_rewind_goes_back_to_the_newest_checkpoint_and_passes_over_what_it_was_told_to(tmp_path: Path) -> None:
+def test_a_rewind_to_the_newest_checkpoint_skips_as_told(tmp_path: Path) -> None:
     seen: list[tuple[int, bool]] = []
 
     @forge.on("step_end", mutates=True)
@@ -397,7 +391,7 @@ def test_a_rewind_goes_back_to_the_newest_checkpoint_and_passes_over_what_it_was
     assert updates == sorted(updates)
 
 
-def test_a_run_that_is_cut_off_after_a_rewind_ends_like_one_that_is_not(tmp_path: Path) -> None:
+def test_a_run_cut_off_after_a_rewind_ends_the_same(tmp_path: Path) -> None:
     @forge.on("step_end", mutates=True)
     def watch(step: forge.Step) -> None:
         if step.index == 4 and step.updated:
@@ -508,7 +502,7 @@ class Breaks(Noisy):
         return super().__getitem__(index)
 
 
-def test_an_exception_in_a_hook_or_a_dataset_leaves_the_last_checkpoint_valid(tmp_path: Path) -> None:
+def test_an_exception_leaves_the_last_checkpoint_valid(tmp_path: Path) -> None:
     with pytest.raises(forge.DataError, match="unreadable"):
         live(tmp_path / "data", [Checkpoint(every="1 update")], train=Loader(Breaks(), 8))
     with pytest.raises(PowerCut):
@@ -519,7 +513,7 @@ def test_an_exception_in_a_hook_or_a_dataset_leaves_the_last_checkpoint_valid(tm
         assert found.update == update
 
 
-def test_one_loader_that_keeps_its_place_cannot_serve_training_and_validation(tmp_path: Path) -> None:
+def test_a_loader_with_a_place_cannot_serve_two_stages(tmp_path: Path) -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
             return iter(zip(Noisy().x, Noisy().y, strict=True))

@@ -90,7 +90,9 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "multi-step")) for kind in SCHEDULES]
+)  # it is a part of the sequential one
 def test_schedules_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     ends_the_same(tmp_path, lambda: Built(lambda p: SCHEDULES[kind](torch.optim.SGD(p, lr=0.1))))
 
@@ -174,7 +176,7 @@ class Numbers(TinyTask):
         return np.int64(len(batch[0]))
 
 
-def test_numbers_of_numpy_among_metrics_and_weights_are_saved_like_any_other(tmp_path: Path) -> None:
+def test_numbers_of_numpy_are_saved_like_any_other(tmp_path: Path) -> None:
     ends_the_same(tmp_path, Numbers)
 
 
@@ -185,9 +187,7 @@ def test_numbers_of_numpy_among_metrics_and_weights_are_saved_like_any_other(tmp
         (torch.optim.Adam, torch.optim.AdamW, "was trained with Adam; this run has AdamW"),
     ],
 )
-def test_another_optimizer_is_refused_by_name_and_nothing_is_changed(
-    tmp_path: Path, then: Any, now: Any, said: str
-) -> None:
+def test_another_optimizer_is_refused_and_nothing_changed(tmp_path: Path, then: Any, now: Any, said: str) -> None:
     die(tmp_path, [Checkpoint(every="1 update")], 3, task=Built(lambda p: then(p, lr=0.1)))
     task = Built(lambda p: now(p, lr=0.1))
     with pytest.raises(forge.CheckpointError, match=said):
@@ -241,7 +241,7 @@ class Odd(torch.optim.SGD):
         self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
 
 
-def test_optimizer_state_that_cannot_be_saved_is_refused_after_the_first_update(tmp_path: Path) -> None:
+def test_unsavable_optimizer_state_is_refused_at_once(tmp_path: Path) -> None:
     seen: list[int] = []
 
     @forge.on("boundary")
@@ -253,7 +253,7 @@ def test_optimizer_state_that_cannot_be_saved_is_refused_after_the_first_update(
     assert seen == [1]
 
 
-def test_a_plugin_can_say_while_it_is_restored_that_the_run_was_over(tmp_path: Path) -> None:
+def test_a_plugin_can_say_on_restore_that_the_run_was_over(tmp_path: Path) -> None:
     class Enough(forge.Plugin):
         """Stops after three updates, and knows it when it comes back."""
 

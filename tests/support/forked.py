@@ -102,6 +102,8 @@ class Popen(subprocess.Popen):
             return 0, 0
         os.close(self._ended)
         self._ended = None
+        if _server is None:  # it has ended: its children are those of this process
+            return super()._try_wait(wait_flags)  # pyright: ignore[reportAttributeAccessIssue]
         return self.pid, _ask("wait", [], self.pid)
 
 

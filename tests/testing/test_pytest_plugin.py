@@ -48,7 +48,7 @@ def test_plugins_can_be_classes_and_names(forge_run) -> None:
     assert forge_run(["clip", Checkpoint], max_updates=1).trace.of("clip", "forge_edit_grads")
 
 
-def test_a_metric_that_was_never_logged_is_named_with_those_that_were(forge_run) -> None:
+def test_a_metric_never_logged_is_named_with_those_that_were(forge_run) -> None:
     with pytest.raises(AssertionError, match=r"'nrom' was never logged; logged were .*norm"):
         forge_run([norm], max_updates=2).series("nrom")
 

@@ -31,13 +31,13 @@ STRAIGHT = [line(1), line(2), line(3)]
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_traces_have_no_difference_however_often_an_update_comes_again() -> None:
+def test_equal_traces_have_no_difference() -> None:
     assert compare(STRAIGHT, [line(1), line(2), line(1), line(2), line(3)]) is None
     assert compare(STRAIGHT, []) is None
 
 
 @pytest.mark.parametrize("part", ["batch", "rng", "means", "weights", "optimizer"])
-def test_a_difference_is_named_by_its_update_its_part_and_what_in_it(part: str) -> None:
+def test_a_difference_is_named_by_update_and_part(part: str) -> None:
     name = next(iter(line(2)[part]))
     difference = compare(STRAIGHT, [line(1), line(2, **{part: {name: "b"}}), line(3, weights={"w": "b"})])
     assert difference is not None
@@ -78,7 +78,7 @@ def test_another_batch_is_not_blamed_on_an_attribute() -> None:
     assert difference.part == "batch"
 
 
-def test_an_update_that_the_straight_run_never_made_is_a_difference() -> None:
+def test_an_update_the_straight_run_never_made_differs() -> None:
     difference = compare(STRAIGHT, [line(3), line(4)])
     assert difference is not None
     assert (difference.update, difference.detail) == (4, "the uninterrupted run has no such update")
@@ -256,7 +256,7 @@ def test_a_trace_sees_what_drifts_and_names_its_place(tmp_path: Path, place: str
     assert difference.detail.endswith(place)
 
 
-def test_two_equal_runs_leave_equal_traces_and_another_seed_leaves_another(tmp_path: Path) -> None:
+def test_two_equal_runs_leave_equal_traces(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         fit_tiny([Recorder(tmp_path / name)], seed=seed)
     a, b, c = (read_trace(tmp_path / name) for name in "abc")

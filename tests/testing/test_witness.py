@@ -38,7 +38,7 @@ def names(line: dict[str, Any], kind: str) -> list[str]:
 # -- what a run leaves ------------------------------------------------------------------------------------------------
 
 
-def test_an_update_is_written_down_in_the_order_in_which_it_happens(tmp_path: Path) -> None:
+def test_an_update_is_written_down_in_its_order(tmp_path: Path) -> None:
     first, second, *_ = record(tmp_path / "a")
     assert kinds(first) == ["first parameter", "first buffer"]
     order = ["batch", "rng before", "output", "loss", "gradient", "parameter", "buffer", "optimizer", "rng"]
@@ -64,7 +64,7 @@ def test_gradients_come_in_the_order_of_the_backward_pass(tmp_path: Path) -> Non
     assert {*gradients[-2:]} == {"first.weight", "first.bias"}
 
 
-def test_the_run_ends_after_so_many_updates_and_is_not_changed_by_being_watched(tmp_path: Path) -> None:
+def test_the_run_ends_after_its_updates_and_is_not_changed(tmp_path: Path) -> None:
     plain, _ = fit_tiny([], max_updates=4)
     task, result = fit_tiny([Witness(tmp_path / "a", 4)])
     assert result.updates == 4
@@ -72,7 +72,7 @@ def test_the_run_ends_after_so_many_updates_and_is_not_changed_by_being_watched(
     assert not any(part._forward_hooks for part in task.modules())
 
 
-def test_two_equal_runs_leave_equal_records_and_another_seed_another_one(tmp_path: Path) -> None:
+def test_two_equal_runs_leave_equal_records(tmp_path: Path) -> None:
     one, other, third = (record(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     assert len(one) == 7
     assert compare(one, other) is None
@@ -82,7 +82,7 @@ def test_two_equal_runs_leave_equal_records_and_another_seed_another_one(tmp_pat
 
 
 @pytest.mark.parametrize("task", [TinyGAN, TinyTask])
-def test_several_optimizers_and_windows_are_written_down_turn_by_turn(tmp_path: Path, task: Any) -> None:
+def test_several_optimizers_are_written_down_turn_by_turn(tmp_path: Path, task: Any) -> None:
     one, other = (record(tmp_path / name, plugins=[Accumulate(2)], task=task()) for name in "ab")
     assert compare(one, other) is None
     turns = [""] if task is TinyTask else ["generator, ", "discriminator, "]
@@ -133,7 +133,7 @@ LOSS = ("loss", "micro-batch 0", "a", [1.5])
 GRADIENT = ("gradient", "net.weight", "a", [3.0, 4.0])
 
 
-def test_the_first_difference_is_named_with_what_was_equal_before_it() -> None:
+def test_the_first_difference_is_named_with_what_was_equal() -> None:
     other = ("gradient", "net.weight", "b", [3.0, 4.5])
     found = compare([line(0, LOSS), line(1, LOSS, GRADIENT)], [line(0, LOSS), line(1, LOSS, other)])
     assert found is not None
@@ -177,7 +177,7 @@ def test_a_run_that_ends_early_is_a_difference() -> None:
     assert (found.update, found.kind, found.equal) == (2, "order", 1)
 
 
-def test_attributes_that_differ_are_named_beside_it_and_never_alone() -> None:
+def test_attributes_that_differ_are_named_beside_it() -> None:
     assert compare([line(1, LOSS, at="1")], [line(1, LOSS, at="2")]) is None
     found = compare([line(1, LOSS, at="1")], [line(1, ("loss", "micro-batch 0", "b", [2.0]), at="2")])
     assert found is not None

@@ -72,7 +72,7 @@ def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("curvature", [0.5, 1.0, 7.0, 100.0, 3000.0])
-def test_the_suggestion_is_well_below_the_rate_at_which_a_quadratic_diverges(curvature: float) -> None:
+def test_the_suggestion_is_well_below_the_divergent_rate(curvature: float) -> None:
     curve = lr_range(lambda: Bowl(curvature), noise(), highest=100.0)
     assert curve.diverged is not None
     assert curve.diverged > 2 / curvature
@@ -82,7 +82,7 @@ def test_the_suggestion_is_well_below_the_rate_at_which_a_quadratic_diverges(cur
     assert curve.fell
 
 
-def test_its_losses_are_those_of_a_plain_loop_with_the_same_rates() -> None:
+def test_its_losses_are_those_of_a_plain_loop() -> None:
     curve = lr_range(TinyTask, tiny_batches(), lowest=1e-4, highest=1e-1, updates=12, seed=0)
     torch.manual_seed(0)
     task, losses = TinyTask(), []
@@ -148,7 +148,7 @@ def test_one_of_several_is_tested_alone_with_its_own_loss() -> None:
     assert alone.losses[0] != both.losses[0]
 
 
-def test_an_optimizer_that_is_not_there_is_answered_with_those_that_are() -> None:
+def test_an_absent_optimizer_is_answered_with_those_there() -> None:
     with pytest.raises(forge.ForgeError, match="Did you mean 'generator'"):
         lr_range(TinyGAN, tiny_batches(), optimizer="generater")
     with pytest.raises(forge.ForgeError, match="one optimizer, without a name"):
@@ -183,7 +183,7 @@ def test_schedules_of_the_task_are_left_out(schedule: Any) -> None:
     assert curve.losses == pytest.approx(plain.losses)
 
 
-def test_the_whole_default_stack_runs_without_its_sinks_and_writes_nothing(
+def test_the_default_stack_runs_and_writes_nothing(
     capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     extra = {name: {} for name in ("schedule", "early_stop", "anomaly", "accumulate")}
@@ -220,7 +220,7 @@ def test_the_test_ends_soon_after_the_loss_runs_away() -> None:
     assert 0.02 < curve.diverged < 0.2
 
 
-def test_a_loss_that_is_not_finite_ends_it_and_is_no_part_of_the_curve() -> None:
+def test_a_loss_that_is_not_finite_ends_it() -> None:
     curve = lr_range(Breaks, noise())
     assert curve.diverged == pytest.approx(1e-3, rel=0.3)
     assert all(map(math.isfinite, curve.losses))
@@ -243,7 +243,7 @@ def test_noise_is_no_fall(seed: int) -> None:
     assert LRCurve(rates, falling, smooth(falling, 0.83), 1.0).fell
 
 
-def test_a_loss_that_hardly_falls_makes_no_suggestion_worth_having() -> None:
+def test_a_loss_that_hardly_falls_suggests_nothing() -> None:
     class Flat(Bowl):
         def training_step(self, batch: Any) -> Any:
             return 1 + 1e-6 * self.weight.sum()
@@ -275,7 +275,7 @@ def test_the_longest_fall_is_the_longest(losses: list[int]) -> None:
     assert any(len(fall) == length and fall[-1] == end for fall in falls)
 
 
-def test_a_loss_has_run_away_when_it_is_far_above_its_best_and_above_its_start() -> None:
+def test_a_loss_runs_away_far_above_best_and_start() -> None:
     assert has_diverged([2.0, 1.0, 4.1])
     assert not has_diverged([2.0, 0.1, 1.9])  # small losses may wobble
     assert not has_diverged([2.0, 1.0, 3.9])
@@ -301,7 +301,7 @@ def image(path: Path) -> Any:
     return Image.open(path).convert("RGB")
 
 
-def test_the_picture_has_its_size_and_shows_the_curve_and_the_suggestion(tmp_path: Path) -> None:
+def test_the_picture_shows_curve_and_suggestion(tmp_path: Path) -> None:
     curve = lr_range(lambda: Bowl(100.0), noise())
     path = draw_lr(curve, "A bowl", tmp_path / "new" / "lr.png")
     picture = image(path)
@@ -386,9 +386,7 @@ def loader(samples: int = 400) -> Any:
 
 
 @pytest.mark.parametrize("limit", [2, 31, 100])
-def test_the_largest_batch_before_the_memory_is_full_is_found_exactly(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_batch_that_fits_is_found_exactly(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Eats, "limit", limit)
     report = batch_range(Eats, loader(), exact=True, highest=128, updates=3, device="cpu")
     assert report.largest == limit
@@ -399,7 +397,7 @@ def test_the_largest_batch_before_the_memory_is_full_is_found_exactly(
     assert rounded.largest == 1 << (limit.bit_length() - 1)
 
 
-def test_every_size_gets_a_task_of_its_own_and_nothing_of_it_is_kept() -> None:
+def test_every_size_gets_a_task_of_its_own() -> None:
     Eats.made.clear()
     report = batch_range(Eats, loader(), updates=3)
     assert [probe.size for probe in report.probes] == [32, 64]
@@ -432,7 +430,7 @@ def test_an_error_of_another_kind_at_the_first_size_is_the_users() -> None:
         batch_range(Wrong, loader(), updates=3)
 
 
-def test_an_error_of_another_kind_at_a_larger_size_ends_the_search_with_its_words() -> None:
+def test_another_error_at_a_larger_size_ends_the_search() -> None:
     class Wrong(TinyTask):
         def training_step(self, batch: Any) -> Any:
             if len(batch[0]) > 100:
@@ -494,7 +492,7 @@ def report(*speeds: float, extra: Any = ()) -> BatchReport:
     return BatchReport(sorted([*probes, *extra], key=lambda probe: probe.size))
 
 
-def test_the_smallest_size_that_is_nearly_the_fastest_is_recommended() -> None:
+def test_the_smallest_size_nearly_the_fastest_is_recommended() -> None:
     assert report(100, 200, 390, 400, 395).recommended == 4
     assert report(100, 200, 400).recommended == 4
     assert report(100).recommended == 1
@@ -511,7 +509,7 @@ def test_sizes_that_do_not_fit_or_are_odd_are_not_recommended() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process can be reset on Linux only")
-def test_the_peak_of_this_process_is_measured_from_the_start_asked_for() -> None:
+def test_the_peak_is_measured_from_the_start_asked_for() -> None:
     device = torch.device("cpu")
     clean()
     peak_memory.start(device)

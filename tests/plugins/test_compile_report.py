@@ -1,0 +1,304 @@
+"""compile: an honest account of what was compiled, and of what was not."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import runpy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import forge
+from forge.testing import TinyTask, assert_same_weights, tiny_batches
+from forge_plugins import Compile
+from forge_plugins.compile import compile_watch
+from forge_plugins.compile.quiet import SOURCE
+from tests.support import compile_kit
+from tests.support.compile_kit import Breaks, Chain, Plain, counts, fit
+
+nothing_of_the_last_test = compile_kit.nothing_of_the_last_test
+every_line = compile_kit.every_line
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was compiled
+
+
+def test_a_break_is_logged_with_file_line_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    result = fit(Compile(backend="eager"), Breaks(), validate_every=None)[1]
+    assert counts(result) == (2, 1, 0)
+    assert "compile: 2 graphs of 2 ops, 1 break, no recompiles" in caplog.text
+    line = line_of(Breaks.training_step, "graph_break()")
+    assert f"  break at {compile_kit.__file__}:{line}: User-inserted graph break." in caplog.text
+    assert caplog.text.count("break at") == 1
+
+
+def test_what_was_compiled_is_said_once_and_when_it_changes() -> None:
+    logged: list[tuple[int, dict[str, Any]]] = []
+
+    class Sink(forge.Plugin):
+        @forge.hookimpl
+        def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+            logged.append((update, {name: value for name, value in metrics.items() if name.startswith("compile/")}))
+
+    fit(Compile(backend="eager"), None, Sink(), train=tiny_batches((8, 8, 8, 8, 5)), validate_every=None, log_every=2)
+    first = {"compile/graphs": 1, "compile/breaks": 0, "compile/recompiles": 0}
+    assert (
+        logged
+        == [(2, first), (4, {}), (5, {**first, "compile/graphs": 2, "compile/recompiles": 1}), (5, {})][: len(logged)]
+    )
+
+
+def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture) -> None:
+    result = fit(Compile(backend="eager"), train=tiny_batches((8, 8, 5)), max_epochs=3, validate_every=None)[1]
+    assert counts(result) == (2, 0, 1)
+    assert "training_step was compiled again: a batch of 5 instead of 8. Normal for the last one" in caplog.text
+    assert not [record for record in caplog.records if record.name == "forge" and record.levelno > logging.INFO]
+
+
+def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureFixture) -> None:
+    with torch._dynamo.config.patch(recompile_limit=4):
+        fit(Compile(backend="eager"), train=tiny_batches(range(3, 10)), validate_every=None, log_every=1)
+    warnings = [r.getMessage() for r in caplog.records if r.name == "forge" and r.levelno == logging.WARNING]
+    assert ["in each of the last 3 log intervals" in text for text in warnings] == [True, False]
+    assert "training_step was compiled for so many kinds of inputs that torch gave up" in warnings[1]
+    for text in warnings:
+        assert "size mismatch at index 0" in text
+        assert "Pad batches to one shape" in text
+        assert "compile.dynamic=true" in text
+
+
+def test_dynamic_sizes_need_one_graph() -> None:
+    sizes = tiny_batches(range(3, 9))
+    assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
+
+
+def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
+    class Reads(Plain):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            scale = logits.sum().item()
+            return F.cross_entropy(logits * scale, batch[1])
+
+    fit(Compile(backend="eager"), Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
+    assert "became part of the graph: keep it in a tensor" in caplog.text
+
+
+def test_a_folder_named_training_has_its_recompiles_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the path nor a word in the line is the flag; the number is a module's, to which torch adds a hint."""
+    file = tmp_path / "training" / "steps.py"
+    file.parent.mkdir()
+    file.write_text("def scaled(task, loss):\n    return loss * task.scale  # in training\n")
+    scaled = runpy.run_path(str(file))["scaled"]
+
+    class Scaled(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1
+
+        def training_step(self, batch: Any) -> Any:
+            return scaled(self, F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    @forge.on("step_end", mutates=True)
+    def grow(step: forge.Step) -> None:
+        task: Any = step.trainer.task
+        task.scale = step.index + 2
+
+    result = fit(Compile(backend="eager"), Scaled(), grow, validate_every=None)[1]
+    assert counts(result) == (2, 0, 1)
+    assert "training/steps.py:2: return loss * task.scale # in training\n" in caplog.text
+    assert "HINT" not in caplog.text
+
+
+@pytest.mark.slow
+def test_evaluation_and_thawed_parameters_are_no_recompiles() -> None:
+    def frozen() -> Chain:
+        task: Any = Chain(4)
+        task.net[0].weight.requires_grad_(False)
+        return task
+
+    @forge.on("step_end", mutates=True)
+    def thaw(step: forge.Step) -> None:
+        next(step.trainer.task.parameters()).requires_grad_(step.index >= 1)
+
+    plain, compiled = frozen(), frozen()
+    data = tiny_batches([8] * 4)
+    fit(None, plain, thaw, train=data, max_epochs=2)
+    result = fit(Compile(backend="aot_eager"), compiled, thaw, train=data, max_epochs=2)[1]
+    assert counts(result) == (3, 0, 0)  # frozen, thawed, validation
+    assert_same_weights(compiled, plain)
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_thawed_behind_a_break_is_trained() -> None:
+    """In some versions of torch what was compiled while it was frozen would be used on, and say nothing."""
+
+    class Broken(Chain):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            torch._dynamo.graph_break()
+            return F.cross_entropy(logits, batch[1])
+
+    @forge.on("step_end", mutates=True)
+    def flip(step: forge.Step) -> None:
+        next(step.trainer.task.parameters()).requires_grad_(step.index % 2 == 0)
+
+    plain, compiled = Broken(4), Broken(4)
+    data = tiny_batches([8] * 4)
+    fit(None, plain, flip, train=data, validate_every=None)
+    fit(Compile(backend="aot_eager"), compiled, flip, train=data, validate_every=None)
+    assert_same_weights(compiled, plain)
+
+
+@pytest.mark.slow
+def test_a_norm_frozen_on_the_way_is_frozen_in_the_graph() -> None:
+    @forge.on("step_end", mutates=True)
+    def freeze(step: forge.Step) -> None:
+        task: Any = step.trainer.task
+        task.net[1].eval()
+
+    plain, compiled = TinyTask(), TinyTask()
+    data = tiny_batches([8] * 3)
+    fit(None, plain, freeze, train=data, validate_every=None)
+    result = fit(Compile(backend="eager"), compiled, freeze, train=data, validate_every=None)[1]
+    assert counts(result) == (2, 0, 0)
+    assert_same_weights(compiled, plain)
+
+
+@pytest.mark.slow
+def test_nothing_of_one_run_counts_towards_the_limit_of_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            result = fit(Compile(backend="eager"), Breaks(), validate_every=None, max_updates=1)[1]
+            assert counts(result) == (2, 1, 0)
+    assert "gave up" not in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What torch prints of it
+
+
+NOISE = "Graph break from `Tensor.item()`, consider setting:"
+
+
+class Tells(Plain):
+    """Has torch's logger say something in the first step, outside of the graph."""
+
+    error: Exception | None = None
+
+    @torch.compiler.disable
+    def tell(self) -> None:
+        for text in (f"{NOISE} a\n", "something else"):
+            logging.getLogger(SOURCE).warning(text)
+        if self.error is not None:
+            raise self.error
+
+    def training_step(self, batch: Any) -> Any:
+        self.tell()  # pyright: ignore[reportCallIssue]
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The first lines of what torch's logger lets through."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger(SOURCE), "handle", _handle_to(lines))
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    return lines
+
+
+def _handle_to(lines: list[str]) -> Callable[[logging.LogRecord], None]:
+    source = logging.getLogger(SOURCE)
+
+    def handle(record: logging.LogRecord) -> None:
+        if source.filter(record):
+            lines.append(record.getMessage().splitlines()[0])
+
+    return handle
+
+
+def test_a_break_for_a_number_is_left_to_the_report(printed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """torch says it once for each line of code, and this one is nobody else's."""
+
+    class Reads(Plain):
+        def training_step(self, batch: Any) -> Any:
+            logits = self.net(batch[0])
+            return F.cross_entropy(logits * logits.sum().item(), batch[1])
+
+    fit(Compile(backend="eager"), Reads(), max_updates=1)
+    assert not printed
+    assert f"  break at {__file__}:{line_of(Reads.training_step, '.item()')}: " in caplog.text
+
+
+def test_anything_else_that_torch_says_is_heard(printed: list[str]) -> None:
+    fit(Compile(backend="eager"), Tells(), max_updates=1)
+    assert printed == ["something else"]
+
+
+def test_with_torch_logs_set_torch_prints_all_of_it(printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "graph_breaks")
+    fit(Compile(backend="eager"), Tells(), max_updates=1)
+    assert printed == [f"{NOISE} a", "something else"]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=["a whole run", "an error"])
+def test_torch_may_speak_again_after_the_run(error: Exception | None, printed: list[str]) -> None:
+    before, task = list(logging.getLogger(SOURCE).filters), Tells()
+    task.error = error
+    with pytest.raises(ZeroDivisionError) if error else nullcontext():
+        fit(Compile(backend="eager"), task, max_updates=1)
+    assert printed == ["something else"]
+    assert logging.getLogger(SOURCE).filters == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing was compiled
+
+
+def test_a_stance_that_keeps_everything_eager_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        fit(Compile(backend="eager"), max_updates=1)
+    assert "compile: nothing was compiled; training is eager, and not faster." in caplog.text
+    assert 'torch.compiler.set_stance("force_eager") is active' in caplog.text
+
+
+def test_a_variable_that_switches_the_compiler_off_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    fit(Compile(backend="eager"), max_updates=1)
+    assert "compile: nothing was compiled; training is eager, and not faster. TORCHDYNAMO_DISABLE is set" in caplog.text
+
+
+def test_a_step_that_breaks_off_is_warned_of_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    class Shy(Plain):
+        @torch.compiler.disable
+        def training_step(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    fit(Compile(backend="eager"), Shy(), max_updates=1)
+    assert "compile: nothing was compiled; training is eager, and not faster. Every graph broke off" in caplog.text
+    assert "  at " in caplog.text
+
+
+def test_without_torchs_accounts_there_is_less_and_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo.utils
+
+    monkeypatch.delattr(torch._dynamo.utils, "graph_break_reasons")
+    monkeypatch.delattr(torch._dynamo.utils, "get_compilation_metrics")
+    monkeypatch.setattr(compile_watch, "_counters", lambda: None)
+    fit(Compile(backend="eager", blocks="net"), TinyTask(), max_updates=1)
+    assert "nothing was compiled" not in caplog.text

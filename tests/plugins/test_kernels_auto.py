@@ -1,0 +1,349 @@
+"""The plugin `kernels` with `auto`: it measures, and remembers what it has measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import forge
+from forge import registry
+from forge.errors import StackError, TaskError
+from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
+from forge_plugins import DDP, Checkpoint, Compile, Remat
+from forge_plugins.kernels import Kernels
+from forge_plugins.kernels.judgement import StepTrial
+from tests.support import kernels_plugin_kit
+from tests.support.kernels_plugin_kit import FOUR, Clock, measure_steps, net, ran
+from tests.support.lasting_ranks import ranks
+from tests.support.toy_kernels import CALLS, FastLinear, entries
+
+clean = kernels_plugin_kit.clean
+install = kernels_plugin_kit.install
+clock = kernels_plugin_kit.clock
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# auto
+
+
+def test_off_cuda_nothing_is_swapped_and_the_log_says_so_once(install: Any, caplog: pytest.LogCaptureFixture) -> None:
+    install("toy", "toy_module")
+    caplog.set_level(logging.INFO, "forge")
+    for use in ("auto", "all"):
+        ours, _ = fit_tiny([Kernels(use)])
+        assert_same_weights(ours, fit_tiny([])[0])
+    assert ran() == []
+    said = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+    assert said == ["kernels: nothing is swapped: they run on CUDA, and this run is on cpu."] * 2
+
+
+def test_auto_uses_a_kernel_that_it_measured_as_faster(install: Any, clock: type[Clock]) -> None:
+    install("toy")
+    fit_tiny([Kernels("auto")], train=tiny_batches([8, 8, 5]), max_epochs=1, val=tiny_batches([8, 4]))
+    assert clock.measured == 1
+    # measured, then two updates with batches of 8, and one batch of 8 of the validation; other shapes run as written
+    assert set(CALLS) == {("toy", (8, 8))}
+    assert len(CALLS) == 2 + 2 + 1
+
+
+@pytest.mark.parametrize(("ms", "used"), [((0.5,), True), ((0.96,), True), ((0.98,), False), ((2.0,), False)])
+def test_auto_needs_a_gain_of_three_percent(install: Any, clock: type[Clock], ms: Any, used: bool) -> None:
+    install("toy")
+    clock.ms = ms
+    fit_tiny([Kernels()], max_updates=2)
+    assert (len(CALLS) > 2) is used
+
+
+@pytest.mark.parametrize(("ms", "used"), [(0.97, True), (0.99, False)])
+def test_the_whole_step_has_the_last_word(
+    install: Any, clock: type[Clock], ms: float, used: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("toy")
+    clock.step_ms = ms
+    caplog.set_level(logging.INFO, "forge")
+    fit_tiny([Kernels()], max_updates=2)
+    assert (len(CALLS) > 2) is used
+    assert f"forward and backward of the first batch: as written 1 ms; with toy {ms:g} ms" in caplog.text
+    assert ("(used)" in caplog.text) is used
+
+
+def test_a_step_under_trial_leaves_no_trace(install: Any, clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # measure for real
+    monkeypatch.setattr(Kernels, "_acts_on", lambda self, device: True)
+    monkeypatch.setattr("forge_plugins.kernels.Stopwatch", clock)
+    monkeypatch.setattr("forge_plugins.kernels.judgement.LEAST_GAIN", 2.0)  # nothing is kept
+    install("toy", "toy_module")
+    ours, _ = fit_tiny([Kernels(cache=False)])
+    assert "toy_module" in ran()
+    assert_same_weights(ours, fit_tiny([])[0])
+
+
+def test_auto_takes_the_fastest_of_several(install: Any, clock: type[Clock]) -> None:
+    install("toy", "toy_rival")
+    clock.ms = (0.9, 0.5)
+    fit_tiny([Kernels()], max_updates=2)
+    assert ran()[-2:] == ["toy_rival"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("toy_wrong", "its first result is off by"),
+        ("toy_fussy", "it does not take this call"),
+        ("toy_broken", "it fails: RuntimeError: no such instruction"),
+    ],
+)
+def test_auto_does_not_count_a_kernel_that_is_wrong(
+    install: Any, clock: type[Clock], name: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(name)
+    caplog.set_level(logging.INFO, "forge")
+    ours, _ = fit_tiny([Kernels()])
+    assert clock.measured == 0
+    assert f"{name}: {why}" in caplog.text
+    assert_same_weights(ours, fit_tiny([])[0])
+
+
+def test_looking_and_measuring_leave_no_trace_in_the_run(install: Any, clock: type[Clock]) -> None:
+    install("toy", "toy_module")
+    clock.ms = (2.0,)
+    ours, _ = fit_tiny([Kernels()])
+    assert clock.measured == 2
+    assert_same_weights(ours, fit_tiny([])[0])
+
+
+def test_auto_swaps_a_faster_module_before_the_first_update(install: Any, clock: type[Clock]) -> None:
+    install("toy_module")
+    task = TinyTask()
+    first, kinds = net(task)[0], []
+
+    @forge.on("step_end")
+    def look(step: forge.Step) -> None:
+        kinds.append(type(net(step.trainer.task)[0]))
+
+    fit_tiny([Kernels(), look], task=task, max_updates=2)
+    assert kinds == [FastLinear] * 2
+    assert net(task)[0] is first
+    assert_same_weights(task, fit_tiny([], max_updates=2)[0])
+
+
+def test_the_table_says_what_was_measured_and_what_is_used(
+    install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture
+) -> None:
+    install("toy")
+    caplog.set_level(logging.INFO, "forge")
+    fit_tiny([Kernels()], max_updates=1)
+    (told,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("kernels against")]
+    head, columns, row = told.splitlines()
+    assert head == "kernels against what they replace on cpu, forward and backward, measured now:"
+    assert columns.split("  ")[1] == "call"
+    assert row.split() == ["relu", "8×8", "float32", "1", "1", "ms", "toy", "0.5", "ms", "toy"]
+
+
+@pytest.mark.slow
+def test_auto_measures_against_compiled_code(
+    install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graphs are kept out of the count. A call that torch.compile would fuse is not even measured."""
+    install("toy", "toy_opaque")
+    torch._dynamo.reset()
+    compiled, real = [], torch.compile
+
+    def compile(function: Any, **options: Any) -> Any:
+        compiled.append(function.__name__)
+        return real(function, **{**options, "backend": "aot_eager"})
+
+    monkeypatch.setattr(torch, "compile", compile)
+    caplog.set_level(logging.INFO, "forge")
+    plugins = [Compile(backend="aot_eager", fullgraph=True), Kernels()]
+    _, result = fit_tiny(plugins, **FOUR)
+    assert sorted(compiled) == ["measured", "measured", "training_step"]
+    assert clock.measured == 1
+    assert "kernels against torch.compile" in caplog.text
+    assert result.metrics["compile/graphs"] == 1
+    assert result.metrics["compile/recompiles"] == 0
+    assert ran()[-4:] == ["toy_opaque"] * 4
+    assert "toy" not in ran()
+    assert "forge_toys" not in caplog.text
+
+
+def test_each_optimizers_first_batch_is_looked_at(install: Any, clock: type[Clock]) -> None:
+    install("toy")
+    from forge.testing import TinyGAN
+
+    class Both(TinyGAN):
+        def training_step(self, batch: Any, name: str) -> Any:
+            F.relu(batch[0][:, : 3 if name == "discriminator" else 2])
+            return super().training_step(batch, name)
+
+    fit_tiny([Kernels()], task=Both(), max_updates=1)
+    assert clock.measured == 2
+
+
+def test_a_first_batch_that_fails_fails_in_the_runs_own_forward(install: Any, clock: type[Clock]) -> None:
+    install("toy")
+
+    class Fails(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit_tiny([Kernels()], task=Fails())
+    assert "kernels" not in "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_mistakes_in_a_replaced_loss_are_still_refused(clock: type[Clock], monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.support.kernel_kit  # noqa: F401  (it mends the interpreter)
+
+    pytest.importorskip("triton")
+    found = entries(cross_entropy="forge_kernels.ops.cross_entropy:CROSS_ENTROPY")
+    others = registry.installed
+    monkeypatch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
+
+    class Normalises(TinyTask):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).softmax(1)
+
+    with pytest.raises(TaskError, match=r"cross_entropy got probabilities \(every row sums to 1\)"):
+        fit_tiny([Kernels(cache=False)], task=Normalises(), max_updates=1)
+    fit_tiny([Kernels(cache=False)], max_updates=1)
+    assert clock.measured == 1
+
+
+def test_auto_sees_through_blocks_that_are_computed_again(install: Any, clock: type[Clock]) -> None:
+    install("toy")
+    ours, _ = fit_tiny([Remat(modules="net"), Kernels(cache=False)], max_updates=2)
+    assert clock.measured == 1
+    assert ran()[-4:] == ["toy"] * 4
+    theirs, _ = fit_tiny([Kernels("toy")], max_updates=2)
+    assert_same_weights(ours, theirs)
+
+
+def test_verbs_without_training_run_as_written_under_auto(install: Any, clock: type[Clock]) -> None:
+    install("toy")
+    forge.Trainer(plugins=[Kernels()], device="cpu").validate(TinyTask(), tiny_batches([4]))
+    assert ran() == []
+
+
+def on_one_rank(cache: str | bool = False, rows: int = 8, stack: tuple[Any, ...] = (DDP,)) -> dict[str, Any]:
+    """A fit under `auto` on one of several ranks: who measured what, and what ran."""
+    others, found = registry.installed, entries("toy", "toy_module")
+    CALLS.clear()
+    Clock.measured = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "installed", lambda kind: found if kind == "kernel" else others(kind))
+        patch.setattr("forge_plugins.kernels.Stopwatch", Clock)
+        patch.setattr(StepTrial, "measure", measure_steps(Clock))
+        patch.setattr(Kernels, "_acts_on", lambda self, device: True)
+        options: dict[str, Any] = {"max_updates": 4, "validate_every": None}
+        plugins = [*(make() for make in stack), Kernels(cache=cache)]
+        task, _ = fit_tiny(plugins, train=tiny_batches([rows] * 4), **options)
+    weights = {name: value.detach().clone() for name, value in task.named_parameters()}
+    return {"measured": Clock.measured, "calls": CALLS[-8:], "weights": weights}
+
+
+def test_several_ranks_measure_nothing_and_run_as_written() -> None:
+    first, second = ranks(2)(on_one_rank)
+    assert (first["measured"], second["measured"]) == (0, 0)
+    assert first["calls"] == second["calls"] == []
+    assert_same_weights(first["weights"], second["weights"])
+
+
+def test_several_ranks_use_what_one_process_has_measured(tmp_path: Path) -> None:
+    alone = on_one_rank(str(tmp_path), 4, ())
+    assert alone["measured"] == 2
+    first, second = ranks(2)(partial(on_one_rank, str(tmp_path)))
+    assert (first["measured"], second["measured"]) == (0, 0)
+    assert first["calls"] == second["calls"] == alone["calls"] == [("toy_module", (4, 6)), ("toy", (4, 8))] * 4
+    assert_same_weights(first["weights"], second["weights"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Known from before
+
+
+def test_a_second_run_knows_what_the_first_one_measured(
+    install: Any, clock: type[Clock], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    install("toy")
+    fit_tiny([Kernels()], max_updates=1)
+    CALLS.clear()
+    clock.ms = (2.0,)  # would decide otherwise now
+    caplog.set_level(logging.INFO, "forge")
+    fit_tiny([Kernels()], max_updates=2)
+    assert clock.measured == 1
+    assert ran() == ["toy"] * 2
+    assert "known from an earlier run" in caplog.text
+    assert (tmp_path / "cache" / "forge" / "kernels.json").is_file()
+
+
+def test_without_a_cache_each_run_measures(install: Any, clock: type[Clock], tmp_path: Path) -> None:
+    install("toy")
+    for _ in range(2):
+        fit_tiny([Kernels(cache=False)], max_updates=1)
+    assert clock.measured == 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_cache_can_be_a_folder_of_ones_own(install: Any, clock: type[Clock], tmp_path: Path) -> None:
+    install("toy")
+    fit_tiny([Kernels(cache=str(tmp_path / "own"))], max_updates=1)
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["kernels.json"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"form": 1, "choices": 3}', '{"form": 1, "choices": {"KEY": 7}}'])
+def test_a_damaged_cache_is_measured_anew(install: Any, clock: type[Clock], tmp_path: Path, damage: str) -> None:
+    install("toy")
+    folder = tmp_path / "own"
+    fit_tiny([Kernels(cache=str(folder))], max_updates=1)
+    key = next(iter(json.loads((folder / "kernels.json").read_text())["choices"]))
+    (folder / "kernels.json").write_text(damage.replace("KEY", key))
+    fit_tiny([Kernels(cache=str(folder))], max_updates=1)
+    assert clock.measured == 2
+    assert key in json.loads((folder / "kernels.json").read_text())["choices"]
+
+
+def test_a_kernel_whose_source_changed_is_measured_again(
+    install: Any, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("toy")
+    fit_tiny([Kernels()], max_updates=1)
+    monkeypatch.setattr("forge_kernels.discovery.version", lambda kernel: "another")
+    fit_tiny([Kernels()], max_updates=1)
+    assert clock.measured == 2
+
+
+def test_a_resumed_run_uses_the_kernels_that_it_began_with(install: Any, clock: type[Clock], tmp_path: Path) -> None:
+    install("toy", "toy_module")
+
+    def run(folder: str, updates: int, **options: Any) -> Any:
+        plugins = [Kernels(cache=False), Checkpoint(every="2 updates", keep=9)]
+        return fit_tiny(plugins, max_epochs=None, max_updates=updates, run_dir=tmp_path / folder, **options)[0]
+
+    clock.ms = (0.5,)
+    straight = run("straight", 6)
+    CALLS.clear()
+    clock.ms, clock.measured = (2.0,), 0
+    resumed = run("resumed", 6, resume=tmp_path / "straight" / "checkpoints" / "update-00000002")
+    assert clock.measured == 0
+    assert set(ran()) == {"toy", "toy_module"}
+    assert_same_weights(resumed, straight)
+
+
+def test_a_run_whose_kernel_is_gone_is_not_resumed_silently(install: Any, clock: type[Clock], tmp_path: Path) -> None:
+    install("toy")
+
+    def run(**options: Any) -> None:
+        fit_tiny([Kernels(), Checkpoint(every="1 updates")], max_epochs=None, run_dir=tmp_path / "run", **options)
+
+    run(max_updates=1)
+    install("toy_fussy")
+    with pytest.raises(StackError, match="used the kernel 'toy', which is not available now"):
+        run(max_updates=2, resume="auto")

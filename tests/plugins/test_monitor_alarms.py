@@ -1,0 +1,384 @@
+"""monitor: it names sick layers, and no healthy ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import forge
+from forge.testing import TinyGAN, fit_tiny
+from forge_plugins import Checkpoint, Monitor
+from forge_plugins.monitor.alarms import Judge
+from forge_plugins.monitor.gradients import Readings
+from forge_plugins.monitor.loss import falls
+from tests.support.monitor_kit import Net, Recurrent, mlp, quiet, vectors, words
+from tests.support.tasks import fit
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Alarms
+
+
+def alarms(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def look(
+    net: nn.Module,
+    every: str = "1 updates",
+    updates: int = 20,
+    train: Any = None,
+    *plugins: forge.Plugin,
+    **options: Any,
+) -> None:
+    limits = {
+        name: options.pop(name) for name in ("vanishing", "exploding", "small", "dead", "saturated") if name in options
+    }
+    fit(
+        Net(net, **options),
+        vectors() if train is None else train,
+        plugins=[quiet(every, **limits), *plugins],
+        max_epochs=None,
+        max_updates=updates,
+    )
+
+
+class Quiet(nn.Module):
+    """A layer whose gradient is tiny beside the others', as a scale inside of the model makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.quiet = mlp(nn.ReLU), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + 1e-7 * self.quiet(x)
+
+
+class Residual(nn.Module):
+    """A small convolutional network with all that is usual: biases before normalisation, functional ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.place = nn.Embedding(9, 16), nn.Parameter(torch.zeros(6, 16))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x) + self.place
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def pictures() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(16, 3, 8, 8, generator=generator), torch.randint(4, (16,), generator=generator))]
+
+
+HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "mlp": (lambda: mlp(nn.ReLU), vectors),
+    "deep mlp": (lambda: mlp(nn.ReLU, 6), vectors),
+    "tanh": (lambda: mlp(nn.Tanh, 3), vectors),
+    "sigmoid": (lambda: mlp(nn.Sigmoid, 2), vectors),
+    "convolutions": (Residual, pictures),
+    "transformer": (Transformer, words),
+    "lstm": (Recurrent, words),
+}
+
+
+class TestAlarms:
+    @pytest.mark.parametrize(
+        ("name", "optimizer", "updates"),
+        [
+            *((name, "SGD" if number % 2 else "Adam", 24) for number, name in enumerate(HEALTHY)),
+            *(
+                pytest.param(name, optimizer, 60, marks=pytest.mark.slow)
+                for name in HEALTHY
+                for optimizer in ("Adam", "SGD")
+            ),
+        ],
+    )
+    def test_a_healthy_network_is_left_in_peace(
+        self, name: str, optimizer: str, updates: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        net, train = HEALTHY[name]
+        torch.manual_seed(0)
+        lr = 1e-2 if optimizer == "Adam" else 0.1
+        look(net(), "1 updates", updates, train(), lr=lr, optimizer=optimizer)
+        assert alarms(caplog) == []
+
+    def test_the_quickstart_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        recipe = forge.load_recipe("quickstart", ["trainer.max_epochs=2"])
+        data = recipe.make_data()
+        trainer = forge.Trainer(recipe=recipe, plugins=[Monitor("5 updates")], run_dir=False)
+        trainer.fit(recipe.make_task(), data.train, data.val)
+        assert [text for text in alarms(caplog) if text.startswith("monitor")] == []
+
+    def test_a_gan_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        fit_tiny([quiet("1 updates")], task=TinyGAN(), max_epochs=10)
+        assert alarms(caplog) == []
+
+    def test_a_vanishing_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.Sigmoid, 12))
+        text = alarms(caplog)[0]
+        assert text.startswith("monitor: after update 13: the gradient vanishes in net.0 (Linear, norm ")
+        assert "Try ReLU or GELU in place of sigmoid and tanh" in text
+        assert not [text for text in alarms(caplog) if "net.24" in text or "vanishes" not in text]
+
+    def test_a_small_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(Quiet(), updates=40, lr=1e-2)
+        assert alarms(caplog) == []
+
+    def test_and_named_where_that_layer_hardly_moves(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(Quiet(), updates=40, lr=0.1, optimizer="SGD")
+        (text,) = alarms(caplog)
+        assert text.startswith("monitor: after update 13: the gradient vanishes in net.quiet (Linear, norm ")
+
+    @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+    def test_updates_that_are_far_too_small_are_named(self, optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.ReLU), updates=30, lr=1e-7, optimizer=optimizer)
+        (text,) = alarms(caplog)
+        assert "updates are far too small: they move the median layer (" in text
+        assert "`forge tune lr` measures one" in text
+
+    def test_small_updates_of_a_warm_up_are_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        @forge.on("boundary", mutates=True)
+        def warm_up(trainer: forge.Trainer) -> None:
+            trainer.optimizers[None].param_groups[0]["lr"] = 1e-9 * 1.3**trainer.progress.update
+
+        look(mlp(nn.ReLU), "1 updates", 30, None, warm_up, lr=1e-9)
+        assert alarms(caplog) == []
+
+    def test_an_exploding_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Steep(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.steep = mlp(nn.Tanh), nn.Linear(16, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.net(x) + torch.sin(1e4 * self.steep(x))
+
+        look(Steep(), optimizer="Adam", lr=1e-6, small=None)
+        assert [text.partition("(")[0] for text in alarms(caplog)] == [
+            "monitor: after update 13: the gradient explodes in net.steep "
+        ]
+        assert "Try -p clip" in alarms(caplog)[0]
+
+    def test_a_large_gradient_is_healthy_where_the_loss_falls(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.quiet, self.net = Quiet(), mlp(nn.ReLU)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.quiet(x) + 100 * self.net(x)
+
+        look(Scaled(), updates=40, lr=1e-3, dead=None)
+        assert alarms(caplog) == []
+
+    def test_a_network_that_explodes_as_a_whole_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        net = mlp(nn.ReLU, 12)
+        for module in net:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=2.0)
+        look(net, lr=1e-6, small=None)
+        assert "the gradient explodes in net.0 (Linear" in alarms(caplog)[0]
+
+    def test_weights_that_leap_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        """In the update that is looked at alone: some leaps later layers are as large as the next one."""
+
+        @forge.on("boundary", mutates=True)
+        def leap(trainer: forge.Trainer) -> None:
+            if trainer.progress.update == 10:
+                trainer.optimizers[None].param_groups[0]["lr"] = 1e3
+
+        look(mlp(nn.Tanh), "11 updates", 11, None, leap, optimizer="SGD", lr=1e-6)
+        assert any("by more than the layer's own size" in text for text in alarms(caplog))
+
+    def test_a_missing_gradient_is_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Unused(nn.Sequential):
+            def __init__(self) -> None:
+                super().__init__(*mlp(nn.ReLU))
+                self.extra = nn.Linear(3, 3)
+
+            def forward(self, input: Tensor) -> Tensor:
+                for part in list(self)[:-1]:
+                    input = part(input)
+                return input
+
+        look(Unused())
+        (text,) = alarms(caplog)
+        assert text.startswith("monitor: after update 15: no gradient reached net.extra.weight, net.extra.bias.")
+
+    def test_a_layer_that_is_left_out_at_times_is_healthy(self, caplog: pytest.LogCaptureFixture) -> None:
+        class LayerDrop(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.blocks = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+                self.calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                for i, block in enumerate(self.blocks):
+                    x = x + F.relu(block(x)) if self.calls % 4 == i else x
+                return self.net(x)
+
+        look(LayerDrop())
+        assert alarms(caplog) == []
+
+    @pytest.mark.parametrize("by_turns", [True, False], ids=["experts", "forgotten"])
+    def test_an_expert_that_is_never_chosen_is_healthy(self, by_turns: bool, caplog: pytest.LogCaptureFixture) -> None:
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.experts = mlp(nn.ReLU), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+                self.calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                if by_turns:
+                    return self.net(self.experts[self.calls % 2](x))
+                return self.net(self.experts[1](self.experts[0](x)))
+
+        look(Experts())
+        assert ["net.experts.2.weight" in text for text in alarms(caplog)] == ([] if by_turns else [True])
+
+    @pytest.mark.parametrize("functional", [False, True], ids=["module", "function"])
+    def test_a_dead_layer_is_named(self, functional: bool, caplog: pytest.LogCaptureFixture) -> None:
+        class Functional(nn.Module):
+            def __init__(self, net: nn.Sequential) -> None:
+                super().__init__()
+                self.first, self.last = net[0], net[-1]
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.last(F.relu(self.first(x)))
+
+        net = mlp(nn.ReLU, 1)
+        with torch.no_grad():
+            net.get_parameter("0.bias")[1:] = -1000.0
+        look(Functional(net) if functional else net)
+        (text,) = alarms(caplog)
+        where = "net.first (Linear, 93.8 %)" if functional else "net.1 (ReLU, 93.8 %)"
+        assert text.startswith(f"monitor: after update 13: dead units in {where}: ")
+
+    def test_too_few_samples_prove_no_unit_dead(self, caplog: pytest.LogCaptureFixture) -> None:
+        net = mlp(nn.ReLU, 1)
+        with torch.no_grad():
+            net.get_parameter("0.bias")[1:] = -1000.0
+        look(net, train=vectors(4, size=16))
+        assert alarms(caplog) == []
+
+    def test_a_saturated_layer_is_named_but_not_the_output(self, caplog: pytest.LogCaptureFixture) -> None:
+        net = nn.Sequential(*mlp(nn.Tanh, 1), nn.Sigmoid())
+        with torch.no_grad():
+            for name in ("0.weight", "2.weight"):
+                net.get_parameter(name).mul_(1e4)
+        look(net, vanishing=None, exploding=None, small=None, dead=None)
+        (text,) = alarms(caplog)
+        assert text.startswith("monitor: after update 13: saturated units in net.1 (Tanh, ")
+        assert "net.3" not in text
+
+    def test_no_gradient_at_all_is_one_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Clipped(nn.Sequential):
+            def forward(self, input: Tensor) -> Tensor:
+                return super().forward(input).clamp(0, 0)
+
+        look(Clipped(*mlp(nn.ReLU)))
+        (text,) = alarms(caplog)
+        assert "every gradient is exactly 0" in text
+
+    def test_nothing_is_judged_in_the_first_updates(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.Sigmoid, 12), "1 updates", 10)
+        assert alarms(caplog) == []
+
+    def test_numbers_that_are_not_finite_are_left_to_others(self, caplog: pytest.LogCaptureFixture) -> None:
+        train = [(x * math.nan, y) for x, y in vectors()]
+        look(mlp(nn.ReLU), train=train)
+        assert alarms(caplog) == []
+
+    def test_a_limit_of_null_is_no_alarm(self, caplog: pytest.LogCaptureFixture) -> None:
+        look(mlp(nn.Sigmoid, 12), vanishing=None)
+        assert alarms(caplog) == []
+
+    def test_each_is_said_again_when_ten_times_worse(self) -> None:
+        judge = Judge(Monitor().config, nn.Linear(1, 1))
+
+        def say(norm: float) -> int:
+            size, change = {"a.weight": 1.0, "b.weight": 1.0}, {"a.weight": 1e-3, "b.weight": 1e-9}
+            seen = Readings(grad_norm={"a.weight": 1.0, "b.weight": norm}, norm_before=size, change=change)
+            return sum(len(judge.say(seen, {}, 100)) for _ in range(3))
+
+        assert [say(norm) for norm in (1.0, 1e-6, 1e-6, 2e-7, 1e-7, 1e-7, 1.0, 1e-6, 0.0, 0.0)] == [
+            0,
+            1,
+            0,
+            0,
+            1,
+            0,
+            0,
+            0,
+            1,
+            0,
+        ]
+
+    def test_a_resumed_run_does_not_say_it_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for updates in (20, 40):
+            torch.manual_seed(0)
+            forge.Trainer(
+                plugins=[quiet(), Checkpoint(every="20 updates", background=False)],
+                max_updates=updates,
+                run_dir=tmp_path,
+                resume="auto",
+            ).fit(Net(mlp(nn.Sigmoid, 12), lr=1e-6), vectors())
+        assert len([text for text in alarms(caplog) if "vanishes in net.0 " in text]) == 1
+
+    @pytest.mark.parametrize(
+        ("losses", "expected"),
+        [
+            ([3.0, 2.8, 2.6, 2.4, 2.2, 2.0], True),
+            ([2.0] * 6, False),
+            ([2.0, 2.01, 1.99, 2.0, 2.02, 2.01, 1.98], False),
+            ([1.0, 9.0, 2.0, 8.0, 1.0, 9.0], None),
+            ([3.0, 1.0], None),
+            ([-1.0, -1.1, -1.2, -1.9, -2.0, -2.1], True),
+        ],
+    )
+    def test_a_loss_falls_does_not_or_is_too_noisy(self, losses: list[float], expected: bool | None) -> None:
+        assert falls(losses) is expected
+
+    @given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=20), st.floats(1e-30, 1e30))
+    def test_layers_within_three_orders_are_healthy(self, norms: list[float], scale: float) -> None:
+        judge = Judge(Monitor().config, nn.Linear(1, 1))
+        names = [f"layer{i}.weight" for i in range(len(norms))]
+        readings = Readings(
+            grad_norm=dict(zip(names, (norm * scale for norm in norms), strict=True)),
+            norm_before=dict.fromkeys(names, scale),
+        )
+        assert judge.say(readings, {}, 100) == []

@@ -1,0 +1,292 @@
+"""profiler: what it tells of a recording, and of memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import forge
+from forge.errors import RecipeError
+from forge.testing import TinyTask, fit_tiny, tiny_batches
+from forge_plugins import JSONL, Profiler, Tensorboard
+from forge_plugins.profiler import memory, results, timeline
+from forge_plugins.profiler.memory import largest
+from tests.conftest import Run
+from tests.support.profiler_kit import SHORT, Breaks, events_of, ranges, summary, traces
+from tests.support.tasks import Classifier, fit, make_batches
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it tells
+
+
+def test_the_report_is_logged_with_verdict_phases_and_operators(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="forge"):
+        fit_tiny([Profiler(**SHORT, top=3)], run_dir=tmp_path)
+    (text,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("profiler:"))
+    assert text.startswith("profiler: recorded updates 3 to 4 on cpu\n")
+    assert re.search(r"^  (data|host|compute)-bound$", text, re.MULTILINE)
+    assert re.search(r"^  forward +[\d.]+ (µs|ms|s) +[\d.]+%$", text, re.MULTILINE)
+    assert len(re.findall(r"^  \S+(?:: \S+)? +\d+ +[\d.]+ (?:µs|ms|s) +[\d.]+%$", text, re.MULTILINE)) == 3
+    assert str(traces(tmp_path)[0]) in text
+
+
+def test_where_nobody_listens_to_the_log_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("forge").setLevel(logging.WARNING)
+    try:
+        fit_tiny([Profiler(**SHORT)])
+    finally:
+        logging.getLogger("forge").setLevel(logging.NOTSET)
+    assert "profiler: recorded updates 3 to 4 on cpu" in capsys.readouterr().err
+
+
+def test_without_a_run_folder_nothing_is_written(empty_folder: Path) -> None:
+    plugin = Profiler(**SHORT, memory=True)
+    fit_tiny([plugin])
+    assert plugin.reports[0].files == ()
+    assert not list(empty_folder.iterdir())
+
+
+class Sink(forge.Plugin):
+    """Keeps the texts that are published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[int, Any]] = []
+
+    @forge.hookimpl
+    def forge_log(self, update: int, metrics: dict[str, Any]) -> None:
+        self.got.extend((update, value) for name, value in metrics.items() if name == "profile")
+
+
+def test_every_sink_gets_it_as_a_text(tmp_path: Path) -> None:
+    sink = Sink()
+    fit_tiny([sink, Tensorboard(), JSONL(), Profiler(**SHORT)], run_dir=tmp_path)
+    ((update, text),) = sink.got
+    assert update == 5
+    assert text == forge.Text((tmp_path / "profile" / "summary.md").read_text())
+    assert "| forward |" in text.text
+    assert re.search(r"\*\*(data|host|compute)-bound\*\*", text.text)
+
+
+def test_the_summary_holds_every_recording(tmp_path: Path) -> None:
+    plugin = Profiler(wait=1, warmup=0, active=2, repeat=3)
+    fit_tiny([plugin], max_epochs=2, run_dir=tmp_path)
+    told = json.loads((tmp_path / "profile" / "summary.json").read_text())["recordings"]
+    assert [(each["first"], each["updates"]) for each in told] == [(1, 2), (4, 2), (7, 2)]
+    assert (tmp_path / "profile" / "summary.md").read_text().count("## Recorded updates") == 3
+    assert [report.first for report in plugin.reports] == [1, 4, 7]
+
+
+def test_phases_are_the_whole_of_an_update(tmp_path: Path) -> None:
+    fit(train=make_batches(8), plugins=[Profiler(**SHORT)], run_dir=tmp_path)
+    told = summary(tmp_path)
+    assert sum(told["phases"].values()) == pytest.approx(told["seconds_recorded"])
+    assert sum(told["verdict"]["shares"].values()) == pytest.approx(1)
+    assert told["seconds"] <= told["seconds_recorded"]
+
+
+def test_operators_are_counted_as_torch_counts_them(tmp_path: Path) -> None:
+    task, batches = Classifier(), make_batches(1)
+    with profile(activities=[ProfilerActivity.CPU]) as torchs:
+        task.training_step(batches[0])["loss"].backward()
+        task.configure_optimizers().step()
+    fit(train=make_batches(8), plugins=[Profiler(**SHORT)], run_dir=tmp_path)
+    ours = {each["name"]: each["calls"] for each in summary(tmp_path)["operators"]}
+    for name in ("aten::addmm", "aten::mm", "AddmmBackward0", "aten::relu"):
+        assert ours[name] == sum(event.count for event in torchs.key_averages() if event.key == name)
+
+
+def test_a_run_that_ends_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
+    sink = Sink()
+    fit_tiny([sink, Profiler(wait=1, warmup=0, active=50)], max_updates=4, run_dir=tmp_path)
+    assert summary(tmp_path)["updates"] == 3
+    assert [update for update, _ in sink.got] == [4]
+
+
+def test_a_run_stopped_in_the_window_reports_what_there_is(tmp_path: Path) -> None:
+    class Stop(forge.Plugin):
+        @forge.hookimpl
+        def forge_step_end(self, step: forge.Step) -> None:
+            if step.index == 3:
+                step.trainer.request_stop("enough")
+
+    sink = Sink()
+    fit_tiny([Stop(), sink, Profiler(wait=1, warmup=0, active=50)], run_dir=tmp_path)
+    assert summary(tmp_path)["updates"] == 3
+    assert [update for update, _ in sink.got] == [4]
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_stop_after_the_boundary_is_reported_at_the_end(tmp_path: Path) -> None:
+    class Late(forge.Plugin):
+        @forge.hookimpl
+        def forge_boundary(self, trainer: forge.Trainer) -> None:
+            if trainer.progress.update == 4:
+                trainer.request_stop("enough")
+
+    sink = Sink()
+    fit_tiny([sink, Profiler(wait=1, warmup=0, active=50), Late()], run_dir=tmp_path)
+    assert summary(tmp_path)["updates"] == 3
+    assert not sink.got  # a sink may be closed by then
+
+
+def test_a_run_that_ends_before_the_window_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    fit_tiny([Profiler()], max_updates=6)
+    assert (
+        "nothing was recorded: the run had 6 updates, and profiler.wait=5 with profiler.warmup=2 skips the first 7. "
+        "Set profiler.wait=1 profiler.warmup=0, or train longer." in caplog.text
+    )
+
+
+@pytest.mark.parametrize("verb", ["validate", "predict"])
+def test_other_verbs_are_not_recorded(verb: str, caplog: pytest.LogCaptureFixture) -> None:
+    plugin = Profiler(wait=1, warmup=0, active=1)
+    trainer = forge.Trainer(plugins=[plugin], device="cpu")
+    getattr(trainer, verb)(TinyTask(), tiny_batches())
+    assert not plugin.reports
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"), [("wait", 0, 1), ("warmup", -1, 0), ("active", 0, 1), ("repeat", 0, 1), ("top", 0, 1)]
+)
+def test_options_that_make_no_sense_are_refused(option: str, value: int, least: int) -> None:
+    with pytest.raises(RecipeError, match=rf"profiler\.{option} is {value}; it must be at least {least}"):
+        Profiler(**{option: value})
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_it(run_forge: Run, empty_folder: Path) -> None:
+    done = run_forge("fit", "quickstart", "-p", "profiler", "trainer.max_epochs=1", "profiler.top=4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^profiler: recorded updates 7 to 11 on cpu$", done.stderr, re.MULTILINE)
+    assert re.search(r"^  what to change$", done.stderr, re.MULTILINE)
+    told = re.search(r"^  trace: (\S+)$", done.stderr, re.MULTILINE)
+    assert told is not None
+    assert (empty_folder / told[1]).is_file()
+    assert "Kineto" not in done.stderr
+    assert "profiler_start" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_the_memory_of_each_operator_is_counted(tmp_path: Path) -> None:
+    plugin = Profiler(**SHORT, profile_memory=True)
+    fit(train=make_batches(8), plugins=[plugin], run_dir=tmp_path)
+    taken = {operator.name: operator.memory for operator in plugin.reports[0].trace.operators}
+    assert taken["aten::addmm"] == 2 * (4 * 8 + 4 * 3) * 4  # two updates; outputs of both layers, batch 4, float32
+    assert plugin.reports[0].peak is not None
+    assert "by memory taken" in (tmp_path / "profile" / "summary.md").read_text()
+    assert not list((tmp_path / "profile").glob("*.svg"))
+
+
+def test_the_memory_timeline_is_a_picture_and_a_track(tmp_path: Path) -> None:
+    plugin = Profiler(**SHORT, memory=True)
+    fit(train=make_batches(8), plugins=[plugin], run_dir=tmp_path)
+    (picture,) = (tmp_path / "profile").glob("*.memory-timeline.svg")
+    assert picture.read_text().startswith("<svg ")
+    track = [event for event in events_of(traces(tmp_path)[0]) if event.get("ph") == "C"]
+    assert max(event["args"]["bytes"] for event in track) == plugin.reports[0].peak
+    begin, end = ranges(traces(tmp_path)[0])[0][1], ranges(traces(tmp_path)[0])[-1][2]
+    assert all(begin - 1 <= event["ts"] <= end + 1e6 for event in track)
+
+
+def test_a_picture_keeps_the_extremes_of_each_column() -> None:
+    points = [(i / 1000, (i * 7919) % 1000) for i in range(1000)]
+    thin = timeline.thinned(points, 1.0, 50)
+    assert len(thin) <= 2 * 51
+    assert max(size for _, size in thin) == max(size for _, size in points)
+    assert thin == sorted(thin)
+
+
+def test_out_of_memory_says_what_memory_was_taken_up_by(tmp_path: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit_tiny([Profiler(**SHORT)], task=Breaks(3, error), run_dir=tmp_path)
+    note = "\n".join(caught.value.__notes__)
+    assert "Memory of cpu when it ran out (update 3, epoch 0):" in note
+    assert re.search(r"parameters +\d+ B", note)
+    assert re.search(r"optimizer state +\d+ B", note)
+    assert "-p accumulate" in note
+    assert "-p remat" in note
+    file = tmp_path / "profile" / "rank0.out-of-memory.txt"
+    assert str(file) in note
+    assert "Tried to allocate 20.00 GiB" in file.read_text()
+
+
+def test_out_of_memory_does_not_advise_what_is_done_already() -> None:
+    class Halves(forge.Plugin):
+        provides = ("autocast", "activation_checkpointing")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit_tiny([Profiler(), Halves()], task=Breaks(1, torch.OutOfMemoryError("CUDA out of memory.")))
+    note = "\n".join(caught.value.__notes__)
+    assert "What helps:" in note
+    assert "-p amp" not in note
+    assert "-p remat" not in note
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no more"), MemoryError(), OSError("disk full")])
+def test_a_snapshot_that_fails_loses_nothing_else(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Path) -> None:
+        raise failure
+
+    monkeypatch.setattr(memory, "usage", lambda trainer: "What memory was taken up by")
+    monkeypatch.setattr(memory, "dump", fail)
+    trainer: Any = SimpleNamespace(run_dir=tmp_path, env=SimpleNamespace(rank=0, device=torch.device("cuda")))
+    error = RuntimeError("CUDA out of memory.")
+    results.explain(trainer, error)
+    first, written, failed = error.__notes__
+    assert first == "What memory was taken up by"
+    assert "out-of-memory.txt" in written
+    assert type(failure).__name__ in failed
+
+
+def test_out_of_memory_without_a_run_folder_is_a_note_only(empty_folder: Path) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit_tiny([Profiler()], task=Breaks(1, error))
+    assert "What helps:" in "\n".join(caught.value.__notes__)
+    assert not list(empty_folder.iterdir())
+
+
+def test_other_errors_are_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fit_tiny([Profiler()], task=Breaks(1, RuntimeError("shapes do not fit")), run_dir=tmp_path)
+    assert "What helps:" not in "\n".join(caught.value.__notes__)
+    assert not (tmp_path / "profile").exists()
+
+
+def test_the_lines_that_hold_the_most_memory_are_the_users_own() -> None:
+    def block(size: int, *files: str, state: str = "active_allocated") -> dict[str, Any]:
+        frames = [{"filename": file, "line": 7, "name": "f"} for file in files]
+        return {"size": size, "state": state, "frames": frames}
+
+    torchs, forges = torch.nn.functional.__file__, forge.engine.trainer.__file__
+    blocks = [
+        block(100, torchs, forges, "<string>", "/home/me/model.py", forges),
+        block(50, "/home/me/model.py"),
+        block(120, torchs),
+        block(900, "/home/me/model.py", state="inactive"),
+        block(5),
+    ]
+    found = largest([{"blocks": blocks[:2]}, {"blocks": blocks[2:]}])
+    assert [(held.where, held.bytes, held.blocks) for held in found] == [
+        ("/home/me/model.py:7 in f", 150, 2),
+        (f"{torchs}:7 in f", 120, 1),
+        ("a block of 5 B", 5, 1),
+    ]

@@ -1,0 +1,393 @@
+"""profiler: reading a trace, and the verdict that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import Dataset
+
+import forge
+from forge.data import Loader
+from forge.testing import fit_tiny
+from forge_plugins import AMP, Compile, Prefetch, Profiler, Remat
+from forge_plugins.profiler import unrecorded
+from forge_plugins.profiler.intervals import covers, length, minus, union
+from forge_plugins.profiler.trace import analyse
+from forge_plugins.profiler.verdict import BUSY, Measured, Setup, duration, judge, measured, provided
+from tests.support.profiler_kit import SHORT, micro
+from tests.support.tasks import Classifier, fit, make_batches
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a trace: one of an accelerator, written by hand, in microseconds
+
+
+def span(cat: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "pid": 1, "tid": tid, "args": args}
+
+
+def one_update() -> list[dict[str, Any]]:
+    """1000 µs: data to 300, an update to 900; the device copies, computes, waits and computes again until 1100."""
+    return [
+        span("user_annotation", "ProfilerStep#7", 0, 1000),
+        span("user_annotation", "data", 100, 300),
+        span("user_annotation", "update 7", 300, 900),
+        span("user_annotation", "transfer", 300, 400),
+        span("user_annotation", "forward", 400, 600),
+        span("cpu_op", "aten::linear", 410, 500, **{"External id": 1}),
+        span("cpu_op", "aten::addmm", 420, 480, **{"External id": 2}),
+        span("user_annotation", "backward", 600, 800),
+        span("cpu_op", "aten::mm", 610, 700, tid=2, **{"External id": 3}),
+        span("cpu_op", "aten::item", 820, 880, **{"External id": 4}),
+        span("cuda_runtime", "cudaStreamSynchronize", 830, 870, **{"External id": 4}),
+        span("cuda_runtime", "cudaDeviceSynchronize", 1001, 1100),
+        span("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 350, 450, tid=7, bytes=300),
+        span("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 450, 460, tid=7, bytes=100),
+        span("kernel", "gemm", 440, 540, tid=7, **{"External id": 2}),
+        span("kernel", "gemm", 700, 1100, tid=7, **{"External id": 3}),
+        span("gpu_user_annotation", "forward", 440, 540, tid=7),
+    ]
+
+
+def test_the_hosts_time_is_divided_by_phases() -> None:
+    phases = {name: micro(seconds) for name, seconds in analyse(one_update(), {7: 200e-6}).phases.items()}
+    assert phases == {
+        "data": 200,
+        "transfer": 100,
+        "forward": 200,
+        "backward": 200,
+        "step": 0,
+        "update": 100,
+        "between": 200,
+        "evaluation": 0,
+    }
+
+
+def test_the_beginning_of_an_epoch_counts_as_waiting_for_data() -> None:
+    assert micro(analyse(one_update(), {7: 280e-6}).phases["data"]) == 280
+    assert micro(analyse(one_update(), {7: 0.0}).phases["data"]) == 200
+
+
+def test_the_devices_time_is_computing_copying_starving() -> None:
+    trace = analyse(one_update(), {7: 200e-6})
+    assert micro(trace.window) == 1100
+    assert micro(trace.busy) == 500
+    assert micro(trace.copying) == 90  # 350 to 440; beside a kernel it costs nothing
+    assert micro(trace.starved) == 200
+    assert (trace.copied, trace.pageable) == (400, 300)
+
+
+def test_waits_for_the_device_are_named_without_its_own() -> None:
+    assert analyse(one_update(), {}).waits == {"aten::item": 1}
+
+
+def test_operators_have_their_own_time_and_their_kernels() -> None:
+    trace = analyse(one_update(), {})
+    found = {each.name: (each.calls, micro(each.cpu), micro(each.device)) for each in trace.operators}
+    assert found["aten::linear"] == (1, 30, 0)
+    assert found["aten::addmm"] == (1, 60, 100)
+    assert found["aten::mm"] == (1, 90, 400)
+    assert {each.name: each.calls for each in trace.kernels}["gemm"] == 2
+
+
+def test_a_kernel_without_an_operator_is_found_by_its_launch() -> None:
+    launch = span("cuda_runtime", "cudaLaunchKernel", 430, 435, correlation=77, **{"External id": 2})
+    kernel = span("kernel", "relu", 540, 550, tid=7, correlation=77)
+    found = {each.name: micro(each.device) for each in analyse([*one_update(), launch, kernel], {}).operators}
+    assert found["aten::addmm"] == 110
+
+
+def test_an_evaluation_is_taken_out_of_everything() -> None:
+    evaluation = [
+        span("user_annotation", "ProfilerStep#8", 1000, 3000),
+        span("user_annotation", "evaluation", 1200, 2900),
+        span("cpu_op", "aten::conv", 1300, 1500, **{"External id": 9}),
+        span("kernel", "conv", 1400, 2500, tid=7, **{"External id": 9}),
+        span("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 2600, 2700, tid=7, bytes=1000),
+    ]
+    trace, without = analyse([*one_update(), *evaluation], {}), analyse(one_update(), {})
+    assert micro(trace.window) == 3000 - 1700
+    assert (trace.busy, trace.copying, trace.copied) == (without.busy, without.copying, without.copied)
+    assert "aten::conv" not in {each.name for each in trace.operators}
+
+
+def test_an_operators_work_begins_where_a_calls_own_cost_ends() -> None:
+    assert micro(analyse(one_update(), {}).work) == 20 + 50 + 50  # linear, addmm, item: each less 10
+
+
+def updates_of(*calls: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Updates that each call these operators, for so many µs."""
+    events = []
+    for n, called in enumerate(calls):
+        at = n * 100_000.0
+        events += [span("user_annotation", f"{name}{n}", at, at + 99_000) for name in ("ProfilerStep#", "update ")]
+        for name, micros in called:
+            at += 10
+            events.append(span("cpu_op", name, at, at + micros))
+            at += micros
+    return events
+
+
+def test_an_interrupted_operator_has_not_worked_so_long() -> None:
+    first, second, third = (
+        [("mm", 30.0), ("add", 20.0)],
+        [("mm", 5000.0), ("add", 20.0)],
+        [("mm", 30.0), ("add", 9000.0)],
+    )
+    assert micro(analyse(updates_of(first, second, third), {}).work) == 3 * (20 + 10)
+    assert micro(analyse(updates_of(second, third), {}).work) == 2 * (20 + 10)
+
+
+def test_updates_that_differ_count_as_the_median_one() -> None:
+    one, two, three = [("mm", 30.0)], [("mm", 5000.0), ("add", 20.0)], [("add", 50.0)]
+    assert micro(analyse(updates_of(one, two, three), {}).work) == 3 * 40
+
+
+def test_a_trace_without_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        analyse([span("cpu_op", "aten::mm", 0, 1)], {})
+
+
+Times = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
+
+
+@given(Times, Times)
+def test_stretches_of_time_are_sets_of_moments(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    def moments(intervals: Any) -> set[int]:
+        return {moment for start, end in intervals for moment in range(start, end)}
+
+    one, two = union(first), union(second)
+    assert moments(one) == moments(first)
+    assert moments(minus(one, two)) == moments(first) - moments(second)
+    assert length(one) == len(moments(first))
+    assert all(covers(one, moment) == (moment in moments(first)) for moment in range(61))
+    assert all(early[1] < late[0] for early, late in pairwise(one))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verdict, from made-up measurements
+
+
+def on_cuda(**shares: float) -> Measured:
+    """An update of one second on cuda."""
+    return replace(Measured(device="cuda", wall=1.0, busy=0.0), **shares)
+
+
+@pytest.mark.parametrize(
+    ("measurements", "kind"),
+    [
+        (on_cuda(busy=1.0), "compute-bound"),
+        (on_cuda(busy=BUSY), "compute-bound"),
+        (on_cuda(busy=BUSY - 0.01), "host-bound"),
+        (on_cuda(busy=BUSY - 0.01, data=0.1), "data-bound"),
+        (on_cuda(busy=BUSY - 0.01, copying=0.1), "transfer-bound"),
+        (on_cuda(busy=0.6, data=0.15, copying=0.05), "host-bound"),
+        (on_cuda(busy=0.6, data=0.21), "data-bound"),
+        (on_cuda(busy=0.6, copying=0.21), "transfer-bound"),
+        (on_cuda(busy=0.5, data=0.24, copying=0.25), "transfer-bound"),
+        (on_cuda(busy=0.5, data=0.25, copying=0.24), "data-bound"),
+        (on_cuda(busy=0.0), "host-bound"),
+        (Measured(device="cpu", wall=1.0, busy=0.51), "compute-bound"),
+        (Measured(device="cpu", wall=1.0, busy=0.49), "host-bound"),
+        (Measured(device="cpu", wall=1.0, busy=0.4, data=0.41), "data-bound"),
+        (Measured(device="cpu", wall=1.0, busy=0.41, data=0.4), "compute-bound"),
+        (Measured(device="cpu", wall=1.0, busy=0.3, data=0.3), "host-bound"),
+    ],
+)
+def test_the_verdict_follows_from_the_measurements(measurements: Measured, kind: str) -> None:
+    verdict = judge(measurements, Setup())
+    assert verdict.kind == kind
+    assert verdict.evidence
+    assert 1 <= len(verdict.advice) <= 4
+
+
+@given(
+    st.sampled_from(["cpu", "cuda"]),
+    st.lists(st.floats(0, 10), min_size=4, max_size=4),
+    st.none() | st.floats(0, 20),
+)
+def test_shares_are_the_whole_whatever_is_measured(device: Any, parts: list[float], before: float | None) -> None:
+    busy, data, copying, host = parts
+    copying = copying if device == "cuda" else 0.0
+    found = Measured(
+        device=device, wall=busy + data + copying + host, busy=busy, data=data, copying=copying, unrecorded=before
+    )
+    assert all(0 <= share <= 1 for share in found.shares.values())
+    assert sum(found.shares.values()) == pytest.approx(1 if any(found.shares.values()) else 0)
+    assert found.seconds <= found.wall
+    judge(found, Setup())
+
+
+def test_what_recording_costs_is_taken_off_the_hosts_part() -> None:
+    slow = on_cuda(busy=0.5)
+    assert judge(slow, Setup()).kind == "host-bound"
+    alone = Measured(device="cuda", wall=1.0, busy=0.5, unrecorded=0.55)
+    assert alone.seconds == pytest.approx(0.55)
+    assert judge(alone, Setup()).kind == "compute-bound"  # 0.5 of 0.55
+    ahead = Measured(device="cuda", wall=1.0, busy=0.5, unrecorded=0.1)  # the host ran ahead: it never had to wait
+    assert ahead.seconds == pytest.approx(0.5)
+    assert ahead.shares["compute-bound"] == pytest.approx(1)
+
+
+def test_the_evidence_has_the_numbers() -> None:
+    found = Measured(device="cuda", wall=4e-3, busy=1e-3, unrecorded=2e-3, calls=500, waits=2, waiting_in="aten::item")
+    assert judge(found, Setup()).evidence == (
+        "The device computes for 50% of the time; for 50% it has nothing to do because the host is not fast enough.",
+        "An update takes 2 ms (4 ms while it is recorded).",
+        "500 kernels are launched in an update, with 2 µs of work each on average.",
+        "The host waits for the device 2.0 times an update, most often in aten::item.",
+        "Without it an update would be 2.0× as fast at most.",
+    )
+
+
+def test_time_that_the_system_gave_to_others_is_told() -> None:
+    trace = analyse(one_update(), {7: 200e-6})
+    for ran, absent in ((850e-6, 50), (100e-6, 800), (2.0, 0), (None, 0)):
+        assert micro(measured(trace, "cpu", 1, ran=ran).absent) == absent
+    assert measured(trace, "cuda", 1, ran=0.0).absent == 0
+    told = judge(measured(trace, "cpu", 1, ran=100e-6), Setup()).evidence
+    assert "For 73% of the time the system ran something else: all these numbers are uncertain." in told
+
+
+def advice(found: Measured, **setup: Any) -> str:
+    return "\n".join(judge(found, Setup(**setup)).advice)
+
+
+def test_a_plugin_counts_by_what_it_provides_or_its_name() -> None:
+    class Halves(forge.Plugin):
+        provides = ("autocast",)
+
+    class Silent(forge.Plugin): ...
+
+    second = Silent()
+    second.name = "compile@second"
+    assert provided([Halves(), second]) == {"autocast", "compile"}
+    assert provided([AMP(dtype="bf16"), Remat(), Prefetch(), Compile()]) == {
+        "autocast",
+        "activation_checkpointing",
+        "prefetch",
+        "compile",
+    }
+
+
+def test_nobody_is_told_to_do_what_is_done() -> None:
+    waiting, copying = on_cuda(busy=0.1, data=0.8), on_cuda(busy=0.1, copying=0.8, pageable=1.0)
+    hosting, computing = on_cuda(busy=0.1), on_cuda(busy=1.0)
+    assert "num_workers=4" in advice(waiting, workers=0)
+    assert "more than its 8 workers" in advice(waiting, workers=8)
+    assert "workers" not in advice(waiting, workers=None)
+    assert "TensorLoader" in advice(waiting)
+    assert "-p prefetch" in advice(copying)
+    assert "pin_memory=True" in advice(copying)
+    assert "-p prefetch" not in advice(copying, provided=frozenset({"prefetch"}))
+    assert "compile.mode=reduce-overhead" in advice(hosting)
+    assert "-p compile" not in advice(hosting, provided=frozenset({"compile"}))
+    assert "fused=True" in advice(hosting)
+    assert "fused=True" not in advice(hosting, fused=True)
+    assert "-p amp" in advice(computing)
+    assert "-p amp" not in advice(computing, provided=frozenset({"autocast"}))
+    assert "channels_last" in advice(computing, convolutions=True)
+    assert "set_float32_matmul_precision" in advice(computing, full_float32=True)
+    assert "-p throughput" in advice(computing, provided=frozenset({"autocast", "compile"}))
+
+
+def test_advice_depends_on_what_was_seen() -> None:
+    assert ".item()" in advice(on_cuda(busy=0.1, waits=3))
+    assert ".item()" not in advice(on_cuda(busy=0.1))
+    assert "-p ledger" in advice(on_cuda(busy=0.1, between=0.5))
+    assert "1 of 8 cores" in advice(Measured(device="cpu", wall=1.0, busy=0.9), threads=1, cores=8)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.234e-5, "12.3 µs"), (3.4567e-3, "3.46 ms"), (1.2, "1.2 s"), (0.99999, "1 s"), (0, "0 µs")]
+)
+def test_durations_are_readable(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_update_before_the_recording_is_the_median() -> None:
+    assert unrecorded([0.0, 10.0, 11.0, 12.0]) == 1.0
+    assert unrecorded([5.0]) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verdict, from real runs
+
+
+def verdict_of(task: forge.TaskModule, data: Any) -> tuple[str, Profiler]:
+    plugin = Profiler(wait=3, warmup=1, active=3)
+    fit(task, train=data, plugins=[plugin])
+    verdict = plugin.reports[0].verdict
+    assert verdict is not None
+    return verdict.kind, plugin
+
+
+class Heavy(Dataset[Any]):
+    """Each sample is worked out in Python, number by number."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        total = 0
+        for i in range(20_000):
+            total += i % (index + 1)
+        return torch.full((8,), float(total % 7)), index % 3
+
+
+def test_a_heavy_dataset_is_data_bound() -> None:
+    kind, plugin = verdict_of(Classifier(), Loader(Heavy(), batch_size=8))
+    assert kind == "data-bound"
+    assert plugin.reports[0].verdict is not None
+    assert "num_workers=4" in plugin.reports[0].verdict.advice[0]
+
+
+def test_a_tiny_model_is_host_bound() -> None:
+    assert verdict_of(Classifier(), make_batches(8))[0] == "host-bound"
+
+
+class Matmuls(forge.TaskModule):
+    """Few operators, much work in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(768, 768, bias=False), nn.Linear(768, 768, bias=False))
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.slow
+def test_large_matrix_products_are_compute_bound() -> None:
+    kind, plugin = verdict_of(Matmuls(), [torch.randn(512, 768) for _ in range(8)])
+    assert kind == "compute-bound"
+    report = plugin.reports[0]
+    assert report.operators("cpu").rows[0][0] in ("aten::mm", "aten::addmm")
+
+
+def test_a_device_that_torch_does_not_record_gets_no_verdict() -> None:
+    plugin = Profiler(**SHORT)
+    fit_tiny([plugin])
+    report = plugin.reports[0]
+    bare = type(report)("mps", 3, 2, report.trace, None, None, 12)
+    for told in (bare.text(), bare.markdown()):
+        assert "bound" not in told
+        assert "No verdict: torch's profiler does not record the device mps." in told
+    assert "verdict" not in bare.plain()
+
+
+def test_averages_are_of_one_update() -> None:
+    trace = analyse(one_update(), {7: 200e-6})
+    one, two = measured(trace, "cuda", 1), measured(trace, "cuda", 2)
+    for name in ("wall", "busy", "data", "copying", "calls", "waits", "between", "step"):
+        assert getattr(two, name) == pytest.approx(getattr(one, name) / 2)
+    assert two.pageable == one.pageable == 0.75
