@@ -1,4 +1,4 @@
-"""The allocator of torch's CPU tensors. Nothing here imports torch, whose libraries read these settings as they load."""
+"""The allocator of torch's CPU tensors. No import of torch here: its libraries read these settings as they load."""
 
 from __future__ import annotations
 
