@@ -278,7 +278,8 @@ def fit_on_this_rank(momentum: float) -> tuple[list[tuple[float, float]], list[l
     def keep(step: forge.Step) -> None:
         ranges.append(first_layer(step).get_buffer(RANGE).tolist())
 
-    task, _ = fit_tiny([QAT(momentum=momentum), DDP(), keep], task=Remembers())
+    task = Remembers()
+    fit_tiny([QAT(momentum=momentum), DDP(), keep], task=task)
     return task.seen, ranges, {name: value.detach().clone() for name, value in task.state_dict().items()}
 
 

@@ -113,7 +113,7 @@ def test_an_input_named_inputs_is_found() -> None:
 
 def test_values_that_json_lacks_are_null() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
+    vars(engine.model)["forward"] = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
     with client_of(engine) as client:
         assert post(client, {"x": X}).json() == {"outputs": {"y": [[1.0, None, 1.5]]}}
         assert load(post(client, {"x": X}, Accept=RAW).content)["y"].tolist() == [[1.0, float("inf"), 1.5]]
@@ -307,7 +307,7 @@ def test_a_large_body_is_read_in_another_thread() -> None:
     limits = ServeLimits(max_batch=32, max_wait=0.0)
     engine = LinearEngine()
     engine.inputs = (Port("x", "float32", ("batch", 4, 4096)),)
-    engine.model.forward = lambda x: x.sum(2)[:, :3]
+    vars(engine.model)["forward"] = lambda x: x.sum(2)[:, :3]
     threads: list[str] = []
     engine.__class__ = type("Wide", (LinearEngine,), {})
     with client_of(engine, limits) as client, pytest.MonkeyPatch.context() as patch:
@@ -408,14 +408,13 @@ def test_a_request_past_its_time_is_a_504() -> None:
 
 
 def test_a_failing_engine_is_a_500_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    engine = LinearEngine()
-    with client_of(engine) as client:
-        working, engine.model = engine.model, broken
-        answer = post(client, {"x": X})
+    with client_of(LinearEngine()) as client:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service_of(client).engine, "model", broken)
+            answer = post(client, {"x": X})
         assert answer.status_code == 500
         assert answer.json() == {"error": "The model failed on this request; the server's log has the reason."}
         assert "The model failed on x (1, 4): RuntimeError: secret/path.py: broken" in caplog.text
-        engine.model = working
         assert post(client, {"x": X}).status_code == 200
 
 
@@ -574,7 +573,7 @@ def test_health_and_readiness() -> None:
 
 def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: 1 / 0
+    vars(engine.model)["forward"] = lambda x: 1 / 0
     with client_of(engine) as client:
         assert "failed on its first batch" in client.get("/ready").json()["error"]
         assert post(client, {"x": X}).status_code == 503

@@ -190,7 +190,7 @@ async def test_an_error_goes_to_the_request_that_causes_it() -> None:
 @in_a_loop
 async def test_an_engine_that_exits_does_not_end_the_thread() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: exit(3)
+    vars(engine.model)["forward"] = lambda x: exit(3)
     async with batching(engine) as batcher:
         for _ in range(2):
             with pytest.raises(EngineFailure, match="SystemExit"):
@@ -200,7 +200,7 @@ async def test_an_engine_that_exits_does_not_end_the_thread() -> None:
 @in_a_loop
 async def test_wrong_numbers_of_rows_are_no_answer() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: x[:1, :3]
+    vars(engine.model)["forward"] = lambda x: x[:1, :3]
     async with batching(engine, max_batch=2, max_wait=3600.0) as batcher:
         outcomes = await asyncio.gather(batcher.submit(rows(1), 1), batcher.submit(rows(2), 1))
         assert [outcome["y"].tolist() for outcome in outcomes] == [[[1, 1, 2]], [[2, 1, 2]]]  # each alone is right

@@ -19,6 +19,8 @@ TOLERANCE = 1e-4
 
 
 def write(plan: Plan, path: Path) -> None:
+    for symbol, most in plan.largest.items():  # memory is planned ahead: without a limit, for the example's sizes
+        plan.ranges.setdefault(symbol, (1, most))
     program = traced(plan)
     try:
         with quiet(), torch.no_grad():  # a batch norm is folded, and examples come from an inference
