@@ -4,7 +4,7 @@
     python -m benchmarks.serving runs/fashion_cnn/A    # a run, or an exported file
     python -m benchmarks.serving --json                # one JSON object per line: the machine, then the rows
 
-"batcher" submits requests to the batcher itself, in this process; its rows compare `--max-batch 32` with
+"batcher" submits requests to the batcher itself, in one process; its rows compare `--max-batch 32` with
 `--max-batch 1`. "http" is a server process, loaded by 32 clients in threads of another one, each with a connection that
 stays open: the next request is sent when the answer is there. Both arms of a comparison run in turns, round after
 round, so that drift of the machine affects both alike; figures are over all rounds. Memory is the server's resident set
@@ -45,6 +45,7 @@ from forge.shipping.engine import Engine, Port
 from forge.shipping.serving.batcher import Batcher
 from forge.shipping.serving.limits import ServeLimits
 from forge.shipping.serving.protocol import JSON, RAW, dtype_of
+from forge.util.allocator import keep_freed_memory
 
 ARMS = {"micro-batching": 32, "one by one": 1}
 """Name → --max-batch; the last is the base."""
@@ -121,7 +122,7 @@ class Load:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
-    rows = batcher_rows(_engine(options.model), options.requests, options.rounds)
+    rows = _batcher_rows_elsewhere(options)
     for kind in (JSON, RAW):
         rows += http_rows(options.model, kind, options.clients, options.requests, options.rounds)
     if options.json:
@@ -136,6 +137,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The batcher alone
+
+
+def _batcher_rows_elsewhere(options: argparse.Namespace) -> list[ServingRow]:
+    """Measure the batcher in a fresh process: `forge serve` sets up torch's allocator before torch is imported."""
+    keep_freed_memory()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_batcher_rows_of, (options.model, options.threads, options.requests, options.rounds))
+
+
+def _batcher_rows_of(model: str | None, threads: int, requests: int, rounds: int) -> list[ServingRow]:
+    torch.set_num_threads(threads)
+    return batcher_rows(_engine(model), requests, rounds)
 
 
 def batcher_rows(engine: Engine, requests: int, rounds: int) -> list[ServingRow]:

@@ -10,6 +10,7 @@ from typing import Any
 from forge.cli import target
 from forge.errors import ForgeError
 from forge.util import show
+from forge.util.allocator import keep_freed_memory
 
 EXAMPLES = """\
 examples:
@@ -60,6 +61,13 @@ def parser() -> ArgumentParser:
         help="requests that may wait; more get a 429 (default: %(default)s)",
     )
     parser.add_argument(
+        "--max-connections",
+        metavar="N",
+        type=_number(int, 1),
+        default=512,
+        help="connections that may be open; more get a 503 (default: %(default)s)",
+    )
+    parser.add_argument(
         "--timeout",
         metavar="S",
         type=_number(float, 0.001),
@@ -83,6 +91,7 @@ def parser() -> ArgumentParser:
 
 
 def run(args: Namespace) -> int:
+    keep_freed_memory()
     import torch
 
     try:
@@ -99,6 +108,7 @@ def run(args: Namespace) -> int:
         max_wait=args.max_wait / 1000,
         max_body=int(args.max_body * MIB),
         queue=args.queue,
+        max_connections=args.max_connections,
         timeout=args.timeout,
         max_axes=dict(args.max_axis),
         allow_nonfinite=args.allow_nonfinite,

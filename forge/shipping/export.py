@@ -68,7 +68,13 @@ class Prepared:
             rows = next(iter(inputs.values())).shape[0]
             inputs = with_batch(call, self.axes, 2) if rows < 2 else inputs
         axes = {name: dict(symbols) for name, symbols in self.axes.items()}
-        return Plan(model, dict(inputs), axes, self.interface.output_names, type(self.source.task).__name__)
+        largest: dict[str, int] = {}
+        for seen in (inputs, *(each.inputs for each in self.interface.calls)):
+            for name, symbols in axes.items():
+                for axis, symbol in symbols.items():
+                    largest[symbol] = max(largest.get(symbol, 0), seen[name].shape[axis])
+        name = type(self.source.task).__name__
+        return Plan(model, dict(inputs), axes, self.interface.output_names, name, largest=largest)
 
     def ports(self) -> tuple[list[Port], list[Port]]:
         """Describe inputs and outputs."""

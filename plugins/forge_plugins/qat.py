@@ -40,7 +40,7 @@ class QAT(forge.Plugin):
     with and without the plugin. The ranges are saved as the plugin's state. With `start`, the first updates train in
     float and only observe ranges: give a network that trains from scratch some time without rounding, or start from
     trained weights. Inputs that are NaN or infinite do not move a range. On several ranks the ranges are averaged after
-    each update.
+    each update, over the ranks on which a batch has reached the layer.
 
     What you see: the log lists the layers, and those that no batch has reached at the end of a run, which an export
     leaves in float.
@@ -147,9 +147,17 @@ class QAT(forge.Plugin):
 
     @torch.no_grad()
     def _average_over_ranks(self, trainer: forge.Run) -> None:
+        """Give each layer the mean range of the ranks on which a batch has reached it."""
         ranges = [layer.get_buffer(RANGE) for layer in self._layers.values()]
-        mean = trainer.env.sum(torch.stack(ranges)) / trainer.env.world
+        own = torch.stack(ranges)
+        reached = (own[:, 2:] > 0).float()
+        total = trainer.env.sum(torch.cat((own, reached), 1))  # where nothing was seen, a range is zeros
+        mean = total[:, :3] / total[:, 3:].clamp(min=1)
         torch._foreach_copy_(ranges, list(mean.unbind()))
+        states = [vars(layer)["qat_state"] for layer in self._layers.values()]
+        if not all(state.seen for state in states):  # rare; it reads from the device
+            for state, count in zip(states, mean[:, 2].tolist(), strict=True):
+                state.seen = count > 0
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 import forge
 from forge.errors import CheckpointError, RecipeError, StackError, TaskError
 from forge.testing import TinyTask, assert_same_weights, fit_tiny, tiny_batches
-from forge_plugins import AMP, EMA, FSDP, QAT, Accumulate, Checkpoint, Compile, Guard, Remat, TensorParallel
-from forge_plugins.qat import RANGE
+from forge_plugins import AMP, DDP, EMA, FSDP, QAT, Accumulate, Checkpoint, Compile, Guard, Remat, TensorParallel
+from forge_plugins.qat import RANGE, install
 from tests.snapshot.test_resume import PowerCut, cut_at
 from tests.support import reference
 from tests.support.averages import loss_of
+from tests.support.lasting_ranks import ranks as pair
 
 
 def by_hand(start: int = 0, momentum: float = 0.01, window: int = 1) -> TinyTask:
@@ -251,6 +253,55 @@ def test_only_a_late_start_acts_inside_a_step() -> None:
 def test_split_layers_are_refused() -> None:
     with pytest.raises(StackError, match=r"(?s)qat.*tensor_parallel|tensor_parallel.*qat"):
         fit_tiny([QAT(), FSDP(), TensorParallel(size=2, plan={"net.0": "column"})])
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+class Remembers(TinyTask):
+    """Keeps the least and the largest input of each training batch. No dropout, whose numbers depend on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Any) -> Any:
+        self.seen.append((batch[0].min().item(), batch[0].max().item()))
+        return super().training_step(batch)
+
+
+def fit_on_this_rank(momentum: float) -> tuple[list[tuple[float, float]], list[list[float]], dict[str, Tensor]]:
+    """Fit; return what the task has seen, the range of its first layer after each update, and its weights."""
+    ranges: list[list[float]] = []
+
+    @forge.on("step_end")
+    def keep(step: forge.Step) -> None:
+        ranges.append(first_layer(step).get_buffer(RANGE).tolist())
+
+    task = Remembers()
+    fit_tiny([QAT(momentum=momentum), DDP(), keep], task=task)
+    return task.seen, ranges, {name: value.detach().clone() for name, value in task.state_dict().items()}
+
+
+def test_two_ranks_have_one_range_and_the_same_weights() -> None:
+    (seen, ranges, weights), (seen2, ranges2, weights2) = pair(2)(fit_on_this_rank, 1.0)
+    assert seen != seen2  # each has its share of a batch
+    assert ranges == ranges2
+    for (low, high), (low2, high2), found in zip(seen, seen2, ranges, strict=True):
+        assert found[:2] == pytest.approx([(low + low2) / 2, (high + high2) / 2])  # momentum 1: this update alone
+    assert all(torch.equal(value, weights2[name]) for name, value in weights.items() if "running" not in name)
+
+
+def test_a_rank_without_a_batch_takes_the_others_range() -> None:
+    here, there = nn.Linear(2, 2), torch.tensor([[-1.0, 3.0, 4.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    unreached, qat = nn.Linear(2, 2), QAT()
+    qat._layers = {"here": here, "unreached": unreached}
+    for layer in qat._layers.values():
+        install(layer, qat._rounding)
+    env = SimpleNamespace(sum=lambda own: own + there)
+    qat._average_over_ranks(SimpleNamespace(env=env))  # pyright: ignore[reportArgumentType]
+    assert here.get_buffer(RANGE).tolist() == [-1.0, 3.0, 4.0]
+    assert [vars(layer)["qat_state"].seen for layer in (here, unreached)] == [True, False]
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

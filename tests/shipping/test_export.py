@@ -16,8 +16,10 @@ from forge.errors import ForgeError
 from forge.shipping import card
 from forge.shipping import export_formats as formats
 from forge.shipping.engine import ExportError
+from forge.shipping.export import prepare
 from forge.shipping.export_formats import aoti, onnx, pt2, torchscript
 from forge.shipping.open_engine import open_engine
+from forge.shipping.source import Source
 from forge.shipping.verify import ExportMismatch
 from forge_plugins import EMA, Checkpoint
 from tests.support.ships import Classifier, batches, trained_run
@@ -65,6 +67,37 @@ def test_a_file_runs_with_any_number_of_rows(to: str, tmp_path: Path) -> None:
     for rows in (1, 2, 17):
         images = torch.randn(rows, 4)
         assert torch.allclose(engine({"images": images})["output"], task(images), atol=1e-5)
+
+
+class AnyLength(forge.TaskModule):
+    """A layer at every place, and the mean over places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        return self.net(sequence).mean(1)
+
+    def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": self(batch).square().mean()}
+
+
+@pytest.mark.slow
+def test_executorch_takes_the_largest_sizes_of_the_data(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    data = [torch.randn(6, 5, 3), torch.randn(4, 9, 3)]
+    made = forge.export(AnyLength(), to="executorch", out=tmp_path, data=data)
+    (port,) = made.card["inputs"]
+    assert made.card["limits"] == {"batch": [1, 6], port["shape"][1]: [1, 9]}
+    assert made.card["verification"]["sizes"] == [1, 3, 4, 6]
+
+
+def test_a_plan_knows_the_largest_sizes_of_the_data() -> None:
+    data = [torch.randn(6, 5, 3), torch.randn(4, 9, 3), torch.randn(1, 7, 3)]
+    plan = prepare(Source(AnyLength().eval()), data, "cpu").plan()
+    assert sorted(plan.largest.values()) == [6, 9]
+    assert plan.largest["batch"] == 6
 
 
 def changed_weight(real: Any, plan: Any, path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_an_input_named_inputs_is_found() -> None:
 
 def test_values_that_json_lacks_are_null() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
+    vars(engine.model)["forward"] = lambda x: x[:, :3] / torch.tensor([1.0, 0.0, 2.0])
     with client_of(engine) as client:
         assert post(client, {"x": X}).json() == {"outputs": {"y": [[1.0, None, 1.5]]}}
         assert load(post(client, {"x": X}, Accept=RAW).content)["y"].tolist() == [[1.0, float("inf"), 1.5]]
@@ -307,7 +307,7 @@ def test_a_large_body_is_read_in_another_thread() -> None:
     limits = ServeLimits(max_batch=32, max_wait=0.0)
     engine = LinearEngine()
     engine.inputs = (Port("x", "float32", ("batch", 4, 4096)),)
-    engine.model.forward = lambda x: x.sum(2)[:, :3]
+    vars(engine.model)["forward"] = lambda x: x.sum(2)[:, :3]
     threads: list[str] = []
     engine.__class__ = type("Wide", (LinearEngine,), {})
     with client_of(engine, limits) as client, pytest.MonkeyPatch.context() as patch:
@@ -408,12 +408,60 @@ def test_a_request_past_its_time_is_a_504() -> None:
 
 
 def test_a_failing_engine_is_a_500_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with client_of(PickyEngine()) as client:
-        answer = post(client, {"x": [[13, 0, 0, 0]]})
+    with client_of(LinearEngine()) as client:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(service_of(client).engine, "model", broken)
+            answer = post(client, {"x": X})
         assert answer.status_code == 500
         assert answer.json() == {"error": "The model failed on this request; the server's log has the reason."}
+        assert "The model failed on x (1, 4): RuntimeError: secret/path.py: broken" in caplog.text
+        assert post(client, {"x": X}).status_code == 200
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("secret/path.py: broken")
+
+
+def test_values_that_the_model_rejects_are_a_422(caplog: pytest.LogCaptureFixture) -> None:
+    with client_of(PickyEngine()) as client:
+        answer = post(client, {"x": [[13, 0, 0, 0]]})
+        check_refusal(answer, "The model fails on the values of x; it computes zeros of that shape.", (422,))
         assert "The model failed on x (1, 4): IndexError: secret/path.py: 13 is out of range" in caplog.text
         assert post(client, {"x": X}).status_code == 200
+
+
+class Lookup(TokensEngine):
+    """Knows tokens below 10, and at most 4 places; a mask must begin with a token."""
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids, mask = inputs["ids"], inputs["mask"]
+        if ids.shape[1] > 4 or (mask.any() and not mask[:, 0].all()):
+            raise ValueError("secret")
+        torch.zeros(10)[ids]
+        return super().__call__(inputs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "error"),
+    [
+        ([[1, 99]], [[True, True]], "fails on the values of ids (1 to 99); it computes zeros"),
+        ([[1, 2]], [[False, True]], "fails on the values of mask; it computes zeros"),
+        ([[1, 99]], [[False, True]], "fails on the values of ids (1 to 99) and mask; it computes zeros"),
+        ([[1] * 5], [[True] * 5], "these sizes: ids of 1 × 5, mask of 1 × 5; it computes ids of 1 × 2"),
+    ],
+)
+def test_a_422_names_the_input_that_is_rejected(ids: Any, mask: Any, error: str) -> None:
+    engine = Lookup()
+    engine.inputs = (engine.inputs[0], Port("mask", "bool", ("batch", "length"), {"length": (2, 6)}))
+    with client_of(engine) as client:
+        check_refusal(post(client, {"ids": ids, "mask": mask}), re.escape(error), (422,))
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_request() -> None:
+    engine = PickyEngine()
+    with client_of(engine) as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PickyEngine, "__call__", lambda *arguments: exec("raise MemoryError"))
+        assert post(client, {"x": X}).status_code == 500
 
 
 def test_a_bug_of_the_server_is_a_500_without_a_traceback() -> None:
@@ -525,7 +573,7 @@ def test_health_and_readiness() -> None:
 
 def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: 1 / 0
+    vars(engine.model)["forward"] = lambda x: 1 / 0
     with client_of(engine) as client:
         assert "failed on its first batch" in client.get("/ready").json()["error"]
         assert post(client, {"x": X}).status_code == 503

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forge.shipping.engine import Engine, Port
-from forge.shipping.serving.batcher import Batcher, EngineFailure, QueuedRequest, WaitingRequests, can_batch
+from forge.shipping.serving.batcher import (
+    Batcher,
+    EngineFailure,
+    InputRejected,
+    QueuedRequest,
+    WaitingRequests,
+    can_batch,
+)
 from tests.support.small_engines import GatedEngine, LinearEngine, MeanEngine, PickyEngine, TokensEngine
 
 
@@ -174,16 +181,16 @@ async def test_an_error_goes_to_the_request_that_causes_it() -> None:
     async with batching(engine, max_batch=4, max_wait=3600.0) as batcher:
         answers = [batcher.submit(rows(n), 1) for n in (1, 13, 2, 3)]
         outcomes = await asyncio.gather(*answers, return_exceptions=True)
-        assert [isinstance(outcome, EngineFailure) for outcome in outcomes] == [False, True, False, False]
+        assert [isinstance(outcome, InputRejected) for outcome in outcomes] == [False, True, False, False]
         again = await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(4)))
-    assert engine.sizes == [4, 1, 1, 1, 1, 4]
+    assert engine.sizes == [4, 1, 1, 1, 1, 1, 4]  # all, each alone, zeros for the one that fails, all again
     assert len(again) == 4
 
 
 @in_a_loop
 async def test_an_engine_that_exits_does_not_end_the_thread() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: exit(3)
+    vars(engine.model)["forward"] = lambda x: exit(3)
     async with batching(engine) as batcher:
         for _ in range(2):
             with pytest.raises(EngineFailure, match="SystemExit"):
@@ -193,7 +200,7 @@ async def test_an_engine_that_exits_does_not_end_the_thread() -> None:
 @in_a_loop
 async def test_wrong_numbers_of_rows_are_no_answer() -> None:
     engine = LinearEngine()
-    engine.model.forward = lambda x: x[:1, :3]
+    vars(engine.model)["forward"] = lambda x: x[:1, :3]
     async with batching(engine, max_batch=2, max_wait=3600.0) as batcher:
         outcomes = await asyncio.gather(batcher.submit(rows(1), 1), batcher.submit(rows(2), 1))
         assert [outcome["y"].tolist() for outcome in outcomes] == [[[1, 1, 2]], [[2, 1, 2]]]  # each alone is right

@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,33 @@ def test_sigterm_answers_what_is_in_flight_and_exits_with_0() -> None:
             request(port, "GET", "/health")
 
 
+def test_a_connection_too_many_is_refused_and_closed() -> None:
+    with serving("--max-connections", "2") as (_, port):
+        idle = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
+        with socket.create_connection(("127.0.0.1", port), 30) as one_too_many:
+            answer = one_too_many.makefile("rb").read().decode()  # to the end: the server closes it
+        assert answer.startswith("HTTP/1.1 503 Service Unavailable")
+        assert json.loads(answer.partition("\r\n\r\n")[2])["error"].startswith("The server has 2 connections open")
+        for connection in idle:
+            connection.close()
+        status = 0
+        while status != 200:  # until the server has seen that they are closed
+            with suppress(OSError):
+                status = request(port, "GET", "/health")[0]
+
+
+def test_freed_memory_is_kept_before_torch_loads() -> None:
+    program = (
+        "import os, sys\nfrom forge.cli import serve\nassert 'torch' not in sys.modules\n"
+        "serve.keep_freed_memory()\nprint(os.environ['MIMALLOC_PURGE_DELAY'])"
+    )
+    for given, expected in ({}, "10000"), ({"MIMALLOC_PURGE_DELAY": "7"}, "7"):
+        environment = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **given}, check=True)
+        assert done.stdout.strip() == expected
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The command, in this process
 
@@ -132,14 +159,14 @@ def test_the_options_reach_the_engine_and_the_limits(
 ) -> None:
     (empty_folder / "a.py").write_text("import forge\n\nclass A(forge.TaskModule): ...\n\ndef data(): ...\n")
     words = ["--port", "0", "--device", "cpu", "--task", "a.py:A", "--data", "a.py", "--weights", "ema"]
-    words += ["--max-batch", "8", "--max-wait", "5", "--max-body", "0.5", "--queue", "9"]
+    words += ["--max-batch", "8", "--max-wait", "5", "--max-body", "0.5", "--queue", "9", "--max-connections", "5"]
     assert cli.main(["serve", "runs/a", *words, "--timeout", "3", "--max-axis", "length=7"]) == 0
     ((model, given),) = opened
     assert (model, given["device"], given["weights"]) == ("runs/a", "cpu", "ema")
     assert (given["task"].__name__, given["data"].__name__) == ("A", "data")
     (limits,) = served
     assert (limits.max_batch, limits.max_wait, limits.max_body, limits.queue) == (8, 0.005, 512 * 1024, 9)
-    assert (limits.timeout, limits.max_axes) == (3.0, {"length": 7})
+    assert (limits.timeout, limits.max_axes, limits.max_connections) == (3.0, {"length": 7}, 5)
     assert re.match(
         r"Serving runs/a at http://127\.0\.0\.1:\d+: batches of up to 8 rows, waiting at most 5 ms\n",
         capsys.readouterr().out,

@@ -53,6 +53,8 @@ class Plan:
     name: str = "model"
     ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     "The sizes of dynamic axes that torch suggested."
+    largest: dict[str, int] = field(default_factory=dict)
+    "The largest size of each dynamic axis in the data."
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     "The sizes that a dynamic axis may have, as torch.export found them."
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forge.shipping.engine import Engine, ExportError, Port
+from forge.shipping.serving.rejected_inputs import reason_to_reject
 
 logger = logging.getLogger("forge")
 
@@ -187,11 +188,17 @@ class Batcher:
             return self._together(batch)
         except BaseException as error:  # a thread that ended would leave every caller waiting
             if len(batch) == 1:
-                shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch[0].inputs.items())
-                text = " ".join(str(error).split())[:MAX_LOG]
-                logger.error("The model failed on %s: %s: %s", shapes, type(error).__name__, text)
-                return [error]
+                return [self._explained(batch[0], error)]
         return [self._compute([request])[0] for request in batch]
+
+    def _explained(self, request: QueuedRequest, error: BaseException) -> BaseException:
+        """Log an engine's error, and return it, or that the request is to blame."""
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in request.inputs.items())
+        text = " ".join(str(error).split())[:MAX_LOG]
+        reason = reason_to_reject(error, request.inputs, request.rows, self._engine.inputs, self._run)
+        level = logging.ERROR if reason is None else logging.WARNING
+        logger.log(level, "The model failed on %s: %s: %s", shapes, type(error).__name__, text)
+        return error if reason is None else InputRejected(reason, error)
 
     def _together(self, batch: list[QueuedRequest]) -> list[Outputs]:
         if len(batch) == 1:
@@ -211,16 +218,17 @@ class Batcher:
 
     def _finish(self, batch: list[QueuedRequest], outcomes: Sequence[Outcome], seconds: float) -> None:
         self.busy_since = None
+        self._pump()  # first: the engine computes while the answers are given out
         for request, outcome in zip(batch, outcomes, strict=True):
             if request.answer.done():  # its caller has gone
                 continue
             if isinstance(outcome, BaseException):
-                request.answer.set_exception(EngineFailure(outcome))
+                known = isinstance(outcome, InputRejected)
+                request.answer.set_exception(outcome if known else EngineFailure(outcome))
             else:
                 request.answer.set_result(outcome)
         if self.observe is not None:
             self.observe(sum(request.rows for request in batch), len(batch), seconds)
-        self._pump()
 
 
 class EngineFailure(Exception):
@@ -228,6 +236,14 @@ class EngineFailure(Exception):
 
     def __init__(self, cause: BaseException):
         super().__init__(f"{type(cause).__name__}: {cause}")
+
+
+class InputRejected(Exception):
+    """A request that the engine cannot compute, though it computes others; the message says what is wrong with it."""
+
+    def __init__(self, reason: str, cause: BaseException):
+        super().__init__(reason)
+        self.failure = EngineFailure(cause)
 
 
 def can_batch(engine: Engine) -> bool:

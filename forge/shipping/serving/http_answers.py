@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,12 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from torch import Tensor
 
-from forge.shipping.engine import Engine, Port
+from forge.shipping.engine import Engine
 from forge.shipping.serving import protocol
-from forge.shipping.serving.batcher import Batcher, EngineFailure, Outputs
+from forge.shipping.serving.batcher import Batcher, EngineFailure, InputRejected, Outputs
 from forge.shipping.serving.limits import ServeLimits
 from forge.shipping.serving.metrics import ServerMetrics
 from forge.shipping.serving.protocol import JSON, Refused
+from forge.shipping.serving.rejected_inputs import zeros_of
 
 logger = logging.getLogger("forge")
 
@@ -94,10 +94,12 @@ class ModelService:
         """Compute zeros: one row, then a full batch. First calls compile, allocate and load libraries."""
         try:
             for rows in dict.fromkeys((1, self.limits.max_batch)) if self._warmup else ():
-                await self._batcher.submit({port.name: _zeros(port, rows) for port in self.engine.inputs}, rows)
+                await self._batcher.submit({port.name: zeros_of(port, rows) for port in self.engine.inputs}, rows)
             self._batcher.observe = self._metrics.batch
         except EngineFailure as error:
             self.failure = error
+        except InputRejected as error:  # it can compute one row of zeros, but not a full batch
+            self.failure = error.failure
         self.warm.set()
 
     def _not_ready(self) -> str:
@@ -139,6 +141,7 @@ class ModelService:
                     "max_wait_ms": self.limits.max_wait * 1000,
                     "max_body_bytes": self.limits.max_body,
                     "queue": self.limits.queue,
+                    "max_connections": self.limits.max_connections,
                     "timeout_s": self.limits.timeout,
                     "max_axes": dict(self.limits.max_axes),
                 },
@@ -156,6 +159,8 @@ class ModelService:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        except InputRejected as rejected:
+            response = _problem(422, str(rejected))
         except EngineFailure:
             response = _problem(500, "The model failed on this request; the server's log has the reason.")
         self._metrics.request(response.status_code, time.perf_counter() - start)
@@ -220,15 +225,6 @@ class ModelService:
             return answer.result()
         finally:
             answer.cancel()
-
-
-def _zeros(port: Port, rows: int) -> Tensor:
-    """Return zeros of an input's shape; a dynamic axis has the least size that the data had."""
-    seen = port.seen or {}
-    sizes = [
-        rows if size == "batch" else seen.get(size, (1, 1))[0] if isinstance(size, str) else size for size in port.shape
-    ]
-    return torch.zeros(sizes, dtype=protocol.dtype_of(port))
 
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -20,6 +20,8 @@ class ServeLimits:
     "Bytes of a request's body."
     queue: int = 256
     "Requests that are read or wait for the engine."
+    max_connections: int = 512
+    "Connections that are open at once; processes may often have 1,024 open files."
     timeout: float = 20.0
     "Seconds from a request's arrival to its answer."
     max_axes: Mapping[str, int] = field(default_factory=dict)

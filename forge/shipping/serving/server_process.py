@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import math
 import socket
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forge.errors import ForgeError
 from forge.shipping.engine import ExportError
 from forge.shipping.serving.http_answers import ModelService
+from forge.shipping.serving.protocol import JSON
 
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open. Proxies keep theirs for 60; the end that closes first must be theirs."""
@@ -56,6 +59,7 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
     service: ModelService = app.state.service
     config = uvicorn.Config(
         app,
+        http=bounded_protocol(service.limits.max_connections),
         lifespan="on",
         ws="none",
         log_config=None,
@@ -79,6 +83,35 @@ def serve(app: Starlette, bound: socket.socket, when_ready: Callable[[], Any] = 
             f"The model failed on a batch of zeros: {service.failure}. If it cannot take zeros, use --no-warmup."
         )
     return not server.force_exit and service.cancelled == 0
+
+
+def bounded_protocol(most: int) -> type[H11Protocol]:
+    """Return the protocol of a server that has at most so many connections open.
+
+    It is h11's, whatever else is installed: that one limits the size of headers. One connection too many is told so and
+    closed, before anything of it is read. Of a connection on which nothing comes, uvicorn would wait for ever for the
+    first request, and for the second one KEEP_ALIVE seconds: here it is that long for each.
+    """
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.write(_refusal(most))
+                transport.close()
+                return
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    return BoundedProtocol
+
+
+def _refusal(most: int) -> bytes:
+    text = f"The server has {most} connections open already: use one for many requests, or try again later."
+    body = json.dumps({"error": text}).encode()
+    head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body
 
 
 class StoppableServer(uvicorn.Server):
