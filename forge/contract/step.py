@@ -174,7 +174,7 @@ class Step:
         self.updated = False
         if self.skip_reason is None:
             if hooks.plugged.optimizer_step is None and not entry.needs_closure:
-                entry.optimizer.step()
+                entry.step()
                 self.updated = True
             else:
                 self.updated = bool(hooks.forge_optimizer_step(self))

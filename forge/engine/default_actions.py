@@ -115,7 +115,7 @@ class Core(Plugin):
         if entry.needs_closure:
             entry.optimizer.step(step.closure())  # pyright: ignore[reportCallIssue, reportArgumentType]
         else:
-            entry.optimizer.step()
+            entry.step()
         return True
 
     @default

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from forge.errors import TaskError
 from forge.optim import state as optimizer_state
+from forge.optim.direct_adam import DirectAdam
 from forge.optim.schedule_stepping import HOW_TO_RETURN, ScheduledLR, scheduled
 from forge.progress import Position
 
@@ -33,6 +34,8 @@ class OptimizerEntry:
     "Whether it evaluates other weights than it trains: a schedule-free optimizer, with `train()` and `eval()`."
     given: optimizer_state.Options = field(init=False)
     "The options of its groups as the run began."
+    direct: DirectAdam | None = field(init=False)
+    "A cheaper way to the same step, where torch's own Adam or AdamW is not watched."
     trial: Any = field(init=False)
     "A copy of the new optimizer, where a restore has to be tried: see `optim.state.rehearse`."
     rehearsals: int = 0
@@ -44,8 +47,14 @@ class OptimizerEntry:
         self.has_modes = all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
         if self.has_modes:
             self.optimizer.train()  # pyright: ignore[reportAttributeAccessIssue]
+        self.direct = DirectAdam.of(self.optimizer)
         self.given = [_options(group) for group in self.optimizer.param_groups]
         self.trial = optimizer_state.unused_copy(self.optimizer)
+
+    def step(self) -> None:
+        """Step the optimizer once."""
+        if self.direct is None or self.direct.optimizer is not self.optimizer or not self.direct.step():
+            self.optimizer.step()
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -7,65 +7,28 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load, save
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive
 
-from forge.shipping.engine import Engine, Port
+from forge.shipping.engine import Port
 from forge.shipping.serving.http_answers import ModelService, make_app
 from forge.shipping.serving.limits import ServeLimits
 from forge.shipping.serving.protocol import JSON, RAW
+from tests.support import serving_kit
+from tests.support.serving_kit import FAST, Body, X, check_refusal, client_of, expected, post, service_of
 from tests.support.small_engines import GatedEngine, LinearEngine, PickyEngine, TokensEngine
 
-X = [[1.0, 2.0, 3.0, 4.0]]
-FAST = ServeLimits(max_batch=4, max_wait=0.0, max_body=4096, queue=2)
-Body = bytes | str | dict[str, Any] | list[Any]
-
-
-@contextmanager
-def client_of(engine: Engine, limits: ServeLimits = FAST, **options: Any) -> Iterator[TestClient]:
-    app = make_app(engine, limits, **options)
-    with TestClient(app) as client:
-        while not service_of(client).warm.is_set():
-            client.get("/health")
-        yield client
-
-
-def service_of(client: TestClient) -> ModelService:
-    return client.app.state.service  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-
-
-@pytest.fixture(scope="module")
-def linear() -> Iterator[TestClient]:
-    with client_of(LinearEngine()) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokens() -> Iterator[TestClient]:
-    with client_of(TokensEngine()) as client:
-        yield client
-
-
-def expected(client: TestClient, x: list[list[float]]) -> torch.Tensor:
-    engine = service_of(client).engine
-    assert isinstance(engine, LinearEngine)
-    return engine.model(torch.tensor(x)).detach()
-
-
-def post(client: TestClient, body: Body, kind: str = JSON, **headers: str) -> Any:
-    content = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    return client.post("/predict", content=content, headers={"Content-Type": kind, **headers})
+linear = serving_kit.linear
+tokens = serving_kit.tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,15 +171,6 @@ RAW_MALFORMED: list[tuple[bytes, str]] = [
     (save({"x": torch.tensor([[1, 2, 3, float("nan")]])}), "NaN or infinity"),
     (b"\x80\x04\x95" + b"\x00" * 40, "not in safetensors format"),  # a pickle
 ]
-
-
-def check_refusal(answer: Any, message: str, statuses: tuple[int, ...] = (400, 413)) -> None:
-    text = answer.json()["error"]
-    assert answer.status_code in statuses, text
-    assert re.search(message, text), text
-    assert "\n" not in text
-    assert "Traceback" not in text
-    assert len(text) < 400
 
 
 @pytest.mark.parametrize(("body", "message"), MALFORMED)
@@ -545,87 +499,3 @@ def test_a_client_that_leaves_the_queue_is_not_computed(monkeypatch: pytest.Monk
 
     asyncio.run(check())
     assert engine.sizes == [1]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The other endpoints
-
-
-def test_health_and_readiness() -> None:
-    engine = GatedEngine()
-    app = make_app(engine, FAST)
-    with TestClient(app) as client:
-        assert engine.begun.wait(30)  # the model warms up
-        assert client.get("/health").json() == {"status": "up"}
-        assert client.get("/ready").status_code == 503
-        early = post(client, {"x": X})
-        assert early.status_code == 503
-        assert early.headers["retry-after"] == "1"
-        engine.gate.set()
-        while (answer := client.get("/ready")).status_code != 200:
-            assert answer.json() == {"error": "The model is warming up."}
-        assert engine.sizes == [1, 4]
-        service_of(client).stopping = True
-        assert client.get("/ready").json() == {"error": "The server is stopping."}
-        assert client.get("/health").status_code == 200
-        assert post(client, {"x": X}).status_code == 200  # what arrives on an open connection is answered
-
-
-def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
-    engine = LinearEngine()
-    vars(engine.model)["forward"] = lambda x: 1 / 0
-    with client_of(engine) as client:
-        assert "failed on its first batch" in client.get("/ready").json()["error"]
-        assert post(client, {"x": X}).status_code == 503
-
-
-def test_the_model_is_described(tokens: TestClient) -> None:
-    described = tokens.get("/v1/model").json()
-    assert described["inputs"][0] == {
-        "name": "ids",
-        "dtype": "int64",
-        "shape": ["batch", "length"],
-        "seen": {"length": [2, 6]},
-    }
-    assert [port["name"] for port in described["outputs"]] == ["count", "twice"]
-    assert described["batching"] is True
-    assert described["limits"]["max_batch"] == 4
-    assert described["limits"]["max_wait_ms"] == 0
-    assert described["limits"]["max_body_bytes"] == 4096
-
-
-def test_metrics_are_what_prometheus_reads() -> None:
-    with client_of(LinearEngine()) as client:
-        post(client, {"x": X * 3})
-        post(client, {"x": 3})
-        text = client.get("/metrics")
-        assert text.headers["content-type"].startswith("text/plain")
-        samples = {
-            (sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(text.text)
-            for sample in family.samples
-        }
-    assert samples["forge_requests_total", "200"] == 1
-    assert samples["forge_requests_total", "400"] == 1
-    assert samples["forge_request_seconds_count",] == 2
-    assert samples["forge_batch_rows_count",] == 1  # the warm-up is not counted
-    assert samples["forge_batch_rows_sum",] == 3
-    assert samples["forge_batch_requests_sum",] == 1
-    assert samples["forge_queue_requests",] == 0
-    assert samples["forge_ready",] == 1
-    assert samples["forge_max_wait_seconds",] == 0
-    assert samples["process_resident_memory_bytes",] > 0
-
-
-def test_metrics_can_be_read_before_the_model_is_warm() -> None:
-    engine = GatedEngine()
-    with TestClient(make_app(engine, FAST)) as client:
-        assert "forge_ready 0.0" in client.get("/metrics").text
-        engine.gate.set()
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/predict", 405), ("GET", "/", 404), ("POST", "/x", 404)]
-)
-def test_other_addresses_name_those_there_are(linear: TestClient, method: str, path: str, status: int) -> None:
-    check_refusal(linear.request(method, path), "There are POST /predict", (status,))

@@ -1,0 +1,95 @@
+"""The endpoints of `forge serve` beside /predict: health, description, metrics."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from forge.shipping.serving.http_answers import make_app
+from tests.support import serving_kit
+from tests.support.serving_kit import FAST, X, check_refusal, client_of, post, service_of
+from tests.support.small_engines import GatedEngine, LinearEngine
+
+linear = serving_kit.linear
+tokens = serving_kit.tokens
+
+
+def test_health_and_readiness() -> None:
+    engine = GatedEngine()
+    app = make_app(engine, FAST)
+    with TestClient(app) as client:
+        assert engine.begun.wait(30)  # the model warms up
+        assert client.get("/health").json() == {"status": "up"}
+        assert client.get("/ready").status_code == 503
+        early = post(client, {"x": X})
+        assert early.status_code == 503
+        assert early.headers["retry-after"] == "1"
+        engine.gate.set()
+        while (answer := client.get("/ready")).status_code != 200:
+            assert answer.json() == {"error": "The model is warming up."}
+        assert engine.sizes == [1, 4]
+        service_of(client).stopping = True
+        assert client.get("/ready").json() == {"error": "The server is stopping."}
+        assert client.get("/health").status_code == 200
+        assert post(client, {"x": X}).status_code == 200  # what arrives on an open connection is answered
+
+
+def test_a_model_that_fails_on_zeros_is_never_ready() -> None:
+    engine = LinearEngine()
+    vars(engine.model)["forward"] = lambda x: 1 / 0
+    with client_of(engine) as client:
+        assert "failed on its first batch" in client.get("/ready").json()["error"]
+        assert post(client, {"x": X}).status_code == 503
+
+
+def test_the_model_is_described(tokens: TestClient) -> None:
+    described = tokens.get("/v1/model").json()
+    assert described["inputs"][0] == {
+        "name": "ids",
+        "dtype": "int64",
+        "shape": ["batch", "length"],
+        "seen": {"length": [2, 6]},
+    }
+    assert [port["name"] for port in described["outputs"]] == ["count", "twice"]
+    assert described["batching"] is True
+    assert described["limits"]["max_batch"] == 4
+    assert described["limits"]["max_wait_ms"] == 0
+    assert described["limits"]["max_body_bytes"] == 4096
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    with client_of(LinearEngine()) as client:
+        post(client, {"x": X * 3})
+        post(client, {"x": 3})
+        text = client.get("/metrics")
+        assert text.headers["content-type"].startswith("text/plain")
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text.text)
+            for sample in family.samples
+        }
+    assert samples["forge_requests_total", "200"] == 1
+    assert samples["forge_requests_total", "400"] == 1
+    assert samples["forge_request_seconds_count",] == 2
+    assert samples["forge_batch_rows_count",] == 1  # the warm-up is not counted
+    assert samples["forge_batch_rows_sum",] == 3
+    assert samples["forge_batch_requests_sum",] == 1
+    assert samples["forge_queue_requests",] == 0
+    assert samples["forge_ready",] == 1
+    assert samples["forge_max_wait_seconds",] == 0
+    assert samples["process_resident_memory_bytes",] > 0
+
+
+def test_metrics_can_be_read_before_the_model_is_warm() -> None:
+    engine = GatedEngine()
+    with TestClient(make_app(engine, FAST)) as client:
+        assert "forge_ready 0.0" in client.get("/metrics").text
+        engine.gate.set()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/predict", 405), ("GET", "/", 404), ("POST", "/x", 404)]
+)
+def test_other_addresses_name_those_there_are(linear: TestClient, method: str, path: str, status: int) -> None:
+    check_refusal(linear.request(method, path), "There are POST /predict", (status,))
