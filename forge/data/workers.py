@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from forge.data.sample_seeding import Failure, what
@@ -265,6 +265,7 @@ class WorkerStart:
         if _SHOW_STACK is not None:
             faulthandler.register(_SHOW_STACK, file=self.stacks.fileno(), all_threads=True)
         threading.Thread(target=_end_with_main, daemon=True, name="forge-end-with-main").start()
+        _show_own_dataset()
         if self.then is None:
             return
         try:
@@ -272,6 +273,14 @@ class WorkerStart:
         except Exception as error:
             name = getattr(self.then, "__qualname__", type(self.then).__name__)
             raise DataError(f"worker_init_fn {name} raised {what(error)} in worker {worker}.") from error
+
+
+def _show_own_dataset() -> None:
+    """Let `get_worker_info().dataset` be the user's dataset, which a worker_init_fn may give its share of a stream."""
+    info = get_worker_info()
+    own = getattr(info and info.dataset, "dataset", None)
+    if info is not None and own is not None:
+        object.__setattr__(info, "dataset", own)  # a WorkerInfo refuses to be changed
 
 
 class _Draws:

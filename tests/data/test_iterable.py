@@ -259,3 +259,31 @@ def test_the_trainer_feed_continues_a_stream(stop: int) -> None:
     again = Feed(Loader(Counting(11), 2, seed=1))
     again.load_state_dict(feed.state_dict())
     assert first + read(again, 0, 6 - stop) == straight
+
+
+class Range(IterableDataset):
+    """A range that a worker_init_fn splits, as torch's documentation shows."""
+
+    def __init__(self, start: int, end: int):
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def split(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    whole: Any = info.dataset
+    each = -(-(whole.end - whole.start) // info.num_workers)
+    whole.start += worker * each
+    whole.end = min(whole.start + each, whole.end)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_worker_init_fn_splits_the_dataset(ours: bool) -> None:
+    """Torch's documented way. It changed forge's wrapper once, and each worker gave every item."""
+    loader: Any = DataLoader(Range(3, 11), batch_size=2, num_workers=2, worker_init_fn=split)
+    if ours:
+        loader = Loader(Range(3, 11), 2, num_workers=2, worker_init_fn=split, shuffle=False)
+    assert sorted(int(item) for batch in loader for item in batch) == list(range(3, 11))

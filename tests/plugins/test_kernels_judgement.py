@@ -56,6 +56,11 @@ def test_more_memory_is_taken_where_it_is_allowed() -> None:
     assert judge(["a"], steps, memory=1.5).kept == ("a",)
 
 
+@pytest.mark.parametrize(("ms", "peak", "kept"), [(99, 8, ("a",)), (99, 10, ()), (100, 8, ()), (103, 2, ())])
+def test_less_memory_counts_if_it_costs_no_time(ms: float, peak: int, kept: tuple[str, ...]) -> None:
+    assert judge(["a"], Steps({"": (100, 10), "a": (ms, peak)})).kept == kept
+
+
 def test_a_step_that_fails_is_not_kept() -> None:
     verdict = judge(["a"], lambda sets: [StepCost(1.0), StepCost(math.inf, why_not="it fails: RuntimeError: no")])
     assert verdict.kept == ()

@@ -11,8 +11,6 @@ from typing import Any
 
 SOURCE = "torch._dynamo.variables.tensor"
 """The logger of the message; a filter sees only records of its own logger."""
-ONCE = ("warning_once", "info_once")
-"""Functions of transformers that log a message once."""
 NOISE = "Graph break from `Tensor.item()`"
 
 
@@ -32,23 +30,23 @@ def without_torchs_account() -> Iterator[None]:
 
 @contextmanager
 def without_breaks_for_messages() -> Iterator[None]:
-    """Compile across the one-time warnings of transformers, which would break the graph between a head and its loss.
+    """Compile across `warning_once` of transformers, which would break the graph between a head and its loss.
 
-    They are not shown from compiled code; the first eager pass shows them.
+    Compiled code does not show such a warning.
     """
     import torch._dynamo
 
     ignored: Any = getattr(torch._dynamo.config, "ignore_logging_functions", None)
-    library: Any = sys.modules.get("transformers.utils.logging")
-    found = [getattr(library, name, None) for name in ONCE] if isinstance(ignored, set) else []
-    added = {function for function in found if function is not None and function not in ignored}
-    if added:
-        ignored.update(added)
+    once: Any = getattr(sys.modules.get("transformers.utils.logging"), "warning_once", None)
+    # torch 2.11 sorts this set for its own records, which it cannot if there are two
+    adds = isinstance(ignored, set) and once is not None and not ignored
+    if adds:
+        ignored.add(once)
     try:
         yield
     finally:
-        if added:
-            ignored.difference_update(added)
+        if adds:
+            ignored.discard(once)
 
 
 class _Quiet(logging.Filter):

@@ -53,12 +53,13 @@ class Kernels(forge.Plugin):
     neighbours (attention); instead, whole patterns are looked for in the graph of your step: the last linear layer with
     its cross-entropy, and two linear layers with an activation between them, however the model writes them.
 
-    Then **the whole step is the judge**: forward and backward of the first batch are measured with and without what is
-    proposed, in turns and without effect on the run. Kernels are used if the step is at least 2 % faster and takes no
-    more memory (`memory`); otherwise everything runs as written. The result is kept on disk for the next run, and in
-    checkpoints: a resumed run uses the same kernels, because others would round differently. On several ranks nothing
-    is measured: they use what a run of one process with the same shapes has measured before. `use` can also name
-    kernels, or be `all`: then nothing is measured, and they take every call that they support.
+    Then **the whole step is the judge**: forward and backward of the first batch are measured with and without what
+    is proposed, in turns and without effect on the run. Kernels are used if the step is at least 2 % faster and
+    takes no more memory (`memory`), or is no slower and takes a tenth less; otherwise everything runs as written.
+    The result is kept on disk for the next run, and in checkpoints: a resumed run uses the same kernels, because
+    others would round differently. On several ranks nothing is measured: they use what a run of one process with
+    the same shapes has measured before. `use` can also name kernels, or be `all`: then nothing is measured, and
+    they take every call that they support.
 
     What you see: a table of the measurements in the log, and the step's time and memory with and without.
 

@@ -24,6 +24,8 @@ LEAST_GAIN = 0.02
 """The least share of the step's time that kernels must save."""
 ROUNDING = 1.005
 """Memory is the same up to this factor: allocators round."""
+SMALLER, NO_SLOWER = 0.9, 0.005
+"""Kernels are kept for a tenth less memory too, if they save this much time: surely no slower, within noise."""
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 2, 5, 30, 1.0
 """Passes before the clock starts, rounds that are timed, and the time that they take in all."""
 
@@ -78,7 +80,8 @@ Measure = Callable[[Sequence[Kernels]], Sequence[StepCost]]
 
 
 def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVerdict:
-    """Return the kernels with which the step is faster, and takes no more than `memory` times what it took.
+    """Return the kernels with which the step is faster, and takes no more than `memory` times what it took; or is no
+    slower, and takes a tenth less.
 
     All together are tried first. If they do not win, each is tried alone, then those that won alone together.
     """
@@ -87,9 +90,8 @@ def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVe
     def wins(*candidates: Kernels) -> list[Kernels]:
         written, *others = measure([AS_WRITTEN, *candidates])
         costs.update({AS_WRITTEN: written, **dict(zip(candidates, others, strict=True))})
-        most = written.peak * max(memory, ROUNDING)
         pairs = zip(candidates, others, strict=True)
-        return [names for names, cost in pairs if cost.ms <= (1 - LEAST_GAIN) * written.ms and cost.peak <= most]
+        return [names for names, cost in pairs if _wins(cost, written, memory)]
 
     every = frozenset(names)
     if not every:
@@ -106,6 +108,11 @@ def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVe
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Returns a new context to run a step in."""
+
+
+def _wins(cost: StepCost, written: StepCost, memory: float) -> bool:
+    faster = cost.ms <= (1 - LEAST_GAIN) * written.ms and cost.peak <= written.peak * max(memory, ROUNDING)
+    return faster or (cost.ms <= (1 - NO_SLOWER) * written.ms and cost.peak < SMALLER * written.peak)
 
 
 class StepTrial:
