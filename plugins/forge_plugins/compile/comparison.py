@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,8 +16,11 @@ import forge
 from forge.diagnose.checks import check_training_output
 from forge.snapshot.sandbox import without_side_effects
 from forge_plugins.compile.difference import CompiledDifference, furthest, tolerance_for
-from forge_plugins.compile.regions import Regions
+from forge_plugins.compile.regions import OtherGraphs, Regions
 from forge_plugins.compile.search import ForwardRecorder, Search
+
+PASSES = 5
+"""Timed passes, compiled and eager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +32,17 @@ class Comparison:
     dtype: torch.dtype
     culprit: str | None = None
     "The first module that differs, with its own difference, if the worst is too large."
+    ms: tuple[float, float] | None = None
+    "Forward and backward of the batch in milliseconds, compiled and eager."
 
     @property
     def agrees(self) -> bool:
         return self.worst.relative <= self.tolerance
 
     def __str__(self) -> str:
+        return self._verdict() + ("" if self.ms is None else f" {_times(*self.ms)}")
+
+    def _verdict(self) -> str:
         allowed = f"{self.tolerance:g} is allowed for {str(self.dtype).removeprefix('torch.')}"
         if self.worst.absolute == 0:
             return "compiled and eager agree on the first batch bit for bit."
@@ -56,19 +66,45 @@ def compare(step: forge.Step, regions: Regions, options: Mapping[str, Any]) -> C
         batch = step.trainer.hooks.forge_prepare_batch(step, step.window[0])
         with regions.away(), seen.dtypes():
             eager = _loss_and_gradients(step, batch)
-        with regions.away(options):
+        graphs = regions.another(options)
+        with graphs:
             compiled = _loss_and_gradients(step, batch)
         dtype = seen.coarsest()
         tolerance = tolerance_for(dtype, step.trainer.env.device)
         worst = furthest(compiled, eager, tolerance)
         if worst.relative <= tolerance:
-            return Comparison(worst, tolerance, dtype)
+            return Comparison(worst, tolerance, dtype, ms=_milliseconds(step, batch, regions, graphs))
         with regions.away():
             with seen.inputs():
                 _loss_and_gradients(step, batch)
             inside = None if regions.whole else [region.name for region in regions.all]
             culprit = Search(step.trainer, seen, options, tolerance).first(inside)
     return Comparison(worst, tolerance, dtype, culprit)
+
+
+def _milliseconds(step: forge.Step, batch: Any, regions: Regions, graphs: OtherGraphs) -> tuple[float, float]:
+    """Time forward and backward, compiled and eager, in turns; return the medians."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    device = step.trainer.env.device
+    for _ in range(PASSES):
+        for context, kept in ((graphs, taken[0]), (regions.away(), taken[1])):
+            with context:
+                wait_for(device)
+                began = time.perf_counter()
+                _loss_and_gradients(step, batch)
+                wait_for(device)
+                kept.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
+def _times(compiled: float, eager: float) -> str:
+    return f"Forward and backward take {compiled:.3g} ms compiled, {eager:.3g} ms eager."
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a CUDA device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def comparable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,15 +216,22 @@ def duration(seconds: float) -> str:
 # Advice
 
 
+WORKERS = 4
+"""Workers for a loader without any, where there are as many cores."""
 FUSED = "fused=True on the optimizer (Adam, AdamW, SGD): one call updates all parameters."
 
 
 def _for_data(measured: Measured, setup: Setup) -> list[str]:
     advice: list[str] = []
     if setup.workers == 0:
-        advice.append("Load in other processes: num_workers=4 on the loader, which has none.")
-    elif setup.workers:
-        advice.append(f"Give the loader more than its {setup.workers} workers (num_workers=), while cores are free.")
+        number = max(1, min(WORKERS, setup.cores))
+        advice.append(f"Load in other processes: num_workers={number} on the loader, which has none.")
+    elif setup.workers and setup.workers < setup.cores:
+        advice.append(f"Give the loader more than its {setup.workers} workers, up to the cores: {setup.cores}.")
+    elif setup.workers and setup.workers > setup.cores:
+        advice.append(
+            f"Give the loader no more workers than there are cores: {setup.cores}, and it has {setup.workers}."
+        )
     advice.append("Data that fit into memory need no loading: forge.data.TensorLoader(inputs, labels, batch_size=...).")
     advice.append("Decode, resize and tokenize once and store the result; transform whole batches, not samples.")
     return advice
