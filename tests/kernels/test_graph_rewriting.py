@@ -99,8 +99,14 @@ def tokens() -> tuple[Tensor, Tensor]:
     return torch.randint(CLASSES, (2, 8)), torch.randint(CLASSES, (2, 8))
 
 
-@pytest.mark.parametrize("loss", [viewed, padded, sliced, flattened, transposed])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "bias"),
+    [
+        (padded, False),
+        (transposed, True),
+        *(pytest.param(loss, False, marks=pytest.mark.slow) for loss in (viewed, sliced, flattened)),
+    ],
+)
 def test_a_head_and_its_loss_are_found(loss: Callable[..., Tensor], bias: bool) -> None:
     assert check(Language(loss, bias), *tokens()) == {"linear_cross_entropy": 1}
 
@@ -122,7 +128,7 @@ def half_of_the_classes(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits[..., : CLASSES // 2].reshape(-1, CLASSES // 2), y.view(-1) % (CLASSES // 2))
 
 
-@pytest.mark.parametrize("loss", [used_twice, weighted, mixed, half_of_the_classes])
+@pytest.mark.parametrize("loss", [used_twice, mixed, half_of_the_classes, weighted])
 def test_what_only_looks_like_a_head_stays(loss: Callable[..., Tensor]) -> None:
     assert check(Language(loss), *tokens()) == {}
 
@@ -148,11 +154,15 @@ def gelu_new(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-ACTIVATIONS = [F.gelu, nn.GELU("tanh"), F.relu, nn.SiLU(), gelu_new]
+ACTIVATIONS = [
+    gelu_new,
+    F.relu,
+    *(pytest.param(f, marks=pytest.mark.slow) for f in (F.gelu, nn.GELU("tanh"), nn.SiLU())),
+]
 HALF: dict[str, Any] = {"dtype": torch.float16, "within": 2e-3}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["gelu", "tanh", "relu", "silu", "written out"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["written out", "relu", "gelu", "tanh", "silu"])
 def test_two_linear_layers_are_found(activation: Callable[[Tensor], Tensor]) -> None:
     assert check(Block(activation), torch.randn(16, WIDTH), **HALF) == {"mlp": 1}
 
@@ -178,6 +188,7 @@ def test_the_mlp_of_torchvisions_transformer_is_found() -> None:
     assert check(Whole(), torch.randn(16, WIDTH), **HALF) == {"mlp": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "found"), [("gpt2", {"mlp": 2}), ("llama", {})])
 def test_the_models_of_transformers_have_them(kind: str, found: dict[str, int]) -> None:
     transformers = pytest.importorskip("transformers")

@@ -69,7 +69,8 @@ def test_a_shorter_last_batch_is_called_normal(caplog: pytest.LogCaptureFixture)
 
 def test_a_stream_of_shapes_is_warned_of_with_the_fix(caplog: pytest.LogCaptureFixture) -> None:
     with torch._dynamo.config.patch(recompile_limit=4):
-        fit(Compile(backend="eager"), train=tiny_batches(range(3, 10)), validate_every=None, log_every=1)
+        plugin = Compile(backend="eager", dynamic=False)
+        fit(plugin, train=tiny_batches(range(3, 10)), validate_every=None, log_every=1)
     warnings = [r.getMessage() for r in caplog.records if r.name == "forge" and r.levelno == logging.WARNING]
     assert ["in each of the last 3 log intervals" in text for text in warnings] == [True, False]
     assert "training_step was compiled for so many kinds of inputs that torch gave up" in warnings[1]
@@ -84,6 +85,11 @@ def test_dynamic_sizes_need_one_graph() -> None:
     assert counts(fit(Compile(backend="eager", dynamic=True), train=sizes, validate_every=None)[1]) == (1, 0, 0)
 
 
+def test_by_default_the_second_size_makes_a_graph_for_all() -> None:
+    sizes = tiny_batches(range(3, 9))
+    assert counts(fit(Compile(backend="eager"), train=sizes, validate_every=None)[1]) == (2, 0, 1)
+
+
 def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
     class Reads(Plain):
         def training_step(self, batch: Any) -> Any:
@@ -91,7 +97,8 @@ def test_a_number_that_is_read_in_the_step_is_blamed(caplog: pytest.LogCaptureFi
             scale = logits.sum().item()
             return F.cross_entropy(logits * scale, batch[1])
 
-    fit(Compile(backend="eager"), Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
+    plugin = Compile(backend="eager", dynamic=False)
+    fit(plugin, Reads(), train=tiny_batches([8] * 6), validate_every=None, log_every=1)
     assert "became part of the graph: keep it in a tensor" in caplog.text
 
 
