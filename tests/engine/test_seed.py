@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 import forge
 from forge import rng
@@ -308,3 +309,25 @@ def test_the_watch_leaves_no_hook_once_a_seed_is_set(fresh: Callable[[], None]) 
 
 def test_a_task_of_the_kit_is_seeded_by_itself(fresh: Callable[[], None]) -> None:
     assert warned(lambda: forge.testing.fit_tiny(train=tiny_batches())) == []
+
+
+def test_the_watch_over_weights_breaks_no_graph() -> None:
+    """transformers' models make a ModuleList in their forward, which the watch's hook sees."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+    model, seen = Sliced(), rng.initial_weights._note
+    hook = register_module_module_registration_hook(seen)
+    try:
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 3))
+    finally:
+        hook.remove()
+        torch._dynamo.reset()
