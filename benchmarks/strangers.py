@@ -1,0 +1,134 @@
+"""Milliseconds and memory of models that nobody here wrote: by hand, under Lightning and accelerate, and under forge.
+
+    python -m benchmarks.strangers --models vit_b_16                 # one model, all rows; minutes on an H200
+    python -m benchmarks.strangers --models llama --rows bare,forge  # some rows
+    python -m benchmarks.strangers                                   # every model; goes on where it was interrupted
+    python -m benchmarks.strangers --tiny --models lstm              # smoke test on any machine
+
+Every row is a process of its own, in bf16 under autocast with the same optimizer and batches; the rows of one model
+take turns, round after round, and the figure is the median of the rounds. Results are appended to FILE
+(runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with `kernels.use=auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command_line import some_of
+from benchmarks.gpu import Batches, Train, accelerated, bare, lightning, ours
+from benchmarks.strangers_models import MODELS
+
+ROWS: dict[str, tuple[str, Train]] = {
+    "bare": ("hand-written loop, eager", bare(None)),
+    "bare compiled": ("hand-written loop, torch.compile", bare("default")),
+    "lightning": ("its defaults", lightning(True)),
+    "accelerate": ("the user's loop under Accelerator, eager", accelerated),
+    "forge": ("recipe default", ours(default=True)),
+    "forge compiled": ("only compile", ours(logs=False, compiled=True)),
+    "forge kernels": ("compile, kernels.use=auto", ours(logs=False, compiled=True, kernels={"cache": False})),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StrangerRow:
+    """One row of one model in one round."""
+
+    model: str
+    row: str
+    turn: int
+    ms: float | None
+    peak_gb: float | None = None
+    note: str = ""
+
+
+def measure(model: str, row: str, turn: int, tiny: bool) -> StrangerRow:
+    """Measure one row in this process."""
+    case = MODELS[model]
+    batches = Batches(case, tiny)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        ROWS[row][1](case, batches, tiny, Path(folder) / "run")
+    peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+    return StrangerRow(model, row, turn, round(statistics.median(batches.seconds) * 1e3, 3), peak and round(peak, 2))
+
+
+def in_its_own_process(model: str, row: str, turn: int, tiny: bool) -> StrangerRow:
+    command = [sys.executable, "-m", "benchmarks.strangers", "--one", model, row, str(turn)]
+    try:
+        done = subprocess.run([*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        return StrangerRow(model, row, turn, None, note="not done after 10 minutes")
+    if done.returncode:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["no message"]
+        return StrangerRow(model, row, turn, None, note=lines[-1][:200])
+    return StrangerRow(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def table(rows: list[StrangerRow]) -> Table:
+    """Return the medians by model and row, with the speed relative to the compiled loop by hand."""
+    shown = Table()
+    for heading in ("model", "", "ms", "of compiled by hand", "GB", ""):
+        shown.add_column(heading, justify="right" if heading in ("ms", "of compiled by hand", "GB") else "left")
+    for model in dict.fromkeys(row.model for row in rows):
+        best = _median([row for row in rows if row.model == model and row.row == "bare compiled"])
+        for name in [name for name in ROWS if any(row.model == model and row.row == name for row in rows)]:
+            own = [row for row in rows if row.model == model and row.row == name]
+            ms, peak = _median(own), max((row.peak_gb or 0.0 for row in own), default=0.0)
+            speed = f"{best / ms:.3f}" if best and ms else ""
+            notes = next((row.note for row in own if row.note), "")
+            shown.add_row(model, name, f"{ms:.2f}" if ms else "-", speed, f"{peak:.2f}" if peak else "", notes)
+    return shown
+
+
+def _median(rows: list[StrangerRow]) -> float | None:
+    found = [row.ms for row in rows if row.ms is not None]
+    return statistics.median(found) if found else None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strangers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=some_of(MODELS), default=list(MODELS), help="names with commas between")
+    parser.add_argument("--rows", type=some_of(ROWS), default=list(ROWS), help="names with commas between")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each row")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to see that it runs")
+    parser.add_argument("--out", default="runs/strangers.jsonl", metavar="FILE", help="where results are kept")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "ROW", "ROUND"), help="one row in this process, as JSON")
+    options = parser.parse_args(arguments)
+    if options.one:
+        model, row, turn = options.one
+        print(json.dumps(asdict(measure(model, row, int(turn), options.tiny))))
+        return 0
+    if not torch.cuda.is_available() and not options.tiny:
+        print("No CUDA device is available. For a smoke test: --tiny", file=sys.stderr)
+        return 2
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = [StrangerRow(**json.loads(line)) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {(row.model, row.row, row.turn) for row in known}
+    with out.open("a") as file:
+        for model in options.models:
+            for turn in range(options.rounds):
+                for name in options.rows:
+                    if (model, name, turn) not in done:
+                        row = in_its_own_process(model, name, turn, options.tiny)
+                        known.append(row)
+                        print(json.dumps(asdict(row)), file=file, flush=True)
+                        print(f"{model} {name}: {row.ms} ms {row.note}", file=sys.stderr, flush=True)
+    wanted = [row for row in known if row.model in options.models and row.row in options.rows]
+    Console(width=None if sys.stdout.isatty() else 140).print(table(wanted))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
