@@ -1,0 +1,236 @@
+"""The search for the fastest step: each lever alone, then the winners together, then the answer against the start.
+
+It knows levers and readings, and nothing of how a step is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from forge.tuning.levers import NUMBERS, Lever, Numbers
+from forge.tuning.speed_report import LeverRow, Reading, SpeedReport
+
+LEAST = 0.02
+"""A lever is added if the whole step becomes faster by at least this share."""
+PROMISING = 0.03
+"""A lever that is slower than the start by more than this share is not measured again."""
+RESERVE = 0.8
+"""The share of the budget after which only the answer is checked."""
+SLOW = 0.5
+"""Levers that take minutes are tried only while this share of the budget is left."""
+TOO_SLOW = "takes minutes: not tried within this budget"
+PAIRS, NOISY = 3, 0.05
+"""How often the answer is measured beside the start at the end; more often where equal steps differ by this share."""
+
+
+class LeverFailed(Exception):
+    """Raised by a measurement: the lever does not work here, for the reason in the message."""
+
+
+Measure = Callable[[Sequence[Lever]], Reading]
+
+
+class SpeedSearch:
+    """One search. `measure` runs the step with some levers; it raises LeverFailed where they do not work."""
+
+    def __init__(
+        self,
+        measure: Measure,
+        levers: Sequence[Lever],
+        *,
+        numbers: Numbers = "precision",
+        limit: int | None = None,
+        budget: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self.measure, self.numbers, self.limit = measure, numbers, limit
+        self.budget, self.clock, self.tell = budget, clock, tell
+        self.rows = [LeverRow(lever, lever.why_not or self._forbidden(lever)) for lever in levers]
+        self.begun = clock()
+        self.spent = False
+        self.starts: list[Reading] = []
+
+    def run(self, first: Reading | None = None) -> SpeedReport:
+        """Search, and return what was found; `first` is a reading of the start, if there is one."""
+        if first is None:
+            self._measure_start()
+        else:
+            self.starts.append(first)
+        self._alone()
+        chosen = self._together()
+        report = SpeedReport(Reading.middle(self.starts), self.rows, reproducible=self._reproducible, noise=self.noise)
+        self._check(report, chosen)
+        for row in self.rows:
+            row.chosen = row.lever in report.chosen
+        report.spent, report.seconds = self.spent, self.clock() - self.begun
+        return report
+
+    # -- alone --------------------------------------------------------------------------------------------------------
+
+    def _alone(self) -> None:
+        """Measure every lever, the start, the promising ones once more, and the start again."""
+        readings: dict[str, list[Reading]] = {}
+        for again in (False, True):
+            for row in self.rows:
+                if row.why_not or (again and not self._is_promising(row)):
+                    continue
+                if self._is_over(slow=row.lever.slow):
+                    if not again:
+                        row.why_not = TOO_SLOW if row.lever.slow else "not tried: the budget was spent"
+                    continue
+                reading = self._try(row, [row.lever])
+                if reading is not None:
+                    readings.setdefault(row.lever.name, []).append(reading)
+                    row.alone = Reading.middle(readings[row.lever.name])
+            if readings and not (again and self._is_over()):
+                self._measure_start()
+
+    def _is_promising(self, row: LeverRow) -> bool:
+        return row.alone is not None and row.alone.ms < (1 + PROMISING) * self.start.ms
+
+    # -- together -----------------------------------------------------------------------------------------------------
+
+    def _together(self) -> list[Lever]:
+        """Add levers by their gain alone, each only if the whole step gains by it."""
+        chosen: list[Lever] = []
+        best = self.start
+        for row in self._by_gain():
+            alone = row.alone
+            assert alone is not None
+            wanted = [*(lever for lever in chosen if _group(lever) != _group(row.lever)), row.lever]
+            if self._is_over() and chosen:
+                row.why_not = "not tried together: the budget was spent"
+                continue
+            if len(wanted) == 1 and not chosen:
+                reading: Reading | None = alone
+            else:
+                reading, best = self._beside(row, wanted, chosen, best)
+            if reading is None:
+                continue
+            row.together = reading
+            row.why_not = self._refused(reading) or self._too_slow(reading, best, first=not chosen)
+            if not row.why_not:
+                chosen, best = wanted, reading
+        for row in self.rows:
+            if not row.why_not and row.lever not in chosen:
+                row.why_not = f"{_groups_choice(chosen, row.lever)} is faster"
+        return chosen
+
+    def _by_gain(self) -> list[LeverRow]:
+        tried = [row for row in self.rows if row.alone is not None and not row.why_not]
+        for row in tried:
+            assert row.alone is not None
+            if row.alone.ms > (1 + PROMISING) * self.start.ms and self._fits(self.start):
+                row.why_not = "slower"
+            row.why_not = row.why_not or self._refused(row.alone)
+        return sorted((row for row in tried if not row.why_not), key=lambda row: row.alone.ms)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _beside(
+        self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: Reading
+    ) -> tuple[Reading | None, Reading]:
+        """Measure a combination twice, around the best so far."""
+        first = self._try(row, wanted)
+        if first is None or first.ms > (1 + PROMISING) * best.ms:
+            return first, best
+        again = self._try(row, chosen)
+        second = None if again is None else self._try(row, wanted)
+        if again is None or second is None:
+            return None, best
+        return Reading.middle([first, second]), Reading.middle([best, again])
+
+    # -- the answer ---------------------------------------------------------------------------------------------------
+
+    def _check(self, report: SpeedReport, chosen: list[Lever]) -> None:
+        """Measure the answer and the start in turns, and keep the answer only if it wins."""
+        report.fits = self._fits(report.start)
+        if not chosen:
+            return
+        must = not report.fits  # the start is not permitted
+        row = next(row for row in self.rows if row.lever is chosen[-1])
+        starts, bests = [], []
+        for _ in range(2 if self._is_over() else PAIRS if self.noise < NOISY else 2 * PAIRS - 1):
+            starts.append(self.measure(()))
+            reading = self._try(row, chosen)
+            if reading is not None:
+                bests.append(reading)
+        start = report.start = Reading.middle(starts)
+        best = Reading.middle(bests) if len(bests) == len(starts) else None
+        # neighbours in time are compared: a machine that others use changes its pace
+        wins = statistics.median(b.ms / a.ms for a, b in zip(starts, bests, strict=False)) <= 1 - LEAST if best else False
+        if best is not None and not self._refused(best) and (must or wins):
+            report.best, report.chosen, report.fits = best, chosen, True
+            return
+        report.dropped = " + ".join(lever.name for lever in chosen)
+        for row in self.rows:
+            if row.lever in chosen:
+                row.why_not = row.why_not or "no faster than the start at the end"
+
+    # -- one measurement ----------------------------------------------------------------------------------------------
+
+    def _measure_start(self) -> None:
+        self.starts.append(self.measure(()))
+        self.tell(f"start: {self.starts[-1].ms:.3g} ms")
+
+    def _try(self, row: LeverRow, wanted: Sequence[Lever]) -> Reading | None:
+        """Measure a combination; a failure is noted in the lever's row."""
+        names = " + ".join(lever.name for lever in wanted)
+        try:
+            reading = self.measure(wanted)
+        except LeverFailed as failure:
+            row.why_not = str(failure)
+            self.tell(f"{names}: {failure}")
+            return None
+        self.tell(f"{names}: {reading.ms:.3g} ms")
+        return reading
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    @property
+    def start(self) -> Reading:
+        return Reading.middle(self.starts)
+
+    @property
+    def noise(self) -> float:
+        times = [reading.ms for reading in self.starts]
+        return (max(times) - min(times)) / (2 * statistics.median(times))
+
+    @property
+    def _reproducible(self) -> bool:
+        return all(reading.same is not False for reading in self.starts)
+
+    def _is_over(self, slow: bool = False) -> bool:
+        """Return whether the budget permits nothing more; slow levers need more of it."""
+        used = self.clock() - self.begun
+        self.spent = self.spent or used > RESERVE * self.budget
+        return used > (1 - SLOW if slow else RESERVE) * self.budget
+
+    def _forbidden(self, lever: Lever) -> str:
+        if NUMBERS.index(lever.numbers) <= NUMBERS.index(self.numbers):
+            return ""
+        return "changes the precision" if lever.numbers == "precision" else "rounds differently"
+
+    def _fits(self, reading: Reading) -> bool:
+        return self.limit is None or reading.memory is None or reading.memory <= self.limit
+
+    def _refused(self, reading: Reading) -> str:
+        """Return why a reading is not permitted, however fast it is."""
+        if not self._fits(reading):
+            return f"over the limit of {(self.limit or 0) / 1e9:g} GB"
+        return "other bits" if self.numbers == "bitwise" and reading.same is False else ""
+
+    def _too_slow(self, reading: Reading, best: Reading, first: bool) -> str:
+        if first and not self._fits(self.start):
+            return ""
+        least = max(LEAST, min(self.noise, 0.1))
+        return "" if reading.ms <= (1 - least) * best.ms else "no gain" if first else "no gain with the others"
+
+
+def _group(lever: Lever) -> str:
+    return lever.group or lever.name
+
+
+def _groups_choice(chosen: Sequence[Lever], lever: Lever) -> str:
+    return next((other.name for other in chosen if _group(other) == _group(lever)), "another combination")
