@@ -88,7 +88,7 @@ class Situation:
 
 
 def levers(situation: Situation) -> list[Lever]:
-    """Return every lever, those too that do not apply here; the ones that usually win come first."""
+    """Return every lever, those too that do not apply here."""
     found = [lever for family in FAMILIES for lever in family(situation)]
     named = set(situation.leave_out)
     return [_without(lever) if lever.name in named and not lever.why_not else lever for lever in found]
@@ -206,16 +206,17 @@ def micro_batches(s: Situation) -> Iterator[Lever]:
 
 
 FAMILIES: list[Callable[[Situation], Iterator[Lever]]] = [
-    amp,
-    compiling,
-    cuda_graph,
     fused_optimizer,
     channels_last,
+    amp,
     backends,
-    kernels,
     prefetch,
     workers,
     no_remat,
     micro_batches,
+    cuda_graph,
+    compiling,
+    kernels,
     fp8,
 ]
+"""What takes seconds comes before what takes minutes: a compiler may need most of the budget."""

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from forge import registry
@@ -27,12 +28,15 @@ from forge.tuning.speed_report import Reading, SpeedReport
 from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_timer import StepTimer, Weights
+from forge.tuning.time_limit import TrialTooLong, time_limit
 from forge.tuning.trial import is_left_out, run_trial
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
 
 BUDGET = 10.0
 """Minutes of a search, unless told otherwise."""
+GRACE = 20.0
+"""Seconds that a trial may take even if the budget has fewer left."""
 
 
 def speed_range(
@@ -66,6 +70,7 @@ def speed_range(
             raise ForgeError(f"{name}={value:g}: it must be above 0.")
     trials = StepTrials(make_task, make_train, **trainer)
     begun = clock()
+    trials.time_left = lambda: begun + budget * 60 - clock()
     first = trials.look()
     situation = Situation(
         facts=trials.facts,
@@ -111,6 +116,9 @@ class StepTrials:
         self.given = self._given()
         self.start: Weights = {}
         "The weights of the start after some updates."
+        self.time_left: Callable[[], float] = lambda: math.inf
+        self._costs: dict[str, float] = {}
+        "The longest seconds of a trial with a lever."
 
     def look(self) -> Reading:
         """Measure the start for the first time, and learn the facts about the step."""
@@ -120,13 +128,21 @@ class StepTrials:
         """Measure the step with these levers; raise LeverFailed if it does not work."""
         if not chosen:
             return self._run([], StepTimer(self.share))
+        begun = time.monotonic()
+        known = max(self._costs.get(lever.name, 0.0) for lever in chosen)
+        allowed = max(self.time_left() / 2, GRACE, 2 * known)  # what has run before may run again
         try:
-            return self._run(chosen, StepTimer(self.share))
+            with time_limit(allowed) if allowed < math.inf else nullcontext():
+                reading = self._run(chosen, StepTimer(self.share))
         except Exception as error:
-            full = is_out_of_memory(error)
-            raise LeverFailed("out of memory" if full else reason(error)) from error
+            late = isinstance(error, TrialTooLong) or time.monotonic() - begun >= allowed
+            why_not = TrialTooLong.WORDS if late else reason(error)
+            raise LeverFailed("out of memory" if is_out_of_memory(error) else why_not) from error
         finally:
             peak_memory.clean()
+        for lever in chosen:
+            self._costs[lever.name] = max(self._costs.get(lever.name, 0.0), time.monotonic() - begun)
+        return reading
 
     def _run(self, chosen: Sequence[Lever], timer: StepTimer) -> Reading:
         change = Change()

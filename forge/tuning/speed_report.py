@@ -48,6 +48,8 @@ class LeverRow:
     together: Reading | None = None
     "The step with this lever added to those that were chosen before it."
     chosen: bool = False
+    failed: bool = False
+    "Whether it was tried, and did not work."
 
     @property
     def numbers(self) -> Numbers:

@@ -20,7 +20,7 @@ RESERVE = 0.8
 """The share of the budget after which only the answer is checked."""
 SLOW = 0.5
 """Levers that take minutes are tried only while this share of the budget is left."""
-TOO_SLOW = "takes minutes: not tried within this budget"
+TOO_SLOW = "takes minutes, more than this budget has left"
 PAIRS, NOISY = 3, 0.05
 """How often the answer is measured beside the start at the end; more often where equal steps differ by this share."""
 
@@ -52,6 +52,8 @@ class SpeedSearch:
         self.begun = clock()
         self.spent = False
         self.starts: list[Reading] = []
+        self.costs: dict[str, float] = {}
+        "Seconds of the last measurement with a lever, compiling included."
 
     def run(self, first: Reading | None = None) -> SpeedReport:
         """Search, and return what was found; `first` is a reading of the start, if there is one."""
@@ -77,9 +79,9 @@ class SpeedSearch:
             for row in self.rows:
                 if row.why_not or (again and not self._is_promising(row)):
                     continue
-                if self._is_over(slow=row.lever.slow):
+                if self._is_over(self.costs.get(row.lever.name, 0.0), slow=row.lever.slow):
                     if not again:
-                        row.why_not = TOO_SLOW if row.lever.slow else "not tried: the budget was spent"
+                        row.why_not = TOO_SLOW if row.lever.slow else "the budget was spent"
                     continue
                 reading = self._try(row, [row.lever])
                 if reading is not None:
@@ -101,8 +103,8 @@ class SpeedSearch:
             alone = row.alone
             assert alone is not None
             wanted = [*(lever for lever in chosen if _group(lever) != _group(row.lever)), row.lever]
-            if self._is_over() and chosen:
-                row.why_not = "not tried together: the budget was spent"
+            if chosen and self._is_over(2 * self._cost(wanted)):
+                row.why_not = "the budget was spent"
                 continue
             if len(wanted) == 1 and not chosen:
                 reading: Reading | None = alone
@@ -151,8 +153,11 @@ class SpeedSearch:
         must = not report.fits  # the start is not permitted
         row = next(row for row in self.rows if row.lever is chosen[-1])
         starts, bests = [], []
-        for _ in range(2 if self._is_over() else PAIRS if self.noise < NOISY else 2 * PAIRS - 1):
+        for i in range(PAIRS if self.noise < NOISY else 2 * PAIRS - 1):
+            if i and self._is_over(self._cost(chosen), share=1.0):
+                break
             starts.append(self.measure(()))
+            self.tell(f"start: {starts[-1].ms:.3g} ms")
             reading = self._try(row, chosen)
             if reading is not None:
                 bests.append(reading)
@@ -176,15 +181,21 @@ class SpeedSearch:
 
     def _try(self, row: LeverRow, wanted: Sequence[Lever]) -> Reading | None:
         """Measure a combination; a failure is noted in the lever's row."""
-        names = " + ".join(lever.name for lever in wanted)
+        names, begun = " + ".join(lever.name for lever in wanted), self.clock()
         try:
             reading = self.measure(wanted)
         except LeverFailed as failure:
+            row.failed = True
             row.why_not = str(failure)
             self.tell(f"{names}: {failure}")
             return None
         self.tell(f"{names}: {reading.ms:.3g} ms")
+        self.costs |= dict.fromkeys((lever.name for lever in wanted), self.clock() - begun)
         return reading
+
+    def _cost(self, wanted: Sequence[Lever]) -> float:
+        """Return how many seconds a measurement will take, by those before."""
+        return max(self.costs.get(lever.name, 0.0) for lever in wanted)
 
     # -- judging ------------------------------------------------------------------------------------------------------
 
@@ -201,11 +212,12 @@ class SpeedSearch:
     def _reproducible(self) -> bool:
         return all(reading.same is not False for reading in self.starts)
 
-    def _is_over(self, slow: bool = False) -> bool:
-        """Return whether the budget permits nothing more; slow levers need more of it."""
-        used = self.clock() - self.begun
-        self.spent = self.spent or used > RESERVE * self.budget
-        return used > (1 - SLOW if slow else RESERVE) * self.budget
+    def _is_over(self, cost: float = 0.0, slow: bool = False, share: float = RESERVE) -> bool:
+        """Return whether the budget has no room for a measurement of this cost; slow levers need more of it."""
+        used = self.clock() - self.begun + cost
+        if used > share * self.budget:
+            self.spent = True
+        return used > (1 - SLOW if slow else share) * self.budget
 
     def _forbidden(self, lever: Lever) -> str:
         if NUMBERS.index(lever.numbers) <= NUMBERS.index(self.numbers):

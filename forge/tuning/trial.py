@@ -78,13 +78,15 @@ def run_trial(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence forge's log and UserWarnings: messages about a run of this length are meaningless to the user."""
-    logger = logging.getLogger("forge")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence the logs of forge and torch, and UserWarnings: a run of this length says nothing to the user."""
+    loggers = [logging.getLogger(name) for name in ("forge", "torch.utils.cpp_extension", "torch._inductor")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
