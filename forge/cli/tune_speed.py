@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import target
 from forge.config import Recipe
 from forge.config.recipe import DEFAULT
 from forge.config.schema import options_of

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from forge.config.build import make_plugin
@@ -22,7 +23,7 @@ from forge.contract.plugin import Plugin, plugin_options
 from forge.contract.run import Run
 from forge.distributed.rank_env import DistributedEnv
 from forge.distributed.rank_info import RankInfo
-from forge.env import Env, pick_device
+from forge.env import pick_device
 from forge.errors import RecipeError
 from forge.options import plain
 from forge.rng import RNGState
@@ -133,7 +134,8 @@ class Autotune(Plugin):
     def _agree(self, trainer: Run) -> Answer:
         """Return the answer of the first rank."""
         strategy = next((plugin for plugin in trainer.stack if "strategy" in plugin.provides), None)
-        if strategy is None or RankInfo.read().world == 1:
+        joined = dist.is_available() and dist.is_initialized()  # by the user's own script
+        if strategy is None or (RankInfo.read().world == 1 and not joined):
             return self._find(trainer, pick_device(trainer.device), 1)
         backend = getattr(strategy.config, "backend", None)
         env = DistributedEnv(trainer.device, trainer=trainer, backend=backend)

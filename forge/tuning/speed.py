@@ -174,7 +174,7 @@ class StepTrials:
     def _given(self) -> dict[str, Mapping[str, Any]]:
         """Return the plugins of the start by name, with the options that the user gave."""
         made = Trainer(plugins=self.plugins, **self.trainer)
-        written = made.recipe.plugins if made.recipe is not None else {}
+        written = made.recipe.config.get("plugins", {}) if made.recipe is not None else {}
         in_code = self.plugins if isinstance(self.plugins, Mapping) else {}
         found: dict[str, Mapping[str, Any]] = {}
         for plugin in made.stack:
@@ -187,7 +187,7 @@ class StepTrials:
 def with_change(plugins: Plugins, change: Change) -> Plugins:
     """Return plugins, in the form in which they were given, with a change merged over them."""
     if isinstance(plugins, Mapping):
-        merged: dict[str, Any] = dict(plugins)
+        merged: dict[Any, Any] = dict(plugins)
         for name, options in change.plugins.items():
             merged[name] = None if options is None else {**(merged.get(name) or {}), **options}
         return merged

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from forge.tuning.levers import NUMBERS, Lever, Numbers
 from forge.tuning.speed_report import LeverRow, Reading, SpeedReport
@@ -15,12 +16,12 @@ from forge.tuning.speed_report import LeverRow, Reading, SpeedReport
 LEAST = 0.02
 """A lever is added if the whole step becomes faster by at least this share."""
 PROMISING = 0.03
-"""A lever that is slower than the start by more than this share is not measured again."""
+"""A lever that is slower than the start by more than this share, and the noise, is not measured again."""
 RESERVE = 0.8
 """The share of the budget after which only the answer is checked."""
 SLOW = 0.5
 """Levers that take minutes are tried only while this share of the budget is left."""
-TOO_SLOW = "takes minutes, more than this budget has left"
+SPENT, TOO_SLOW = "the budget was spent", "takes minutes, more than this budget has left"
 PAIRS, NOISY = 3, 0.05
 """How often the answer is measured beside the start at the end; more often where equal steps differ by this share."""
 
@@ -73,25 +74,29 @@ class SpeedSearch:
     # -- alone --------------------------------------------------------------------------------------------------------
 
     def _alone(self) -> None:
-        """Measure every lever, the start, the promising ones once more, and the start again."""
+        """Measure every lever between two readings of the start, the promising ones a second time."""
         readings: dict[str, list[Reading]] = {}
+        shares: dict[str, list[float]] = {}
         for again in (False, True):
             for row in self.rows:
-                if row.why_not or (again and not self._is_promising(row)):
+                name = row.lever.name
+                if row.why_not or (again and statistics.median(shares[name]) > 1 + PROMISING + self.noise):
                     continue
-                if self._is_over(self.costs.get(row.lever.name, 0.0), slow=row.lever.slow):
+                if self._is_over(self.costs.get(name, 0.0), slow=row.lever.slow):
                     if not again:
-                        row.why_not = TOO_SLOW if row.lever.slow else "the budget was spent"
+                        row.why_not = TOO_SLOW if row.lever.slow else SPENT
                     continue
                 reading = self._try(row, [row.lever])
-                if reading is not None:
-                    readings.setdefault(row.lever.name, []).append(reading)
-                    row.alone = Reading.middle(readings[row.lever.name])
-            if readings and not (again and self._is_over()):
+                if reading is None:
+                    continue
+                before = self.starts[-1].ms
                 self._measure_start()
-
-    def _is_promising(self, row: LeverRow) -> bool:
-        return row.alone is not None and row.alone.ms < (1 + PROMISING) * self.start.ms
+                readings.setdefault(name, []).append(reading)
+                shares.setdefault(name, []).append(reading.ms / statistics.fmean((before, self.starts[-1].ms)))
+        for row in self.rows:  # neighbours in time are compared: a machine that others use changes its pace
+            if row.lever.name in readings:
+                share = statistics.median(shares[row.lever.name])
+                row.alone = replace(Reading.middle(readings[row.lever.name]), ms=share * self.start.ms)
 
     # -- together -----------------------------------------------------------------------------------------------------
 
@@ -104,12 +109,12 @@ class SpeedSearch:
             assert alone is not None
             wanted = [*(lever for lever in chosen if _group(lever) != _group(row.lever)), row.lever]
             if chosen and self._is_over(2 * self._cost(wanted)):
-                row.why_not = "the budget was spent"
+                row.why_not = SPENT
                 continue
             if len(wanted) == 1 and not chosen:
                 reading: Reading | None = alone
             else:
-                reading, best = self._beside(row, wanted, chosen, best)
+                reading = self._beside(row, wanted, chosen, best)
             if reading is None:
                 continue
             row.together = reading
@@ -130,18 +135,19 @@ class SpeedSearch:
             row.why_not = row.why_not or self._refused(row.alone)
         return sorted((row for row in tried if not row.why_not), key=lambda row: row.alone.ms)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _beside(
-        self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: Reading
-    ) -> tuple[Reading | None, Reading]:
-        """Measure a combination twice, around the best so far."""
-        first = self._try(row, wanted)
-        if first is None or first.ms > (1 + PROMISING) * best.ms:
-            return first, best
-        again = self._try(row, chosen)
-        second = None if again is None else self._try(row, wanted)
-        if again is None or second is None:
-            return None, best
-        return Reading.middle([first, second]), Reading.middle([best, again])
+    def _beside(self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: Reading) -> Reading | None:
+        """Measure a combination in turns with the best so far; the best keeps its time, by which all are judged."""
+        readings, shares = [], []
+        for _ in range(2):
+            now = self._try(row, chosen)
+            reading = None if now is None else self._try(row, wanted)
+            if now is None or reading is None:
+                return None
+            readings.append(reading)
+            shares.append(reading.ms / now.ms)
+            if shares[-1] > 1 + PROMISING + self.noise:
+                break
+        return replace(Reading.middle(readings), ms=statistics.median(shares) * best.ms)
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -161,10 +167,10 @@ class SpeedSearch:
             reading = self._try(row, chosen)
             if reading is not None:
                 bests.append(reading)
-        start = report.start = Reading.middle(starts)
+        report.start = Reading.middle(starts)
         best = Reading.middle(bests) if len(bests) == len(starts) else None
-        # neighbours in time are compared: a machine that others use changes its pace
-        wins = statistics.median(b.ms / a.ms for a, b in zip(starts, bests, strict=False)) <= 1 - LEAST if best else False
+        shares = [best.ms / start.ms for start, best in zip(starts, bests, strict=False)]
+        wins = bool(shares) and statistics.median(shares) <= 1 - LEAST
         if best is not None and not self._refused(best) and (must or wins):
             report.best, report.chosen, report.fits = best, chosen, True
             return
@@ -205,8 +211,10 @@ class SpeedSearch:
 
     @property
     def noise(self) -> float:
+        """Return by which share half of the readings of the start differ from their median, at most."""
         times = [reading.ms for reading in self.starts]
-        return (max(times) - min(times)) / (2 * statistics.median(times))
+        middle = statistics.median(times)
+        return statistics.median(abs(ms - middle) for ms in times) / middle
 
     @property
     def _reproducible(self) -> bool:

@@ -79,7 +79,7 @@ def _not_fused(trainer: Run) -> str:
     for optimizer in trainer.optimizers.values():
         if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
             reasons.append(f"torch has no fused {type(optimizer).__name__}")
-        elif any(group.get("fused") is not None or group.get("foreach") is not None for group in optimizer.param_groups):
+        elif any(group.get(way) is not None for group in optimizer.param_groups for way in ("fused", "foreach")):
             reasons.append(f"{type(optimizer).__name__} chooses its step itself")
         else:
             return ""

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from forge.contract.hooks import hookimpl
+from forge.contract.run import Run
 from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.env import Env
@@ -105,7 +106,7 @@ class StepTimer(TuningTrial):
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _end_chunk(self, trainer: Trainer) -> None:
+    def _end_chunk(self, trainer: Run) -> None:
         trainer.env.synchronize()
         now = time.perf_counter()
         each = (now - self._from) / self._updates
@@ -122,7 +123,7 @@ class StepTimer(TuningTrial):
             trainer.max_updates = trainer.progress.update
         self._from, self._updates = time.perf_counter(), 0
 
-    def _keep_weights(self, trainer: Trainer) -> None:
+    def _keep_weights(self, trainer: Run) -> None:
         self.weights = {
             name: p.detach().to("cpu", copy=True).contiguous() for name, p in trainer.task.named_parameters()
         }
