@@ -147,7 +147,7 @@ def _target(args: Namespace, recipe: Recipe, out: Path) -> list[str]:
 def print_report(report: SpeedReport) -> None:
     """Print the table of what was tried, what was not and why, and the verdict."""
     console = show.console()
-    grid = show.table("", "alone", "memory", "together", "memory", "numbers", "compiled in", "", wrap=[""])
+    grid = show.table("", "alone", "memory", "together", "memory", "numbers", "ready in", "", wrap=[""])
     for column in grid.columns[1:5]:
         column.justify = "right"
     grid.columns[6].justify = "right"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge.tuning.levers import Change, Lever, Numbers
 
@@ -50,6 +50,11 @@ class LeverRow:
     chosen: bool = False
     failed: bool = False
     "Whether it was tried, and did not work."
+
+    def rescale(self, factor: float) -> None:
+        """Express the times at another pace of the machine."""
+        self.alone = None if self.alone is None else replace(self.alone, ms=self.alone.ms * factor)
+        self.together = None if self.together is None else replace(self.together, ms=self.together.ms * factor)
 
     @property
     def numbers(self) -> Numbers:

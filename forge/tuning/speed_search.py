@@ -167,17 +167,20 @@ class SpeedSearch:
             reading = self._try(row, chosen)
             if reading is not None:
                 bests.append(reading)
-        report.start = Reading.middle(starts)
-        best = Reading.middle(bests) if len(bests) == len(starts) else None
-        shares = [best.ms / start.ms for start, best in zip(starts, bests, strict=False)]
-        wins = bool(shares) and statistics.median(shares) <= 1 - LEAST
-        if best is not None and not self._refused(best) and (must or wins):
+        pace, report.start = report.start.ms, Reading.middle(starts)
+        for other in self.rows:  # all times of the report are by one pace
+            other.rescale(report.start.ms / pace)
+        share = (
+            statistics.median(best.ms / start.ms for start, best in zip(starts, bests, strict=False)) if bests else 1
+        )
+        best = replace(Reading.middle(bests), ms=share * report.start.ms) if len(bests) == len(starts) else None
+        if best is not None and not self._refused(best) and (must or share <= 1 - LEAST):
             report.best, report.chosen, report.fits = best, chosen, True
             return
         report.dropped = " + ".join(lever.name for lever in chosen)
         for row in self.rows:
             if row.lever in chosen:
-                row.why_not = row.why_not or "no faster than the start at the end"
+                row.why_not = row.why_not or "no gain in the end"
 
     # -- one measurement ----------------------------------------------------------------------------------------------
 

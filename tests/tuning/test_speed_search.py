@@ -147,7 +147,7 @@ def test_the_answer_is_dropped_if_it_loses_at_the_end() -> None:
     assert names(report) == []
     assert report.best is None
     assert report.dropped == "a"
-    assert why_not(report)["a"] == "no faster than the start at the end"
+    assert why_not(report)["a"] == "no gain in the end"
 
 
 @pytest.mark.parametrize(
