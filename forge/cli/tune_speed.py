@@ -19,7 +19,7 @@ from forge.util import show
 from forge.util.files import atomic_write
 
 if TYPE_CHECKING:
-    from forge.tuning import Change, LeverRow, Reading, SpeedReport
+    from forge.tuning import Change, LeverRow, SpeedReport, StepReading
 
 BUDGET = 10.0
 WORDS = {"bitwise": "same bits", "rounding": "rounding", "precision": "precision"}
@@ -185,7 +185,7 @@ def _line(row: LeverRow, report: SpeedReport) -> list[str]:
     return [row.lever.name, *_cells(row.alone), *_cells(row.together), WORDS[row.numbers], compiled, note]
 
 
-def _cells(reading: Reading | None) -> list[str]:
+def _cells(reading: StepReading | None) -> list[str]:
     if reading is None:
         return ["", ""]
     return [f"{reading.ms:.3g} ms", "" if reading.memory is None else f"{reading.memory / 1e9:.2f} GB"]

@@ -20,7 +20,7 @@ from forge.tuning.lr import LRCurve, lr_range
 from forge.tuning.plot import draw_lr
 from forge.tuning.speed import speed_range
 from forge.tuning.speed_plot import draw_speed
-from forge.tuning.speed_report import LeverRow, Reading, SpeedReport
+from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
 
 __all__ = [
     "BatchReport",
@@ -29,8 +29,8 @@ __all__ = [
     "Lever",
     "LeverRow",
     "Probe",
-    "Reading",
     "SpeedReport",
+    "StepReading",
     "batch_range",
     "draw_lr",
     "draw_speed",

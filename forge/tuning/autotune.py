@@ -60,7 +60,7 @@ class Autotune(Plugin):
 
     ::
 
-        forge fit quickstart -p autotune autotune.budget=0.1 autotune.cache=false trainer.max_epochs=1
+        forge fit quickstart -p autotune autotune.budget=1
     """
 
     @dataclass(kw_only=True, slots=True)

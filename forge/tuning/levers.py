@@ -56,7 +56,7 @@ class Lever:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class LeverSituation:
     """Everything that decides which levers apply."""
 
     facts: StepFacts
@@ -87,7 +87,7 @@ class Situation:
         return given is not None and not self.only_adds and not any(name in given for name in options)
 
 
-def levers(situation: Situation) -> list[Lever]:
+def levers(situation: LeverSituation) -> list[Lever]:
     """Return every lever, those too that do not apply here."""
     found = [lever for family in FAMILIES for lever in family(situation)]
     named = set(situation.leave_out)
@@ -101,17 +101,17 @@ def _without(lever: Lever) -> Lever:
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-def amp(s: Situation) -> Iterator[Lever]:
+def amp(s: LeverSituation) -> Iterator[Lever]:
     why_not = s.why_not("amp") or ("the task computes in short types itself" if not s.facts.float32 else "")
     yield Lever("amp bf16", Change({"amp": {"dtype": "bf16"}}), "precision", "amp", why_not)
 
 
-def fp8(s: Situation) -> Iterator[Lever]:
+def fp8(s: LeverSituation) -> Iterator[Lever]:
     if "fp8" in s.installed:
         yield Lever("fp8", Change({"fp8": {}}), "precision", "fp8", s.why_not("fp8", "cuda"))
 
 
-def backends(s: Situation) -> Iterator[Lever]:
+def backends(s: LeverSituation) -> Iterator[Lever]:
     """TF32, measured convolutions, and the order of attention's backends: options of one plugin."""
     why_not = s.why_not("backends", "cuda")
     short = "" if s.facts.float32 else "the task computes in short types itself"
@@ -128,7 +128,7 @@ def backends(s: Situation) -> Iterator[Lever]:
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-def compiling(s: Situation) -> Iterator[Lever]:
+def compiling(s: LeverSituation) -> Iterator[Lever]:
     """The whole step, or repeated blocks; then modes that search longer."""
     why_not, dynamic = s.why_not("compile"), {"dynamic": None}
     extends = why_not == YOURS and s.open_option("compile", "blocks", "backend", "mode")
@@ -145,22 +145,22 @@ def compiling(s: Situation) -> Iterator[Lever]:
             yield Lever(f"compile {mode}", change, "rounding", "compile", slow=mode != "reduce-overhead")
 
 
-def cuda_graph(s: Situation) -> Iterator[Lever]:
+def cuda_graph(s: LeverSituation) -> Iterator[Lever]:
     strict = Change({"cuda_graph": {"strict": True}})
     change = Change({"cuda_graph": {}})
     yield Lever("cuda_graph", change, "bitwise", "", s.why_not("cuda_graph", "cuda"), in_trials=strict)
 
 
-def kernels(s: Situation) -> Iterator[Lever]:
+def kernels(s: LeverSituation) -> Iterator[Lever]:
     yield Lever("kernels", Change({"kernels": {"use": "auto"}}), "rounding", "", s.why_not("kernels", "cuda"))
 
 
-def fused_optimizer(s: Situation) -> Iterator[Lever]:
+def fused_optimizer(s: LeverSituation) -> Iterator[Lever]:
     why_not = s.why_not("fused_optimizer") or s.facts.not_fused
     yield Lever("fused_optimizer", Change({"fused_optimizer": {}}), "rounding", "", why_not)
 
 
-def channels_last(s: Situation) -> Iterator[Lever]:
+def channels_last(s: LeverSituation) -> Iterator[Lever]:
     why_not = s.why_not("channels_last") or ("" if s.facts.convolutions else "no convolutions")
     yield Lever("channels_last", Change({"channels_last": {}}), "rounding", "", why_not)
 
@@ -168,11 +168,11 @@ def channels_last(s: Situation) -> Iterator[Lever]:
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
-def prefetch(s: Situation) -> Iterator[Lever]:
+def prefetch(s: LeverSituation) -> Iterator[Lever]:
     yield Lever("prefetch", Change({"prefetch": {}}), "bitwise", "", s.why_not("prefetch", "cuda"))
 
 
-def workers(s: Situation) -> Iterator[Lever]:
+def workers(s: LeverSituation) -> Iterator[Lever]:
     """Other numbers of data workers, never more than the cores."""
     for name in [name for name in WORKERS if name in s.data]:
         now = s.data[name]
@@ -184,12 +184,12 @@ def workers(s: Situation) -> Iterator[Lever]:
 # -- memory for time --------------------------------------------------------------------------------------------------
 
 
-def no_remat(s: Situation) -> Iterator[Lever]:
+def no_remat(s: LeverSituation) -> Iterator[Lever]:
     if "remat" in s.given and not s.only_adds:
         yield Lever("no remat", Change({"remat": None}), "bitwise", "")
 
 
-def micro_batches(s: Situation) -> Iterator[Lever]:
+def micro_batches(s: LeverSituation) -> Iterator[Lever]:
     """The same global batch in larger micro-batches, or in smaller ones."""
     size, window = s.data.get("batch_size"), s.facts.window
     if not isinstance(size, int) or isinstance(size, bool) or s.only_adds:
@@ -205,7 +205,7 @@ def micro_batches(s: Situation) -> Iterator[Lever]:
         yield Lever(f"micro-batch {size // 2}", split, "rounding", "micro-batch", why_not)
 
 
-FAMILIES: list[Callable[[Situation], Iterator[Lever]]] = [
+FAMILIES: list[Callable[[LeverSituation], Iterator[Lever]]] = [
     fused_optimizer,
     channels_last,
     amp,

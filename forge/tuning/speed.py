@@ -23,8 +23,8 @@ from forge.contract.task import TaskModule
 from forge.engine.default_actions import Core
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
-from forge.tuning.levers import NUMBERS, Change, Lever, Numbers, Situation, levers
-from forge.tuning.speed_report import Reading, SpeedReport
+from forge.tuning.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
+from forge.tuning.speed_report import SpeedReport, StepReading
 from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_timer import StepTimer, Weights
@@ -72,7 +72,7 @@ def speed_range(
     begun = clock()
     trials.time_left = lambda: begun + budget * 60 - clock()
     first = trials.look()
-    situation = Situation(
+    situation = LeverSituation(
         facts=trials.facts,
         given=trials.given,
         data=data or {},
@@ -96,7 +96,7 @@ def speed_range(
 
 
 class StepTrials:
-    """Measure steps: each call trains a fresh task with some levers, and returns a Reading."""
+    """Measure steps: each call trains a fresh task with some levers, and returns a StepReading."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class StepTrials:
         self._costs: dict[str, float] = {}
         "The longest seconds of a trial with a lever."
 
-    def look(self) -> Reading:
+    def look(self) -> StepReading:
         """Measure the start for the first time, and learn the facts about the step."""
         return self._run([], StepTimer(self.share, looks=True))
 
-    def __call__(self, chosen: Sequence[Lever]) -> Reading:
+    def __call__(self, chosen: Sequence[Lever]) -> StepReading:
         """Measure the step with these levers; raise LeverFailed if it does not work."""
         if not chosen:
             return self._run([], StepTimer(self.share))
@@ -144,7 +144,7 @@ class StepTrials:
             self._costs[lever.name] = max(self._costs.get(lever.name, 0.0), time.monotonic() - begun)
         return reading
 
-    def _run(self, chosen: Sequence[Lever], timer: StepTimer) -> Reading:
+    def _run(self, chosen: Sequence[Lever], timer: StepTimer) -> StepReading:
         change = Change()
         for lever in chosen:
             change |= lever.change | lever.in_trials

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.report.ticks import nice_ticks
 from forge.tuning.plot import GRID, INK, LEFT, LOST, LOST_INK, OTHER, PICK, RIGHT, SOFT, WIDTH, PlotCanvas, write_png
-from forge.tuning.speed_report import Reading, SpeedReport
+from forge.tuning.speed_report import SpeedReport, StepReading
 
 FASTER, SLOWER, START = "#2458b8", "#b9c7dd", "#8a94a3"
 ROW, BAR, HEAD, FOOT = 40, 22, 104, 76
@@ -22,7 +22,7 @@ class SpeedBar:
     """One line of the picture."""
 
     name: str
-    reading: Reading | None
+    reading: StepReading | None
     color: str = START
     note: str = ""
     heading: bool = False

@@ -10,7 +10,7 @@ from forge.tuning.levers import Change, Lever, Numbers
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StepReading:
     """One measurement of a step."""
 
     ms: float
@@ -25,10 +25,10 @@ class Reading:
     "The largest difference of a weight from the start's, as a share of its tensor's largest entry."
 
     @staticmethod
-    def middle(readings: Sequence[Reading]) -> Reading:
+    def middle(readings: Sequence[StepReading]) -> StepReading:
         """Return several readings of one step as one."""
         known = [reading.same for reading in readings if reading.same is not None]
-        return Reading(
+        return StepReading(
             statistics.median(reading.ms for reading in readings),
             max((reading.memory for reading in readings if reading.memory is not None), default=None),
             max(reading.seconds for reading in readings),
@@ -44,8 +44,8 @@ class LeverRow:
     lever: Lever
     why_not: str = ""
     "Why it was not used; empty if it was."
-    alone: Reading | None = None
-    together: Reading | None = None
+    alone: StepReading | None = None
+    together: StepReading | None = None
     "The step with this lever added to those that were chosen before it."
     chosen: bool = False
     failed: bool = False
@@ -67,9 +67,9 @@ class LeverRow:
 class SpeedReport:
     """The result of a search."""
 
-    start: Reading
+    start: StepReading
     rows: list[LeverRow]
-    best: Reading | None = None
+    best: StepReading | None = None
     "The answer, measured beside the start at the end; None if the start stays."
     chosen: list[Lever] = field(default_factory=list)
     fits: bool = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forge.tuning.levers import NUMBERS, Lever, Numbers
-from forge.tuning.speed_report import LeverRow, Reading, SpeedReport
+from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
 
 LEAST = 0.02
 """A lever is added if the whole step becomes faster by at least this share."""
@@ -30,7 +30,7 @@ class LeverFailed(Exception):
     """Raised by a measurement: the lever does not work here, for the reason in the message."""
 
 
-Measure = Callable[[Sequence[Lever]], Reading]
+Measure = Callable[[Sequence[Lever]], StepReading]
 
 
 class SpeedSearch:
@@ -52,11 +52,11 @@ class SpeedSearch:
         self.rows = [LeverRow(lever, lever.why_not or self._forbidden(lever)) for lever in levers]
         self.begun = clock()
         self.spent = False
-        self.starts: list[Reading] = []
+        self.starts: list[StepReading] = []
         self.costs: dict[str, float] = {}
         "Seconds of the last measurement with a lever, compiling included."
 
-    def run(self, first: Reading | None = None) -> SpeedReport:
+    def run(self, first: StepReading | None = None) -> SpeedReport:
         """Search, and return what was found; `first` is a reading of the start, if there is one."""
         if first is None:
             self._measure_start()
@@ -64,7 +64,9 @@ class SpeedSearch:
             self.starts.append(first)
         self._alone()
         chosen = self._together()
-        report = SpeedReport(Reading.middle(self.starts), self.rows, reproducible=self._reproducible, noise=self.noise)
+        report = SpeedReport(
+            StepReading.middle(self.starts), self.rows, reproducible=self._reproducible, noise=self.noise
+        )
         self._check(report, chosen)
         for row in self.rows:
             row.chosen = row.lever in report.chosen
@@ -75,7 +77,7 @@ class SpeedSearch:
 
     def _alone(self) -> None:
         """Measure every lever between two readings of the start, the promising ones a second time."""
-        readings: dict[str, list[Reading]] = {}
+        readings: dict[str, list[StepReading]] = {}
         shares: dict[str, list[float]] = {}
         for again in (False, True):
             for row in self.rows:
@@ -96,7 +98,7 @@ class SpeedSearch:
         for row in self.rows:  # neighbours in time are compared: a machine that others use changes its pace
             if row.lever.name in readings:
                 share = statistics.median(shares[row.lever.name])
-                row.alone = replace(Reading.middle(readings[row.lever.name]), ms=share * self.start.ms)
+                row.alone = replace(StepReading.middle(readings[row.lever.name]), ms=share * self.start.ms)
 
     # -- together -----------------------------------------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class SpeedSearch:
                 row.why_not = SPENT
                 continue
             if len(wanted) == 1 and not chosen:
-                reading: Reading | None = alone
+                reading: StepReading | None = alone
             else:
                 reading = self._beside(row, wanted, chosen, best)
             if reading is None:
@@ -135,7 +137,9 @@ class SpeedSearch:
             row.why_not = row.why_not or self._refused(row.alone)
         return sorted((row for row in tried if not row.why_not), key=lambda row: row.alone.ms)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _beside(self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: Reading) -> Reading | None:
+    def _beside(
+        self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: StepReading
+    ) -> StepReading | None:
         """Measure a combination in turns with the best so far; the best keeps its time, by which all are judged."""
         readings, shares = [], []
         for _ in range(2):
@@ -147,7 +151,7 @@ class SpeedSearch:
             shares.append(reading.ms / now.ms)
             if shares[-1] > 1 + PROMISING + self.noise:
                 break
-        return replace(Reading.middle(readings), ms=statistics.median(shares) * best.ms)
+        return replace(StepReading.middle(readings), ms=statistics.median(shares) * best.ms)
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
@@ -167,13 +171,13 @@ class SpeedSearch:
             reading = self._try(row, chosen)
             if reading is not None:
                 bests.append(reading)
-        pace, report.start = report.start.ms, Reading.middle(starts)
+        pace, report.start = report.start.ms, StepReading.middle(starts)
         for other in self.rows:  # all times of the report are by one pace
             other.rescale(report.start.ms / pace)
         share = (
             statistics.median(best.ms / start.ms for start, best in zip(starts, bests, strict=False)) if bests else 1
         )
-        best = replace(Reading.middle(bests), ms=share * report.start.ms) if len(bests) == len(starts) else None
+        best = replace(StepReading.middle(bests), ms=share * report.start.ms) if len(bests) == len(starts) else None
         if best is not None and not self._refused(best) and (must or share <= 1 - LEAST):
             report.best, report.chosen, report.fits = best, chosen, True
             return
@@ -188,7 +192,7 @@ class SpeedSearch:
         self.starts.append(self.measure(()))
         self.tell(f"start: {self.starts[-1].ms:.3g} ms")
 
-    def _try(self, row: LeverRow, wanted: Sequence[Lever]) -> Reading | None:
+    def _try(self, row: LeverRow, wanted: Sequence[Lever]) -> StepReading | None:
         """Measure a combination; a failure is noted in the lever's row."""
         names, begun = " + ".join(lever.name for lever in wanted), self.clock()
         try:
@@ -209,8 +213,8 @@ class SpeedSearch:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     @property
-    def start(self) -> Reading:
-        return Reading.middle(self.starts)
+    def start(self) -> StepReading:
+        return StepReading.middle(self.starts)
 
     @property
     def noise(self) -> float:
@@ -235,16 +239,16 @@ class SpeedSearch:
             return ""
         return "changes the precision" if lever.numbers == "precision" else "rounds differently"
 
-    def _fits(self, reading: Reading) -> bool:
+    def _fits(self, reading: StepReading) -> bool:
         return self.limit is None or reading.memory is None or reading.memory <= self.limit
 
-    def _refused(self, reading: Reading) -> str:
+    def _refused(self, reading: StepReading) -> str:
         """Return why a reading is not permitted, however fast it is."""
         if not self._fits(reading):
             return f"over the limit of {(self.limit or 0) / 1e9:g} GB"
         return "other bits" if self.numbers == "bitwise" and reading.same is False else ""
 
-    def _too_slow(self, reading: Reading, best: Reading, first: bool) -> str:
+    def _too_slow(self, reading: StepReading, best: StepReading, first: bool) -> str:
         if first and not self._fits(self.start):
             return ""
         least = max(LEAST, min(self.noise, 0.1))

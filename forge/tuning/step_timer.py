@@ -19,7 +19,7 @@ from forge.contract.step import Step
 from forge.engine.trainer import Trainer
 from forge.env import Env
 from forge.errors import ForgeError
-from forge.tuning.speed_report import Reading
+from forge.tuning.speed_report import StepReading
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.trial import TuningTrial
 from forge.util import peak_memory
@@ -94,7 +94,7 @@ class StepTimer(TuningTrial):
         if self.chunks or self.weights:
             self.memory = peak_memory.peak(trainer.env.device)
 
-    def reading(self, start: Mapping[str, Tensor]) -> Reading:
+    def reading(self, start: Mapping[str, Tensor]) -> StepReading:
         """Return the result, compared with the weights of the start."""
         if not self.chunks:
             raise ForgeError("The data end too soon to measure anything.")
@@ -102,7 +102,7 @@ class StepTimer(TuningTrial):
         same, difference = compared(self.weights, start)
         if not math.isfinite(difference):
             raise ForgeError(f"the weights are not finite after {CHECK_AT} updates")
-        return Reading(ms, self.memory, max(0.0, self.ready - CHECK_AT * ms / 1000), same, difference)
+        return StepReading(ms, self.memory, max(0.0, self.ready - CHECK_AT * ms / 1000), same, difference)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

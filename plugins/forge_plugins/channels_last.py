@@ -28,7 +28,7 @@ class ChannelsLast(forge.Plugin):
 
     ::
 
-        forge fit fashion_cnn -p channels_last trainer.max_updates=3
+        forge fit multilabel -p channels_last trainer.max_updates=3
     """
 
     provides = ("memory_format",)

@@ -12,7 +12,7 @@ import yaml
 
 from forge.cli import main, tune, tune_speed
 from forge.config import load_recipe
-from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, Reading, SpeedReport, batch, step_timer
+from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
 from forge.util import peak_memory
 
 TASK = """
@@ -270,7 +270,7 @@ def test_speed_of_an_installed_recipe_is_a_whole_recipe(
 
 
 def report_of(**changed: Any) -> SpeedReport:
-    start, fast = Reading(10.0, 2 * 10**9, same=True), Reading(4.0, 3 * 10**9, 31.0, same=False)
+    start, fast = StepReading(10.0, 2 * 10**9, same=True), StepReading(4.0, 3 * 10**9, 31.0, same=False)
     rows = [
         LeverRow(Lever("compile", Change({"compile": {}}), "rounding"), "", fast, fast, chosen=True),
         LeverRow(Lever("amp bf16", Change({"amp": {}}), "precision"), "no gain", start, start),

@@ -14,7 +14,7 @@ import forge
 from forge.checkpoint import StoredCheckpoint
 from forge.errors import RecipeError
 from forge.testing import TinyTask, assert_same_weights, check_plugin, tiny_batches
-from forge.tuning import Change, Lever, Reading, SpeedReport, autotune, step_timer
+from forge.tuning import Change, Lever, SpeedReport, StepReading, autotune, step_timer
 from forge.tuning.answers import AnswerCache, resumed_answer
 from forge.tuning.autotune import Autotune
 from forge.util import peak_memory
@@ -32,7 +32,7 @@ class Searches:
     def __call__(self, make_task: Any, make_train: Any, **options: Any) -> SpeedReport:
         self.asked.append({"task": make_task(), "train": make_train(), **options})
         levers = [Lever(name, Change({name: given}), "rounding") for name, given in self.answer.items()]
-        return SpeedReport(Reading(2.0), [], Reading(1.0) if levers else None, levers)
+        return SpeedReport(StepReading(2.0), [], StepReading(1.0) if levers else None, levers)
 
 
 @pytest.fixture

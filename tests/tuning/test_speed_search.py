@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forge.tuning.levers import Change, Lever, Situation, levers
-from forge.tuning.speed_report import Reading, SpeedReport
+from forge.tuning.levers import Change, Lever, LeverSituation, levers
+from forge.tuning.speed_report import SpeedReport, StepReading
 from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 
@@ -30,7 +30,7 @@ class Fake:
         self.other_bits: set[str] = set()
         self.override: Callable[[tuple[str, ...]], float | None] = lambda names: None
 
-    def __call__(self, chosen: Sequence[Lever]) -> Reading:
+    def __call__(self, chosen: Sequence[Lever]) -> StepReading:
         names = tuple(lever.name for lever in chosen)
         self.now += self.seconds
         self.calls.append(names)
@@ -43,7 +43,7 @@ class Fake:
             for name in names:
                 ms *= self.factors.get(name, 1.0)
         memory = sum(self.memory.get(name, 0) for name in ("start", *names))
-        return Reading(ms, memory, 0.0, not self.other_bits & set(names), 0.0)
+        return StepReading(ms, memory, 0.0, not self.other_bits & set(names), 0.0)
 
     def search(self, *given: Lever, **options: Any) -> SpeedReport:
         return SpeedSearch(self, given, clock=lambda: self.now, **options).run()
@@ -112,7 +112,7 @@ def test_a_failure_is_listed_with_its_reason_and_the_search_goes_on() -> None:
 def test_conflicting_levers_are_refused_by_the_stack_in_company_only() -> None:
     fake = Fake({"a": 0.5, "b": 0.6})
 
-    def measure(chosen: Sequence[Lever]) -> Reading:
+    def measure(chosen: Sequence[Lever]) -> StepReading:
         if len(chosen) > 1:
             raise LeverFailed("'a' cannot run together with 'b'.")
         return fake(chosen)
@@ -203,9 +203,9 @@ def test_levers_are_compared_with_the_start_beside_them_in_time() -> None:
     fake.override = lambda names: None
     plain = fake.__call__
 
-    def drifting(chosen: Sequence[Lever]) -> Reading:
+    def drifting(chosen: Sequence[Lever]) -> StepReading:
         reading = plain(chosen)
-        return Reading(reading.ms * 1.05 ** len(fake.calls), reading.memory, 0.0, True)
+        return StepReading(reading.ms * 1.05 ** len(fake.calls), reading.memory, 0.0, True)
 
     report = SpeedSearch(drifting, [lever("b"), lever("a")], clock=lambda: 0.0).run()
     assert names(report) == ["a"]
@@ -220,24 +220,24 @@ EVERYTHING = (
 )
 
 
-def found(situation: Situation) -> dict[str, str]:
+def found(situation: LeverSituation) -> dict[str, str]:
     return {lever.name: lever.why_not for lever in levers(situation)}
 
 
-def applying(situation: Situation) -> set[str]:
+def applying(situation: LeverSituation) -> set[str]:
     return {name for name, why_not in found(situation).items() if not why_not}
 
 
 def test_a_cpu_gets_what_works_there() -> None:
     facts = StepFacts(blocks=("Block",), convolutions=True, batch_norm=True)
-    situation = Situation(facts, installed=EVERYTHING)
+    situation = LeverSituation(facts, installed=EVERYTHING)
     assert applying(situation) == {"amp bf16", "compile", "compile by block", "fused_optimizer", "channels_last"}
     assert found(situation)["cuda_graph"] == "needs CUDA"
 
 
 def test_a_gpu_gets_everything() -> None:
     facts = StepFacts("cuda", blocks=("Block",), convolutions=True, attention=True)
-    applied = applying(Situation(facts, data={"batch_size": 32, "workers": 0}, installed=EVERYTHING, cores=4))
+    applied = applying(LeverSituation(facts, data={"batch_size": 32, "workers": 0}, installed=EVERYTHING, cores=4))
     assert applied >= {"TF32", "cuDNN benchmark", "attention flash", "cuda_graph", "kernels", "prefetch"}
     assert applied >= {"compile reduce-overhead", "compile max-autotune-no-cudagraphs", "micro-batch 16"}
     assert {name for name in applied if name.startswith("workers")} == {"workers 1", "workers 2", "workers 4"}
@@ -245,7 +245,7 @@ def test_a_gpu_gets_everything() -> None:
 
 def test_the_users_choice_wins() -> None:
     given = {"compile": {"mode": "default"}, "amp": {"dtype": "fp16"}}
-    situation = Situation(StepFacts("cuda"), given=given, installed=EVERYTHING, leave_out=["kernels", "TF32"])
+    situation = LeverSituation(StepFacts("cuda"), given=given, installed=EVERYTHING, leave_out=["kernels", "TF32"])
     reasons = found(situation)
     assert reasons["compile"] == reasons["amp bf16"] == "your stack has it"
     assert reasons["kernels"] == reasons["TF32"] == "left out"
@@ -254,14 +254,14 @@ def test_the_users_choice_wins() -> None:
 
 def test_options_that_the_user_left_open_are_tried_unless_the_stack_must_stay() -> None:
     facts = StepFacts("cuda", blocks=("Block",))
-    open_one = Situation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING)
+    open_one = LeverSituation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING)
     assert applying(open_one) >= {"compile by block", "compile reduce-overhead", "no remat"}
-    closed = Situation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING, only_adds=True)
+    closed = LeverSituation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING, only_adds=True)
     assert not {name for name in applying(closed) if "compile" in name or "remat" in name}
 
 
 def test_accumulated_micro_batches_are_merged_and_keep_the_global_batch() -> None:
-    situation = Situation(
+    situation = LeverSituation(
         StepFacts(window=4), given={"accumulate": {"window": 4}}, data={"batch_size": 8}, installed=EVERYTHING
     )
     (merged,) = [lever for lever in levers(situation) if lever.name == "micro-batch 16"]
@@ -269,7 +269,7 @@ def test_accumulated_micro_batches_are_merged_and_keep_the_global_batch() -> Non
 
 
 def test_an_optimizer_that_chooses_its_step_is_left_alone() -> None:
-    situation = Situation(StepFacts(not_fused="Adam chooses its step itself"), installed=EVERYTHING)
+    situation = LeverSituation(StepFacts(not_fused="Adam chooses its step itself"), installed=EVERYTHING)
     assert found(situation)["fused_optimizer"] == "Adam chooses its step itself"
 
 

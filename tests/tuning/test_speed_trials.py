@@ -15,7 +15,7 @@ import forge
 from forge.data import TensorLoader
 from forge.errors import ForgeError
 from forge.testing import TinyTask, tiny_batches
-from forge.tuning import Change, Lever, LeverRow, Reading, SpeedReport, draw_speed, speed_range, step_timer
+from forge.tuning import Change, Lever, LeverRow, SpeedReport, StepReading, draw_speed, speed_range, step_timer
 from forge.tuning.speed import StepTrials, with_change
 from forge.tuning.speed_plot import bars_of
 from forge.tuning.speed_search import LeverFailed
@@ -193,7 +193,7 @@ def test_a_share_of_the_batch_is_trained_as_one_of_several_ranks() -> None:
 
 
 def test_the_picture_has_a_bar_for_every_reading(tmp_path: Path) -> None:
-    start, fast, slow = Reading(10.0, 10**9), Reading(5.0, 2 * 10**9), Reading(99.0)
+    start, fast, slow = StepReading(10.0, 10**9), StepReading(5.0, 2 * 10**9), StepReading(99.0)
     rows = [
         LeverRow(adding("a"), "", fast, fast, chosen=True),
         LeverRow(adding("b"), "slower", slow),
