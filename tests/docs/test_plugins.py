@@ -20,7 +20,7 @@ CHEAP = {
     "compile": ["compile.backend=aot_eager"],
     "autotune": ["autotune.leave_out=compile", "autotune.budget=0.05", "autotune.cache=false"],
 }
-"""What an example leaves out so that it reads well, and a test adds so that it needs no C++ compiler and little time."""
+"""What an example leaves out so that it reads well, and a test adds: no C++ compiler, and little time."""
 
 
 def make_pages() -> ModuleType:
