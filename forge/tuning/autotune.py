@@ -31,7 +31,6 @@ from forge.tuning.answers import Answer, AnswerCache, answer_key, as_answer, cac
 from forge.tuning.levers import Numbers
 from forge.tuning.speed import reason, speed_range
 from forge.tuning.speed_report import SpeedReport
-from forge.tuning.trial import is_left_out
 from forge.util.generators import find_generators, generator_state, set_generator_state
 
 logger = logging.getLogger("forge")
@@ -194,7 +193,7 @@ class Autotune(Plugin):
             only_adds=True,
             plugins=[plugin for plugin in map(fresh, trainer.stack) if plugin.name != self.name],
             share=world,
-            left_out=lambda plugin: is_left_out(plugin) or "strategy" in plugin.provides,
+            without=["strategy"],
             seed=trainer.seed or 0,
             device=str(device),
             deterministic=trainer.deterministic,

@@ -130,18 +130,16 @@ def backends(s: LeverSituation) -> Iterator[Lever]:
 
 def compiling(s: LeverSituation) -> Iterator[Lever]:
     """The whole step, or repeated blocks; then modes that search longer."""
-    why_not, dynamic = s.why_not("compile"), {"dynamic": None}
-    extends = why_not == YOURS and s.open_option("compile", "blocks", "backend", "mode")
-    start: dict[str, Any] = {} if extends else dynamic
-    if not extends:
-        yield Lever("compile", Change({"compile": dynamic}), "rounding", "compile", why_not)
-    blocks = {**start, "blocks": list(s.facts.blocks)}
+    why_not = s.why_not("compile")
+    yield Lever("compile", Change({"compile": {}}), "rounding", "compile", why_not)
+    if why_not == YOURS and s.open_option("compile", "blocks", "backend", "mode"):
+        why_not = ""
+    blocks = Change({"compile": {"blocks": list(s.facts.blocks)}})
     none = "" if s.facts.blocks else "no repeated blocks"
-    why_not = "" if extends else why_not
-    yield Lever("compile by block", Change({"compile": blocks}), "rounding", "compile", why_not or none)
+    yield Lever("compile by block", blocks, "rounding", "compile", why_not or none)
     if s.facts.device == "cuda" and not why_not:
         for mode in ("reduce-overhead", "max-autotune-no-cudagraphs"):
-            change = Change({"compile": {**start, "mode": mode}})
+            change = Change({"compile": {"mode": mode}})
             yield Lever(f"compile {mode}", change, "rounding", "compile", slow=mode != "reduce-overhead")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from forge import registry
 from forge.config.arguments import Plugins
 from forge.config.build import make_plugin
-from forge.contract.plugin import Plugin, plugin_options
+from forge.contract.plugin import plugin_options
 from forge.contract.task import TaskModule
 from forge.engine.default_actions import Core
 from forge.engine.trainer import Trainer
@@ -29,7 +29,7 @@ from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_timer import StepTimer, Weights
 from forge.tuning.time_limit import TrialTooLong, time_limit
-from forge.tuning.trial import is_left_out, run_trial
+from forge.tuning.trial import run_trial
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
 
@@ -105,13 +105,13 @@ class StepTrials:
         *,
         plugins: Plugins = (),
         share: int = 1,
-        left_out: Callable[[Plugin], bool] = is_left_out,
+        without: Collection[str] = (),
         **trainer: Any,
     ):
         self.make_task, self.make_train = make_task, make_train
         self.plugins: Plugins = plugins if isinstance(plugins, Mapping) else list(plugins)
         self.trainer = {"seed": 0, **trainer}
-        self.share, self.left_out = share, left_out
+        self.share, self.without = share, without
         self.facts = StepFacts()
         self.given = self._given()
         self.start: Weights = {}
@@ -156,7 +156,7 @@ class StepTrials:
             self.make_task,
             lambda: self.make_train(**change.data),
             updates=timer.most,
-            left_out=self.left_out,
+            without=self.without,
             **{**self.trainer, "plugins": plugins},
         )
         if timer.facts is not None:

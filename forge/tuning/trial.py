@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,16 +60,16 @@ def run_trial(
     updates: int,
     recipe: str | Path | Recipe | None = None,
     plugins: Plugins = (),
-    left_out: Callable[[Plugin], bool] | None = None,
+    without: Collection[str] = (),
     **options: Any,
 ) -> FitResult:
     """Train a fresh task for some updates, with the stack less the plugins that observe, save or intervene.
 
-    `left_out` says which plugins to leave out instead.
+    `without`: what other plugins provide that are left out too.
     """
     settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
     trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
-    for plugin in [p for p in trainer.stack if (left_out(p) if left_out else is_left_out(p, "schedule"))]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, "schedule", *without)]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(trial)
     with quiet():
