@@ -48,6 +48,8 @@ class LeverRow:
     together: StepReading | None = None
     "The step with this lever added to those that were chosen before it."
     chosen: bool = False
+    repeated: bool = False
+    "Whether it was measured again because something disturbed it."
     failed: bool = False
     "Whether it was tried, and did not work."
 
@@ -77,7 +79,9 @@ class SpeedReport:
     reproducible: bool = True
     "Whether the start gave the same bits every time."
     noise: float = 0.0
-    "By which share equal steps differed."
+    "By which share equal steps differed from their median, as a rule."
+    extremes: tuple[float, float] = (0.0, 0.0)
+    "The shortest and the longest reading of the start, in milliseconds."
     seconds: float = 0.0
     spent: bool = False
     "Whether the budget ended the search early."

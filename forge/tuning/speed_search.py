@@ -22,6 +22,9 @@ RESERVE = 0.8
 SLOW = 0.5
 """Levers that take minutes are tried only while this share of the budget is left."""
 SPENT, TOO_SLOW = "the budget was spent", "takes minutes, more than this budget has left"
+DISTURBED, IMPLAUSIBLE = 1.2, 1.5
+"""Readings of equal steps that differ by the first factor, or a step that a lever makes slower by the second, say that
+others use the machine: they are repeated."""
 PAIRS, NOISY = 3, 0.05
 """How often the answer is measured beside the start at the end; more often where equal steps differ by this share."""
 
@@ -70,35 +73,57 @@ class SpeedSearch:
         self._check(report, chosen)
         for row in self.rows:
             row.chosen = row.lever in report.chosen
+        times = [reading.ms for reading in self.starts]
+        report.extremes = min(times), max(times)
         report.spent, report.seconds = self.spent, self.clock() - self.begun
         return report
 
     # -- alone --------------------------------------------------------------------------------------------------------
 
     def _alone(self) -> None:
-        """Measure every lever between two readings of the start, the promising ones a second time."""
+        """Measure every lever between two readings of the start, some of them again."""
         readings: dict[str, list[StepReading]] = {}
         shares: dict[str, list[float]] = {}
-        for again in (False, True):
+        for again in range(3):
             for row in self.rows:
                 name = row.lever.name
-                if row.why_not or (again and statistics.median(shares[name]) > 1 + PROMISING + self.noise):
+                if row.why_not or (again and not self._is_worth_repeating(shares[name], again)):
                     continue
                 if self._is_over(self.costs.get(name, 0.0), slow=row.lever.slow):
                     if not again:
                         row.why_not = TOO_SLOW if row.lever.slow else SPENT
                     continue
-                reading = self._try(row, [row.lever])
-                if reading is None:
-                    continue
-                before = self.starts[-1].ms
-                self._measure_start()
-                readings.setdefault(name, []).append(reading)
-                shares.setdefault(name, []).append(reading.ms / statistics.fmean((before, self.starts[-1].ms)))
+                found = self._between_starts(row)
+                if found is not None:
+                    readings.setdefault(name, []).append(found[0])
+                    shares.setdefault(name, []).append(found[1])
         for row in self.rows:  # neighbours in time are compared: a machine that others use changes its pace
             if row.lever.name in readings:
                 share = statistics.median(shares[row.lever.name])
                 row.alone = replace(StepReading.middle(readings[row.lever.name]), ms=share * self.start.ms)
+
+    def _is_worth_repeating(self, shares: Sequence[float], times: int) -> bool:
+        """Return whether a lever is measured again: the promising and the implausible twice, contradictions thrice."""
+        if times == 1:
+            return not 1 + PROMISING + self.noise < shares[0] < IMPLAUSIBLE
+        return len(shares) == times and max(shares) > DISTURBED * min(shares)
+
+    def _between_starts(self, row: LeverRow) -> tuple[StepReading, float] | None:
+        """Measure a lever between two readings of the start; once more if these differ, since something disturbed it.
+
+        Return the reading, and its share of the start's time.
+        """
+        while True:
+            reading, before = self._try(row, [row.lever]), self.starts[-1].ms
+            if reading is None:
+                return None
+            self._measure_start()
+            after = self.starts[-1].ms
+            calm = max(before, after) < DISTURBED * min(before, after)
+            if calm or row.repeated or self._is_over(self.costs[row.lever.name]):
+                return reading, reading.ms / statistics.fmean((before, after))
+            row.repeated = True
+            self._measure_start()
 
     # -- together -----------------------------------------------------------------------------------------------------
 
@@ -142,14 +167,14 @@ class SpeedSearch:
     ) -> StepReading | None:
         """Measure a combination in turns with the best so far; the best keeps its time, by which all are judged."""
         readings, shares = [], []
-        for _ in range(2):
+        while len(shares) < 2 or (len(shares) == 2 and max(shares) > DISTURBED * min(shares)):
             now = self._try(row, chosen)
             reading = None if now is None else self._try(row, wanted)
             if now is None or reading is None:
                 return None
             readings.append(reading)
             shares.append(reading.ms / now.ms)
-            if shares[-1] > 1 + PROMISING + self.noise:
+            if 1 + PROMISING + self.noise < shares[0] < IMPLAUSIBLE:
                 break
         return replace(StepReading.middle(readings), ms=statistics.median(shares) * best.ms)
 
@@ -166,8 +191,8 @@ class SpeedSearch:
         for i in range(PAIRS if self.noise < NOISY else 2 * PAIRS - 1):
             if i and self._is_over(self._cost(chosen), share=1.0):
                 break
-            starts.append(self.measure(()))
-            self.tell(f"start: {starts[-1].ms:.3g} ms")
+            self._measure_start()
+            starts.append(self.starts[-1])
             reading = self._try(row, chosen)
             if reading is not None:
                 bests.append(reading)

@@ -191,11 +191,29 @@ def test_slow_levers_wait_for_a_large_budget() -> None:
 
 def test_noise_raises_the_bar() -> None:
     fake = Fake({"a": 0.95})
-    starts = iter([100.0, 112.0, 88.0] * 9)
+    starts = iter([100.0, 109.0, 92.0] * 9)
     fake.override = lambda names: 95.0 if names else next(starts)
     report = fake.search(*map(lever, "ab"))
     assert report.noise > 0.05
     assert why_not(report) == {"a": "no gain", "b": "no gain"}
+
+
+def test_a_disturbed_measurement_is_repeated() -> None:
+    fake = Fake({"a": 0.5, "b": 0.9})
+    disturbed = [100.0, 900.0, 100.0]
+    fake.override = lambda names: 900.0 if names == ("a",) and fake.calls.count(("a",)) == 1 else None
+    plain = fake.__call__
+
+    def measure(chosen: Sequence[Lever]) -> StepReading:
+        reading = plain(chosen)
+        ms = disturbed.pop(0) if not chosen and disturbed else reading.ms
+        return StepReading(ms, reading.memory, 0.0, True)
+
+    report = SpeedSearch(measure, [lever("a"), lever("b")], clock=lambda: 0.0).run()
+    assert names(report) == ["a", "b"]
+    assert report.rows[0].alone is not None
+    assert report.rows[0].alone.ms == pytest.approx(50)
+    assert [row.repeated for row in report.rows] == [True, False]
 
 
 def test_levers_are_compared_with_the_start_beside_them_in_time() -> None:
