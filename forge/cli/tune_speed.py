@@ -131,9 +131,11 @@ def _data_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _header(report: SpeedReport, device: str) -> str:
+    from forge.tuning.speed_report import in_ms
+
     best = report.best or report.start
     names = " + ".join(lever.name for lever in report.chosen) or "nothing was faster than the start"
-    return f"# forge tune speed on {device}: {report.start.ms:.3g} -> {best.ms:.3g} ms per update ({names}).\n"
+    return f"# forge tune speed on {device}: {in_ms(report.start.ms)} -> {in_ms(best.ms)} ms per update ({names}).\n"
 
 
 def _target(args: Namespace, recipe: Recipe, out: Path) -> list[str]:
@@ -187,20 +189,26 @@ def _line(row: LeverRow, report: SpeedReport) -> list[str]:
 
 
 def _cells(reading: StepReading | None) -> list[str]:
+    from forge.tuning.speed_report import in_ms
+
     if reading is None:
         return ["", ""]
-    return [f"{reading.ms:.3g} ms", "" if reading.memory is None else f"{reading.memory / 1e9:.2f} GB"]
+    return [f"{in_ms(reading.ms)} ms", "" if reading.memory is None else f"{reading.memory / 1e9:.2f} GB"]
 
 
 def verdict(report: SpeedReport) -> list[str]:
     """Summarise the search in sentences."""
+    from forge.tuning.speed_report import in_ms
+
     lines, best, start = [], report.best, report.start
     if best is not None:
         names = " + ".join(lever.name for lever in report.chosen)
         memory = ""
         if best.memory is not None and start.memory is not None:
             memory = f", {start.memory / 1e9:.2f} -> {best.memory / 1e9:.2f} GB"
-        lines.append(f"{report.speedup:.2f}× as fast: {start.ms:.3g} -> {best.ms:.3g} ms per update{memory}: {names}.")
+        lines.append(
+            f"{report.speedup:.2f}× as fast: {in_ms(start.ms)} -> {in_ms(best.ms)} ms per update{memory}: {names}."
+        )
     elif report.dropped:
         lines.append(f"Beside the start, {report.dropped} was no faster in the end: your recipe stays as it is.")
     else:
@@ -214,7 +222,7 @@ def verdict(report: SpeedReport) -> list[str]:
     low, high = report.extremes
     if high > (1 + NOISY) * low:
         lines.append(
-            f"The start alone took {low:.3g} to {high:.3g} ms: something else uses this machine, so small gains may be "
+            f"The start alone took {in_ms(low)} to {in_ms(high)} ms: something else uses this machine, so small gains may be "
             "missed."
         )
     if report.spent:

@@ -30,7 +30,7 @@ from forge.rng import RNGState
 from forge.tuning.answers import Answer, AnswerCache, answer_key, as_answer, cache_folder, resumed_answer
 from forge.tuning.levers import Numbers
 from forge.tuning.speed import reason, speed_range
-from forge.tuning.speed_report import SpeedReport
+from forge.tuning.speed_report import SpeedReport, in_ms
 from forge.util.generators import find_generators, generator_state, set_generator_state
 
 logger = logging.getLogger("forge")
@@ -272,10 +272,10 @@ def sentence(report: SpeedReport) -> str:
     """Summarise a search in one sentence."""
     took = f"{report.seconds:.0f} s"
     if report.best is None:
-        return f"nothing that was tried is faster than your stack ({report.start.ms:.3g} ms per update, {took})."
+        return f"nothing that was tried is faster than your stack ({in_ms(report.start.ms)} ms per update, {took})."
     names = " + ".join(lever.name for lever in report.chosen)
     return (
-        f"{names}: {report.start.ms:.3g} -> {report.best.ms:.3g} ms per update, {report.speedup:.2f} times as fast; "
+        f"{names}: {in_ms(report.start.ms)} -> {in_ms(report.best.ms)} ms per update, {report.speedup:.2f} times as fast; "
         f"found in {took}."
     )
 

@@ -24,7 +24,7 @@ from forge.engine.default_actions import Core
 from forge.engine.trainer import Trainer
 from forge.errors import ForgeError
 from forge.tuning.levers import NUMBERS, Change, Lever, LeverSituation, Numbers, levers
-from forge.tuning.speed_report import SpeedReport, StepReading
+from forge.tuning.speed_report import SpeedReport, StepReading, in_ms
 from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_timer import StepTimer, Weights
@@ -81,7 +81,7 @@ def speed_range(
         only_adds=only_adds,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
-    tell(f"start: {first.ms:.3g} ms")
+    tell(f"start: {in_ms(first.ms)} ms")
     search = SpeedSearch(
         trials,
         levers(situation),

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.report.ticks import nice_ticks
 from forge.tuning.plot import GRID, INK, LEFT, LOST, LOST_INK, OTHER, PICK, RIGHT, SOFT, WIDTH, PlotCanvas, write_png
-from forge.tuning.speed_report import SpeedReport, StepReading
+from forge.tuning.speed_report import SpeedReport, StepReading, in_ms
 
 FASTER, SLOWER, START = "#2458b8", "#b9c7dd", "#8a94a3"
 ROW, BAR, HEAD, FOOT = 40, 22, 104, 76
@@ -89,8 +89,8 @@ class SpeedPlot(PlotCanvas):
     def _subtitle(self) -> str:
         best, start = self.report.best, self.report.start
         if best is None:
-            return f"the start is the fastest that was found: {start.ms:.3g} ms"
-        return f"{start.ms:.3g} ms to {best.ms:.3g} ms: {self.report.speedup:.2f} times as fast"
+            return f"the start is the fastest that was found: {in_ms(start.ms)} ms"
+        return f"{in_ms(start.ms)} ms to {in_ms(best.ms)} ms: {self.report.speedup:.2f} times as fast"
 
     def _bar(self, bar: SpeedBar, y: float) -> None:
         if bar.reading is None:
@@ -103,7 +103,7 @@ class SpeedPlot(PlotCanvas):
         over = ">" if bar.reading.ms > self.most else ""
         memory = "" if bar.reading.memory is None else f"   {bar.reading.memory / 1e9:.2f} GB"
         column = WIDTH - RIGHT - ROOM + 90
-        self._text(column, y + 6, f"{over}{bar.reading.ms:.3g} ms", 17, PICK if picked else INK, "rs")
+        self._text(column, y + 6, f"{over}{in_ms(bar.reading.ms)} ms", 17, PICK if picked else INK, "rs")
         self._text(column, y + 6, memory, 17, PICK if picked else SOFT, "ls")
         if bar.note and right - self.left > self._length(bar.note, 14) + 20:
             ink = "#ffffff" if bar.color == FASTER else INK

@@ -9,6 +9,11 @@ from dataclasses import dataclass, field, replace
 from forge.tuning.levers import Change, Lever, Numbers
 
 
+def in_ms(ms: float) -> str:
+    """Format milliseconds with three digits: 4.07, 15.0, 243."""
+    return f"{ms:.2f}" if ms < 9.995 else f"{ms:.1f}" if ms < 99.95 else f"{ms:.0f}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepReading:
     """One measurement of a step."""

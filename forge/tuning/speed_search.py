@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forge.tuning.levers import NUMBERS, Lever, Numbers
-from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
+from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading, in_ms
 
 LEAST = 0.02
 """A lever is added if the whole step becomes faster by at least this share."""
@@ -21,6 +21,7 @@ RESERVE = 0.8
 """The share of the budget after which only the answer is checked."""
 SLOW = 0.5
 """Levers that take minutes are tried only while this share of the budget is left."""
+NO_GAIN = "no gain with the others"
 SPENT, TOO_SLOW = "the budget was spent", "takes minutes, more than this budget has left"
 DISTURBED, IMPLAUSIBLE = 1.2, 1.5
 """Readings of equal steps that differ by the first factor, or a step that a lever makes slower by the second, say that
@@ -148,6 +149,8 @@ class SpeedSearch:
             row.why_not = self._refused(reading) or self._too_slow(reading, best, first=not chosen)
             if not row.why_not:
                 chosen, best = wanted, reading
+            elif row.why_not == NO_GAIN and len(wanted) <= len(chosen):
+                row.why_not = f"{_groups_choice(chosen, row.lever)} is faster"
         for row in self.rows:
             if not row.why_not and row.lever not in chosen:
                 row.why_not = f"{_groups_choice(chosen, row.lever)} is faster"
@@ -215,7 +218,7 @@ class SpeedSearch:
 
     def _measure_start(self) -> None:
         self.starts.append(self.measure(()))
-        self.tell(f"start: {self.starts[-1].ms:.3g} ms")
+        self.tell(f"start: {in_ms(self.starts[-1].ms)} ms")
 
     def _try(self, row: LeverRow, wanted: Sequence[Lever]) -> StepReading | None:
         """Measure a combination; a failure is noted in the lever's row."""
@@ -227,7 +230,7 @@ class SpeedSearch:
             row.why_not = str(failure)
             self.tell(f"{names}: {failure}")
             return None
-        self.tell(f"{names}: {reading.ms:.3g} ms")
+        self.tell(f"{names}: {in_ms(reading.ms)} ms")
         self.costs |= dict.fromkeys((lever.name for lever in wanted), self.clock() - begun)
         return reading
 
@@ -277,7 +280,7 @@ class SpeedSearch:
         if first and not self._fits(self.start):
             return ""
         least = max(LEAST, min(self.noise, 0.1))
-        return "" if reading.ms <= (1 - least) * best.ms else "no gain" if first else "no gain with the others"
+        return "" if reading.ms <= (1 - least) * best.ms else "no gain" if first else NO_GAIN
 
 
 def _group(lever: Lever) -> str:

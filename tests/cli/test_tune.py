@@ -282,11 +282,11 @@ def report_of(**changed: Any) -> SpeedReport:
 def test_the_table_of_speed_has_times_memory_numbers_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     tune_speed.print_report(report_of())
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "start 10 ms 2.00 GB" in lines
-    assert "compile 4 ms 3.00 GB 4 ms 3.00 GB rounding 31 s used" in lines
-    assert "amp bf16 10 ms 2.00 GB 10 ms 2.00 GB precision no gain" in lines
+    assert "start 10.0 ms 2.00 GB" in lines
+    assert "compile 4.00 ms 3.00 GB 4.00 ms 3.00 GB rounding 31 s used" in lines
+    assert "amp bf16 10.0 ms 2.00 GB 10.0 ms 2.00 GB precision no gain" in lines
     assert "failed kernels RuntimeError: no" in lines
-    assert "2.50× as fast: 10 -> 4 ms per update, 2.00 -> 3.00 GB: compile." in lines
+    assert "2.50× as fast: 10.0 -> 4.00 ms per update, 2.00 -> 3.00 GB: compile." in lines
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_the_table_of_speed_has_times_memory_numbers_and_reasons(capsys: pytest.
         ({"best": None, "chosen": [], "dropped": "compile"}, "compile was no faster in the end"),
         ({"best": None, "chosen": [], "fits": False}, "Nothing fits into the limit"),
         ({"reproducible": False}, "gives other bits each time"),
-        ({"extremes": (10.0, 12.0)}, "took 10 to 12 ms"),
+        ({"extremes": (10.0, 12.0)}, "took 10.0 to 12.0 ms"),
         ({"spent": True}, "--budget"),
     ],
 )
