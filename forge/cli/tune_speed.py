@@ -222,8 +222,8 @@ def verdict(report: SpeedReport) -> list[str]:
     low, high = report.extremes
     if high > (1 + NOISY) * low:
         lines.append(
-            f"The start alone took {in_ms(low)} to {in_ms(high)} ms: something else uses this machine, so small gains may be "
-            "missed."
+            f"The start alone took {in_ms(low)} to {in_ms(high)} ms: something else uses this machine, so small gains "
+            "may be missed."
         )
     if report.spent:
         lines.append("The budget ended the search early; --budget gives it more minutes.")

@@ -275,8 +275,8 @@ def sentence(report: SpeedReport) -> str:
         return f"nothing that was tried is faster than your stack ({in_ms(report.start.ms)} ms per update, {took})."
     names = " + ".join(lever.name for lever in report.chosen)
     return (
-        f"{names}: {in_ms(report.start.ms)} -> {in_ms(report.best.ms)} ms per update, {report.speedup:.2f} times as fast; "
-        f"found in {took}."
+        f"{names}: {in_ms(report.start.ms)} -> {in_ms(report.best.ms)} ms per update, {report.speedup:.2f} times as "
+        f"fast; found in {took}."
     )
 
 
