@@ -50,7 +50,7 @@ def trained(task: forge.TaskModule, train: Any, *plugins: Any, **options: Any) -
     return task
 
 
-def test_channels_last_converts_pictures_and_weights_and_puts_them_back() -> None:
+def test_channels_last_converts_and_puts_back() -> None:
     plain, changed = Pictures(), Pictures()
     changed.load_state_dict(plain.state_dict())
     trained(plain, pictures())
@@ -126,7 +126,7 @@ def test_backends_change_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> N
     assert "backends: the switches are CUDA's" in caplog.text
 
 
-def test_measured_convolutions_are_refused_in_a_deterministic_run() -> None:
+def test_measured_convolutions_are_refused_if_deterministic() -> None:
     with pytest.raises(RecipeError, match="cudnn_benchmark"):
         trained(TinyTask(), tiny_batches(), Backends(cudnn_benchmark=True), deterministic=True)
 

@@ -107,9 +107,7 @@ def test_a_real_search_changes_nothing_but_the_stack(monkeypatch: pytest.MonkeyP
     assert_same_weights(tuned, plain)
 
 
-def test_the_cache_answers_the_next_run_of_the_same_task_and_shapes(
-    searches: Searches, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_cache_answers_the_next_run_of_the_same_task(searches: Searches, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "forge")
     fit("autotune")
     assert "2.00 times as fast" in caplog.text
@@ -148,9 +146,7 @@ def test_the_run_keeps_the_answer_in_its_config_and_checkpoints(searches: Search
 
 
 @pytest.mark.parametrize("how", ["auto", "run", "checkpoint", "named"])
-def test_a_resume_reuses_the_answer_bit_for_bit_without_measuring(
-    searches: Searches, empty_folder: Path, how: str
-) -> None:
+def test_a_resume_reuses_the_answer_bit_for_bit(searches: Searches, empty_folder: Path, how: str) -> None:
     whole = fit(Autotune(cache=False), Checkpoint(), max_epochs=4)[1]
     options: dict[str, Any] = {"run_dir": "run"} if how != "named" else {"run_dir": None}
     first, _ = fit(Autotune(cache=False), Checkpoint(), max_epochs=2, **options)

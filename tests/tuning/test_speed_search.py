@@ -57,7 +57,7 @@ def why_not(report: SpeedReport) -> dict[str, str]:
     return {row.lever.name: row.why_not for row in report.rows}
 
 
-def test_the_winners_are_added_by_their_gain_and_the_rest_is_named() -> None:
+def test_winners_are_added_by_their_gain_the_rest_is_named() -> None:
     fake = Fake({"a": 0.9, "b": 0.5, "c": 1.4, "d": 0.995})
     report = fake.search(*map(lever, "abcd"))
     assert names(report) == ["b", "a"]
@@ -69,7 +69,7 @@ def test_the_winners_are_added_by_their_gain_and_the_rest_is_named() -> None:
     assert [row.chosen for row in report.rows] == [True, True, False, False]
 
 
-def test_a_lever_that_gains_alone_and_not_with_the_others_is_left_out() -> None:
+def test_a_lever_must_gain_with_the_others_too() -> None:
     fake = Fake({"a": 0.5, "b": 0.6})
     fake.override = lambda names: 50.0 if set(names) == {"a", "b"} else None
     report = fake.search(*map(lever, "ab"))
@@ -93,7 +93,7 @@ def test_of_a_group_only_the_fastest_is_used() -> None:
     assert all(not {"whole", "blocks"} <= set(call) for call in fake.calls)
 
 
-def test_another_of_its_group_replaces_one_where_that_is_faster_in_company() -> None:
+def test_another_of_its_group_replaces_one_if_that_is_faster() -> None:
     fake = Fake({"whole": 0.5, "graph": 0.8, "blocks": 0.9})
     fake.override = lambda names: 20.0 if set(names) == {"graph", "blocks"} else None
     report = fake.search(lever("whole", group="compile"), lever("graph"), lever("blocks", group="compile"))
@@ -101,7 +101,7 @@ def test_another_of_its_group_replaces_one_where_that_is_faster_in_company() -> 
     assert why_not(report)["whole"] == "blocks is faster"
 
 
-def test_a_failure_is_listed_with_its_reason_and_the_search_goes_on() -> None:
+def test_a_failure_is_listed_and_the_search_goes_on() -> None:
     fake = Fake({"a": 0.5, "b": 0.4})
     fake.fails["b"] = "RuntimeError: no such kernel"
     report = fake.search(lever("b"), lever("a"))
@@ -109,7 +109,7 @@ def test_a_failure_is_listed_with_its_reason_and_the_search_goes_on() -> None:
     assert why_not(report)["b"] == "RuntimeError: no such kernel"
 
 
-def test_conflicting_levers_are_refused_by_the_stack_in_company_only() -> None:
+def test_conflicting_levers_are_refused_together_only() -> None:
     fake = Fake({"a": 0.5, "b": 0.6})
 
     def measure(chosen: Sequence[Lever]) -> StepReading:
@@ -130,7 +130,7 @@ def test_memory_stays_within_the_limit() -> None:
     assert report.fits
 
 
-def test_a_start_over_the_limit_gives_way_to_what_fits_even_if_that_is_slower() -> None:
+def test_a_start_over_the_limit_gives_way_to_what_fits() -> None:
     fake = Fake({"split": 1.3}, start=10 * GB, split=-5 * GB)
     report = fake.search(lever("split"), limit=8 * GB)
     assert names(report) == ["split"]
@@ -270,7 +270,7 @@ def test_the_users_choice_wins() -> None:
     assert not [name for name in applying(situation) if name.startswith("compile")]
 
 
-def test_options_that_the_user_left_open_are_tried_unless_the_stack_must_stay() -> None:
+def test_options_that_the_user_left_open_are_tried() -> None:
     facts = StepFacts("cuda", blocks=("Block",))
     open_one = LeverSituation(facts, given={"compile": {}, "remat": {}}, installed=EVERYTHING)
     assert applying(open_one) >= {"compile by block", "compile reduce-overhead", "no remat"}
@@ -278,7 +278,7 @@ def test_options_that_the_user_left_open_are_tried_unless_the_stack_must_stay() 
     assert not {name for name in applying(closed) if "compile" in name or "remat" in name}
 
 
-def test_accumulated_micro_batches_are_merged_and_keep_the_global_batch() -> None:
+def test_merged_micro_batches_keep_the_global_batch() -> None:
     situation = LeverSituation(
         StepFacts(window=4), given={"accumulate": {"window": 4}}, data={"batch_size": 8}, installed=EVERYTHING
     )

@@ -43,7 +43,7 @@ def adding(name: str, numbers: Any = "rounding", **options: Any) -> Lever:
     return Lever(name, Change({name: options}), numbers)
 
 
-def test_every_trial_begins_with_the_same_weights_and_the_same_data() -> None:
+def test_every_trial_begins_with_the_same_weights_and_data() -> None:
     x = torch.randn(64, 6)
     loader = TensorLoader(x, torch.randint(3, (64,)), batch_size=8, shuffle=True)
     measure = trials(train=loader)
