@@ -7,7 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from forge.report.ticks import nice_ticks
-from forge.tuning.plot import GRID, INK, LEFT, LOST, LOST_INK, OTHER, PICK, RIGHT, SOFT, WIDTH, PlotCanvas, write_png
+from forge.tuning.plot import (
+    GRID,
+    INK,
+    LEFT,
+    LOST,
+    LOST_INK,
+    OTHER,
+    PAPER,
+    PICK,
+    RIGHT,
+    SOFT,
+    WIDTH,
+    PlotCanvas,
+    write_png,
+)
 from forge.tuning.speed_report import SpeedReport, StepReading, in_ms
 
 FASTER, SLOWER, START = "#2458b8", "#b9c7dd", "#8a94a3"
@@ -62,7 +76,7 @@ class SpeedPlot(PlotCanvas):
     def __init__(self, pen: Any, report: SpeedReport, bars: list[SpeedBar], height: int):
         self.pen, self.report, self.bars, self.height = pen, report, bars, height
         times = [bar.reading.ms for bar in bars if bar.reading is not None]
-        self.most = min(max(times), 2.5 * report.start.ms)  # a lever that is far slower would hide the others
+        self.most = min(max(times), 1.6 * report.start.ms)  # a lever that is far slower would hide the others
         self.left = LEFT - 60 + NAMES
 
     def x(self, ms: float) -> float:
@@ -100,11 +114,12 @@ class SpeedPlot(PlotCanvas):
         self._text(self.left - 14, y + 6, bar.name, 18, PICK if picked else INK, "rs")
         right = self.x(bar.reading.ms)
         self._box(self.left, y - BAR / 2, right, y + BAR / 2, bar.color)
-        over = ">" if bar.reading.ms > self.most else ""
         memory = "" if bar.reading.memory is None else f"   {bar.reading.memory / 1e9:.2f} GB"
         column = WIDTH - RIGHT - ROOM + 90
-        self._text(column, y + 6, f"{over}{in_ms(bar.reading.ms)} ms", 17, PICK if picked else INK, "rs")
+        self._text(column, y + 6, f"{in_ms(bar.reading.ms)} ms", 17, PICK if picked else INK, "rs")
         self._text(column, y + 6, memory, 17, PICK if picked else SOFT, "ls")
-        if bar.note and right - self.left > self._length(bar.note, 14) + 20:
-            ink = "#ffffff" if bar.color == FASTER else INK
-            self._text(self.left + 8, y + 5, bar.note, 14, ink, "ls")
+        if bar.reading.ms > self.most:  # the bar is cut
+            self._box(right - 16, y - BAR / 2, right - 12, y + BAR / 2, PAPER)
+        inside = right - self.left > self._length(bar.note, 14) + 20
+        ink = SOFT if not inside else PAPER if bar.color == FASTER else INK
+        self._text((self.left if inside else right) + 8, y + 5, bar.note, 14, ink, "ls")
