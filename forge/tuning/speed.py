@@ -28,7 +28,7 @@ from forge.tuning.speed_report import SpeedReport, StepReading, in_ms
 from forge.tuning.speed_search import LeverFailed, SpeedSearch
 from forge.tuning.step_facts import StepFacts
 from forge.tuning.step_timer import StepTimer, Weights
-from forge.tuning.time_limit import TrialTooLong, time_limit
+from forge.tuning.time_limit import TrialTooLong, stop_compilers, time_limit
 from forge.tuning.trial import run_trial
 from forge.util import peak_memory
 from forge.util.oom import is_out_of_memory
@@ -136,6 +136,8 @@ class StepTrials:
                 reading = self._run(chosen, StepTimer(self.share))
         except Exception as error:
             late = isinstance(error, TrialTooLong) or time.monotonic() - begun >= allowed
+            if late:
+                stop_compilers()
             why_not = TrialTooLong.WORDS if late else reason(error)
             raise LeverFailed("out of memory" if is_out_of_memory(error) else why_not) from error
         finally:

@@ -26,8 +26,9 @@ SPENT, TOO_SLOW = "the budget was spent", "takes minutes, more than this budget 
 DISTURBED, IMPLAUSIBLE = 1.2, 1.5
 """Readings of equal steps that differ by the first factor, or a step that a lever makes slower by the second, say that
 others use the machine: they are repeated."""
-PAIRS, NOISY = 3, 0.05
-"""How often the answer is measured beside the start at the end; more often where equal steps differ by this share."""
+PAIRS, LEAST_PAIRS, NOISY = 3, 2, 0.05
+"""How often the answer is measured beside the start at the end, also when the budget is spent, and the share of
+differences between equal steps from which on it is measured more often."""
 
 
 class LeverFailed(Exception):
@@ -192,7 +193,7 @@ class SpeedSearch:
         row = next(row for row in self.rows if row.lever is chosen[-1])
         starts, bests = [], []
         for i in range(PAIRS if self.noise < NOISY else 2 * PAIRS - 1):
-            if i and self._is_over(self._cost(chosen), share=1.0):
+            if i >= LEAST_PAIRS and self._is_over(self._cost(chosen), share=1.0):
                 break
             self._measure_start()
             starts.append(self.starts[-1])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 AGAIN = 5.0
 """Seconds after which a trial that has swallowed the error gets it again."""
@@ -38,3 +39,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def stop_compilers() -> None:
+    """End the processes in which torch compiles: they would go on, and slow down the next trials."""
+    pool = sys.modules.get("torch._inductor.async_compile")
+    with suppress(Exception):  # torch starts them again when it needs them
+        if pool is not None:
+            pool.shutdown_compile_workers()
