@@ -16,12 +16,16 @@ from forge.cli import plugin_page
 FOLDER = Path(__file__).parent / "plugins"
 GROUPS = {
     "Speed and memory": {
+        "autotune": "finding the fastest stack",
         "amp": "mixed precision (bf16, fp16)",
         "compile": "torch.compile",
         "cuda_graph": "CUDA graphs",
         "kernels": "fused kernels",
         "remat": "activation checkpointing",
         "prefetch": "copying batches to the GPU ahead of use",
+        "fused_optimizer": "fused optimizer steps",
+        "channels_last": "memory format of images",
+        "backends": "TF32, cuDNN benchmark, attention backends",
     },
     "Distributed training": {
         "ddp": "data parallel training (DDP)",

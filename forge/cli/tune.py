@@ -1,8 +1,7 @@
-"""`forge tune`: measure a learning rate, or the largest batch that fits."""
+"""`forge tune`: measure a learning rate, the largest batch that fits, or the fastest step."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import target
+from forge.cli import target, tune_speed
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import ForgeError
@@ -22,23 +21,34 @@ if TYPE_CHECKING:
     from forge.tuning import BatchReport, LRCurve, Probe
 
 EXAMPLES = """\
-Both train fresh copies of the task for a few updates, and write no run.
+All train fresh copies of the task for a few updates, and write no run.
 
 examples:
   forge tune lr quickstart                                   a range test, plotted in runs/tune/
   forge tune lr my_task.py:MyTask --min 1e-5 --max 1 --updates 300
   forge tune batch quickstart                                powers of two, with memory and speed of each
   forge tune batch my_task.py:MyTask --exact --limit 40      the largest size within 40 GB
+  forge tune speed quickstart --budget 5                     what makes a step faster, within 5 minutes
+  forge tune speed my_task.py:MyTask --same-precision        without bf16 and TF32
 """
 LR_NAMES = ("lr", "learning_rate")
-DEFAULTS = {"lr": {"min": 1e-7, "max": 10.0, "updates": 100}, "batch": {"max": 8192, "updates": 6}}
-ONLY = {"lr": ("min", "optimizer", "out"), "batch": ("exact", "limit")}
-"""Options of one kind of search alone."""
+DEFAULTS = {"lr": {"min": 1e-7, "max": 10.0, "updates": 100}, "batch": {"max": 8192, "updates": 6}, "speed": {}}
+GO_WITH = {
+    **dict.fromkeys(("min", "optimizer"), ("lr",)),
+    **dict.fromkeys(("max", "updates"), ("lr", "batch")),
+    "exact": ("batch",),
+    "limit": ("batch", "speed"),
+    "out": ("lr", "speed"),
+    **dict.fromkeys(("bitwise", "same_precision", "any_precision", "budget", "without"), ("speed",)),
+}
+"""The kinds of search that an option belongs to."""
 
 
 def parser() -> ArgumentParser:
-    parser = show.new_parser("tune", "Measure a learning rate, or the largest batch that fits.", EXAMPLES)
-    parser.add_argument("what", choices=list(ONLY), help="what to search for")
+    parser = show.new_parser(
+        "tune", "Measure a learning rate, the largest batch that fits, or the fastest step.", EXAMPLES
+    )
+    parser.add_argument("what", choices=list(DEFAULTS), help="what to search for")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
     parser.add_argument(
@@ -48,25 +58,34 @@ def parser() -> ArgumentParser:
         "--updates", type=int, metavar="N", help="lr: updates of the test (default: 100); batch: of each size (6)"
     )
     parser.add_argument("--optimizer", metavar="NAME", help="lr: test only this one of several optimizers")
-    parser.add_argument("--out", metavar="FILE", help="lr: file of the plot (default: runs/tune/RECIPE-lr.png)")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="lr: file of the plot (default: runs/tune/RECIPE-lr.png); speed: of the recipe (RECIPE-speed.yaml)",
+    )
     parser.add_argument(
         "--exact", action="store_true", default=None, help="batch: search between powers of two as well"
     )
-    parser.add_argument("--limit", type=float, metavar="GB", help="batch: memory budget; the only limit on a CPU")
+    parser.add_argument(
+        "--limit", type=float, metavar="GB", help="batch and speed: memory budget; the only limit of a batch on a CPU"
+    )
+    tune_speed.add_arguments(parser)
     return parser
 
 
 def run(args: Namespace) -> int:
-    other = "batch" if args.what == "lr" else "lr"
-    for name in ONLY[other]:
-        if getattr(args, name) is not None:
-            raise ForgeError(f"--{name} goes with `forge tune {other}`.")
+    for name, kinds in GO_WITH.items():
+        if args.what not in kinds and getattr(args, name) is not None:
+            verbs = " and ".join(f"`forge tune {kind}`" for kind in kinds)
+            raise ForgeError(f"--{name.replace('_', '-')} goes with {verbs}.")
     for name, value in DEFAULTS[args.what].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     recipe = target.load(args, to_train=True)
     if recipe.trainer.get("seed") is None:
         recipe = recipe.with_trainer({"seed": 0})  # so that the result can be repeated
+    if args.what == "speed":
+        return tune_speed.run(args, recipe, _name(recipe))
     return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
 
 
@@ -154,7 +173,7 @@ def _batch(args: Namespace, recipe: Recipe) -> int:
         )
     report = batch_range(
         recipe.make_task,
-        lambda size: _with_batch_size(recipe, size).make_data().train,
+        lambda size: tune_speed.with_data(recipe, {"batch_size": size}).make_data().train,
         start=own,
         highest=int(args.max),
         exact=bool(args.exact),
@@ -185,11 +204,6 @@ def _own_size(recipe: Recipe) -> int:
     if size is None:
         size = next(option.default for option in known if option.name == "batch_size")
     return size if isinstance(size, int) and size > 0 else 32
-
-
-def _with_batch_size(recipe: Recipe, size: int) -> Recipe:
-    data = {**recipe.config.get("data", {}), "batch_size": size}
-    return dataclasses.replace(recipe, config={**recipe.config, "data": data})
 
 
 def _print_batch(report: BatchReport) -> None:

@@ -37,13 +37,13 @@ class Run:
     """One run of one verb, as plugins and tasks see it: attributes to read, metrics to publish, requests to make."""
 
     WRITABLE: ClassVar[frozenset[str]] = frozenset(
-        {"max_epochs", "max_updates", "resume", "trace", "instrument", "mesh_axes", "means"}
+        {"max_epochs", "max_updates", "recipe", "resume", "trace", "instrument", "mesh_axes", "means"}
     )
     """The attributes that code outside the engine may set; all others are read only."""
 
     # what was asked for
     recipe: AnyRecipe | None
-    "The recipe that the run was made from, if any."
+    "The recipe that the run was made from, if any. Writable in forge_configure, by a plugin that changes the stack."
     settings: dict[str, Any]
     "The Trainer's settings as plain data, for the run card."
     stack: Stack

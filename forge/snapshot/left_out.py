@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from forge.contract.plugin import Plugin
 
-LEFT_OUT = frozenset({"anomaly", "checkpoint", "early_stop", "guard"})
-"""What plugins that save or stop a run provide."""
+LEFT_OUT = frozenset({"anomaly", "autotune", "checkpoint", "early_stop", "guard"})
+"""What plugins that save or stop a run, or run trials of their own, provide."""
 
 
 def is_left_out(plugin: Plugin, *also: str) -> bool:

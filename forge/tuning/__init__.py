@@ -1,20 +1,39 @@
-"""Tuning: measure a learning rate, or the largest batch that fits, with a few real updates on fresh tasks.
+"""Tuning: measure a learning rate, the largest batch that fits, or the fastest step, with real updates on fresh tasks.
 
 ::
 
-    from forge.tuning import batch_range, draw_lr, lr_range
+    from forge.tuning import batch_range, draw_lr, lr_range, speed_range
 
     curve = lr_range(MyTask, train, plugins=["amp"])
     draw_lr(curve, "MyTask", "lr.png")
     print(curve.suggestion)
+    print(speed_range(MyTask, lambda: train).change.plugins)
 
-`forge tune lr RECIPE` and `forge tune batch RECIPE` do the same from the command line.
+`forge tune lr RECIPE`, `forge tune batch RECIPE` and `forge tune speed RECIPE` do the same from the command line.
 """
 
 from __future__ import annotations
 
 from forge.tuning.batch import BatchReport, Probe, batch_range
+from forge.tuning.levers import Change, Lever
 from forge.tuning.lr import LRCurve, lr_range
 from forge.tuning.plot import draw_lr
+from forge.tuning.speed import speed_range
+from forge.tuning.speed_plot import draw_speed
+from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
 
-__all__ = ["BatchReport", "LRCurve", "Probe", "batch_range", "draw_lr", "lr_range"]
+__all__ = [
+    "BatchReport",
+    "Change",
+    "LRCurve",
+    "Lever",
+    "LeverRow",
+    "Probe",
+    "SpeedReport",
+    "StepReading",
+    "batch_range",
+    "draw_lr",
+    "draw_speed",
+    "lr_range",
+    "speed_range",
+]

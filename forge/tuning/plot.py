@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,43 @@ LOST, LOST_INK = "#fdeceb", "#c5605a"
 
 def draw_lr(curve: LRCurve, title: str, path: str | Path) -> Path:
     """Write the plot as a PNG file, and return its path."""
+    return write_png(path, HEIGHT, lambda pen: LRPlot(pen, curve).draw(title))
+
+
+def write_png(path: str | Path, height: int, draw: Callable[[Any], None]) -> Path:
+    """Have a plot drawn, write it as a PNG file, and return its path."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
         raise ForgeError("The plot needs Pillow: pip install pillow") from error
-    image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
-    LRPlot(ImageDraw.Draw(image), curve).draw(title)
+    image = Image.new("RGB", (WIDTH * SCALE, height * SCALE), PAPER)
+    draw(ImageDraw.Draw(image))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path, "PNG")
+    image.resize((WIDTH, height), Image.Resampling.LANCZOS).save(path, "PNG")
     return path
 
 
-class LRPlot:
+class PlotCanvas:
+    """Strokes in the coordinates of the finished plot."""
+
+    pen: Any
+
+    def _stroke(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
+        big = [(x * SCALE, y * SCALE) for x, y in points]
+        self.pen.line(big, fill=color, width=round(width * SCALE), joint="curve")
+
+    def _box(self, left: float, top: float, right: float, bottom: float, color: str) -> None:
+        self.pen.rectangle(_big(left, top, right, bottom), fill=color)
+
+    def _text(self, x: float, y: float, text: str, size: int, color: str, anchor: str) -> None:
+        self.pen.text((x * SCALE, y * SCALE), text, fill=color, font=_font(size), anchor=anchor)
+
+    def _length(self, text: str, size: int) -> float:
+        return self.pen.textlength(text, font=_font(size)) / SCALE
+
+
+class LRPlot(PlotCanvas):
     """The drawing of one curve. Coordinates are those of the finished plot; `x` and `y` convert values to them."""
 
     def __init__(self, pen: Any, curve: LRCurve):
@@ -121,19 +145,6 @@ class LRPlot:
 
     def _line(self, losses: Sequence[float], color: str, width: float) -> None:
         self._stroke([(self.x(r), self.y(v)) for r, v in zip(self.curve.rates, losses, strict=True)], color, width)
-
-    def _stroke(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
-        big = [(x * SCALE, y * SCALE) for x, y in points]
-        self.pen.line(big, fill=color, width=round(width * SCALE), joint="curve")
-
-    def _box(self, left: float, top: float, right: float, bottom: float, color: str) -> None:
-        self.pen.rectangle(_big(left, top, right, bottom), fill=color)
-
-    def _text(self, x: float, y: float, text: str, size: int, color: str, anchor: str) -> None:
-        self.pen.text((x * SCALE, y * SCALE), text, fill=color, font=_font(size), anchor=anchor)
-
-    def _length(self, text: str, size: int) -> float:
-        return self.pen.textlength(text, font=_font(size)) / SCALE
 
 
 def shown_range(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,12 +60,16 @@ def run_trial(
     updates: int,
     recipe: str | Path | Recipe | None = None,
     plugins: Plugins = (),
+    without: Collection[str] = (),
     **options: Any,
 ) -> FitResult:
-    """Train a fresh task for some updates, with the stack less the plugins that observe, save or intervene."""
+    """Train a fresh task for some updates, with the stack less the plugins that observe, save or intervene.
+
+    `without`: what other plugins provide that are left out too.
+    """
     settings = {"max_epochs": None, "validate_every": None, "resume": None, "run_dir": False, **options}
     trainer = Trainer(recipe=recipe, plugins=plugins, max_updates=updates, **settings)
-    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, "schedule")]:
+    for plugin in [plugin for plugin in trainer.stack if is_left_out(plugin, "schedule", *without)]:
         trainer.stack.remove(plugin.name)
     trainer.stack.add(trial)
     with quiet():
@@ -74,13 +78,15 @@ def run_trial(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence forge's log and UserWarnings: messages about a run of this length are meaningless to the user."""
-    logger = logging.getLogger("forge")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence the logs of forge and torch, and UserWarnings: a run of this length says nothing to the user."""
+    loggers = [logging.getLogger(name) for name in ("forge", "torch.utils.cpp_extension", "torch._inductor")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

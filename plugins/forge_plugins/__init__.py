@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from forge_plugins.accumulate import Accumulate
     from forge_plugins.amp import AMP
     from forge_plugins.anomaly import Anomaly
+    from forge_plugins.backends import Backends
+    from forge_plugins.channels_last import ChannelsLast
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from forge_plugins.ema import EMA
     from forge_plugins.freeze import Freeze
     from forge_plugins.fsdp import FSDP
+    from forge_plugins.fused_optimizer import FusedOptimizer
     from forge_plugins.guard import Guard
     from forge_plugins.jsonl import JSONL
     from forge_plugins.kernels import Kernels
@@ -51,12 +54,15 @@ __all__ = [
     "SWA",
     "Accumulate",
     "Anomaly",
+    "Backends",
+    "ChannelsLast",
     "Checkpoint",
     "Clip",
     "Compile",
     "CudaGraph",
     "EarlyStop",
     "Freeze",
+    "FusedOptimizer",
     "Guard",
     "Kernels",
     "Ledger",

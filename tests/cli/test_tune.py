@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from forge.cli import main, tune
-from forge.tuning import BatchReport, Probe, batch
+from forge.cli import main, tune, tune_speed
+from forge.config import load_recipe
+from forge.tuning import BatchReport, Change, Lever, LeverRow, Probe, SpeedReport, StepReading, batch, step_timer
 from forge.util import peak_memory
 
 TASK = """
@@ -160,9 +163,9 @@ def test_data_of_one_size_only_are_refused_with_what_to_write(capsys: Any, file:
     ("words", "said"),
     [
         (["lr", "--exact"], "--exact goes with `forge tune batch`."),
-        (["lr", "--limit", "3"], "--limit goes with `forge tune batch`."),
+        (["lr", "--limit", "3"], "--limit goes with `forge tune batch` and `forge tune speed`."),
         (["batch", "--min", "1"], "--min goes with `forge tune lr`."),
-        (["batch", "--out", "a.png"], "--out goes with `forge tune lr`."),
+        (["batch", "--out", "a.png"], "--out goes with `forge tune lr` and `forge tune speed`."),
         (["lr", "--updates", "3"], "too few for a range test"),
         (["lr", "--min", "1", "--max", "0.1"], "is empty"),
         (["lr", "--optimizer", "other"], "No optimizer 'other'."),
@@ -222,3 +225,98 @@ def test_the_recommended_size_is_marked_in_the_table(capsys: pytest.CaptureFixtu
 
 def test_torch_has_the_error_that_is_looked_for() -> None:
     assert issubclass(torch.OutOfMemoryError, RuntimeError)
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody here looks at times."""
+    for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
+        monkeypatch.setattr(step_timer, name, value)
+
+
+def test_speed_writes_a_recipe_that_fit_takes(capsys: pytest.CaptureFixture[str], file: str, quick: None) -> None:
+    words = [f"{file}:Task", "data.batch_size=8", "task.lr=0.01", "trainer.device=cpu", "--without", "compile"]
+    out, err = ask(capsys, "speed", *words)
+    names = (file, "runs/tune/Task-speed.yaml", "runs/tune/Task-speed.png")
+    assert written() == {str(Path(name).resolve()) for name in names}
+    assert "Up to 10 minutes of trials on cpu; the precision stays" in err
+    for text in ("fused_optimizer", "micro-batch 4", "needs CUDA", "left out", "changes the precision"):
+        assert text in out
+    config = yaml.safe_load(Path("runs/tune/Task-speed.yaml").read_text())
+    assert config["task"] == {"lr": 0.01}
+    assert config["trainer"] == {"device": "cpu"}
+    assert config["data"]["batch_size"] in (4, 8)
+    command = shlex.split(next(line for line in out.splitlines() if line.startswith("use it")).removeprefix("use it"))
+    assert command[1:] == ["fit", f"{file}:Task", "--recipe", "runs/tune/Task-speed.yaml"]
+    assert main([*command[1:], "-q", "trainer.max_epochs=1", "--run-dir", "runs/one"]) == 0
+    assert Path("runs/one/weights.safetensors").is_file()
+
+
+def test_speed_of_an_installed_recipe_is_a_whole_recipe(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path, quick: None
+) -> None:
+    leave_out = [word for name in ("compile", "accumulate") for word in ("--without", name)]
+    words = ["quickstart", "trainer.device=cpu", "--out", "fast.yaml", "--bitwise", "--budget", "1", *leave_out]
+    out, _ = ask(capsys, "speed", *words)
+    assert "rounds differently" in out
+    assert "Nothing that was tried is at least 2 % faster" in out
+    assert written() == {str(Path(name).resolve()) for name in ("fast.yaml", "fast.png")}
+    config = yaml.safe_load(Path("fast.yaml").read_text())
+    assert config["task"]["name"] == "digits_mlp"
+    assert main(["fit", "fast.yaml", "-q", "trainer.max_epochs=1", "--run-dir", "run"]) == 0
+
+
+def report_of(**changed: Any) -> SpeedReport:
+    start, fast = StepReading(10.0, 2 * 10**9, same=True), StepReading(4.0, 3 * 10**9, 31.0, same=False)
+    rows = [
+        LeverRow(Lever("compile", Change({"compile": {}}), "rounding"), "", fast, fast, chosen=True),
+        LeverRow(Lever("amp bf16", Change({"amp": {}}), "precision"), "no gain", start, start),
+        LeverRow(Lever("kernels", Change({"kernels": {}}), "rounding"), "RuntimeError: no", failed=True),
+    ]
+    return SpeedReport(start, rows, **{"best": fast, "chosen": [rows[0].lever], **changed})
+
+
+def test_the_table_of_speed_has_times_memory_numbers_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    tune_speed.print_report(report_of())
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "start 10.0 ms 2.00 GB" in lines
+    assert "compile 4.00 ms 3.00 GB 4.00 ms 3.00 GB rounding 31 s used" in lines
+    assert "amp bf16 10.0 ms 2.00 GB 10.0 ms 2.00 GB precision no gain" in lines
+    assert "failed kernels RuntimeError: no" in lines
+    assert "2.50× as fast: 10.0 -> 4.00 ms per update, 2.00 -> 3.00 GB: compile." in lines
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"best": None, "chosen": []}, "your recipe stays as it is"),
+        ({"best": None, "chosen": [], "dropped": "compile"}, "compile was no faster in the end"),
+        ({"best": None, "chosen": [], "fits": False}, "Nothing fits into the limit"),
+        ({"reproducible": False}, "gives other bits each time"),
+        ({"extremes": (10.0, 12.0)}, "took 10.0 to 12.0 ms"),
+        ({"spent": True}, "--budget"),
+    ],
+)
+def test_the_verdict_of_speed_says_what_to_know(changed: Any, text: str) -> None:
+    assert text in " ".join(tune_speed.verdict(report_of(**changed)))
+
+
+def test_the_answer_changes_a_recipe_by_name(empty_folder: Path) -> None:
+    recipe = load_recipe("frugal")
+    change = Change({"remat": None, "compile": {"dynamic": None}}, {"batch_size": 4})
+    changed = tune_speed.changed_recipe(recipe, change)
+    assert "remat" not in changed.plugins
+    assert changed.plugins["compile"] == {"dynamic": None}
+    assert changed.config["data"] == {"batch_size": 4}
+
+
+def test_options_of_another_search_are_refused(capsys: pytest.CaptureFixture[str], file: str) -> None:
+    _, err = ask(capsys, "lr", f"{file}:Task", "--bitwise", code=2)
+    assert "--bitwise goes with `forge tune speed`" in err
+    _, err = ask(capsys, "speed", f"{file}:Task", "--updates", "3", code=2)
+    assert "--updates goes with `forge tune lr` and `forge tune batch`" in err
+    _, err = ask(capsys, "speed", f"{file}:Task", "--out", "x.png", code=2)
+    assert ".yaml" in err

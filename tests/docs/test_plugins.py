@@ -13,9 +13,14 @@ from forge import cli, registry
 from forge.cli import plugin_page
 from tests.conftest import PROFILE, REPO
 
-OURS = sorted(name for name, entry in registry.installed("plugin").items() if entry.value.startswith("forge_plugins."))
-CHEAP = {"compile": ["compile.backend=aot_eager"]}
-"""What an example leaves out so that it reads well, and a test adds so that it needs no C++ compiler."""
+OURS = sorted(
+    name for name, entry in registry.installed("plugin").items() if entry.value.startswith(("forge_plugins.", "forge."))
+)
+CHEAP = {
+    "compile": ["compile.backend=aot_eager"],
+    "autotune": ["autotune.leave_out=compile", "autotune.budget=0.05", "autotune.cache=false"],
+}
+"""What an example leaves out so that it reads well, and a test adds: no C++ compiler, and little time."""
 
 
 def make_pages() -> ModuleType:

@@ -1,0 +1,220 @@
+"""The levers of speed: what each changes in a recipe, where it applies, and what it does to the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge.tuning.step_facts import StepFacts
+
+Numbers = Literal["bitwise", "rounding", "precision"]
+NUMBERS: tuple[Numbers, ...] = ("bitwise", "rounding", "precision")
+"""What a change does to the numbers: the same bits, other last bits, another precision. Each permits those before."""
+WORKERS = ("workers", "num_workers")
+"""Names of the option of a data function that sets the number of worker processes."""
+YOURS = "your stack has it"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a recipe: options of plugins by name, None to remove one, and options of the data."""
+
+    plugins: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __or__(self, other: Change) -> Change:
+        plugins = dict(self.plugins)
+        for name, options in other.plugins.items():
+            plugins[name] = None if options is None else {**(plugins.get(name) or {}), **options}
+        return Change(plugins, {**self.data, **other.data})
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the change as plain data."""
+        return {"plugins": {name: o if o is None else dict(o) for name, o in self.plugins.items()}, **_given(self.data)}
+
+
+def _given(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"data": dict(data)} if data else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One change that may make a step faster."""
+
+    name: str
+    change: Change
+    numbers: Numbers
+    group: str = ""
+    "Of the levers of a group only one is used."
+    why_not: str = ""
+    "Why it is not tried here; empty if it is."
+    slow: bool = False
+    "Takes minutes: tried only while most of the budget is left."
+    in_trials: Change = Change()
+    "Options of a trial alone, such as a failure in place of a silent fallback."
+
+
+@dataclass(frozen=True, slots=True)
+class LeverSituation:
+    """Everything that decides which levers apply."""
+
+    facts: StepFacts
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    "The plugins of the user's stack, with the options that the user gave."
+    data: Mapping[str, Any] = field(default_factory=dict)
+    "The options of the data with their values; empty if the data cannot be made anew."
+    installed: Collection[str] = ()
+    leave_out: Collection[str] = ()
+    "Plugins and levers that the user excludes."
+    only_adds: bool = False
+    "Whether plugins of the stack must stay as they are."
+    cores: int = 1
+
+    def why_not(self, plugin: str, device: str = "") -> str:
+        """Return why a plugin cannot be added here; empty if it can."""
+        if plugin in {name.partition("@")[0] for name in self.given}:
+            return YOURS
+        if plugin in self.leave_out:
+            return "left out"
+        if plugin not in self.installed:
+            return "not installed"
+        return f"needs {device.upper()}" if device and self.facts.device != device else ""
+
+    def open_option(self, plugin: str, *options: str) -> bool:
+        """Return whether the stack has a plugin whose options the user has left open."""
+        given = self.given.get(plugin)
+        return given is not None and not self.only_adds and not any(name in given for name in options)
+
+
+def levers(situation: LeverSituation) -> list[Lever]:
+    """Return every lever, those too that do not apply here."""
+    found = [lever for family in FAMILIES for lever in family(situation)]
+    named = set(situation.leave_out)
+    return [_without(lever) if lever.name in named and not lever.why_not else lever for lever in found]
+
+
+def _without(lever: Lever) -> Lever:
+    return Lever(lever.name, lever.change, lever.numbers, lever.group, "left out")
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def amp(s: LeverSituation) -> Iterator[Lever]:
+    why_not = s.why_not("amp") or ("the task computes in short types itself" if not s.facts.float32 else "")
+    yield Lever("amp bf16", Change({"amp": {"dtype": "bf16"}}), "precision", "amp", why_not)
+
+
+def fp8(s: LeverSituation) -> Iterator[Lever]:
+    if "fp8" in s.installed:
+        yield Lever("fp8", Change({"fp8": {}}), "precision", "fp8", s.why_not("fp8", "cuda"))
+
+
+def backends(s: LeverSituation) -> Iterator[Lever]:
+    """TF32, measured convolutions, and the order of attention's backends: options of one plugin."""
+    why_not = s.why_not("backends", "cuda")
+    short = "" if s.facts.float32 else "the task computes in short types itself"
+    yield Lever("TF32", Change({"backends": {"tf32": True}}), "precision", "tf32", why_not or short)
+    plain = "" if s.facts.convolutions else "no convolutions"
+    measured = Change({"backends": {"cudnn_benchmark": True}})
+    yield Lever("cuDNN benchmark", measured, "rounding", "cudnn", why_not or plain)
+    if s.facts.attention and not why_not:
+        for first in ("cudnn", "flash", "efficient"):
+            change = Change({"backends": {"attention": first}})
+            yield Lever(f"attention {first}", change, "rounding", "attention")
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+def compiling(s: LeverSituation) -> Iterator[Lever]:
+    """The whole step, or repeated blocks; then modes that search longer."""
+    why_not = s.why_not("compile")
+    yield Lever("compile", Change({"compile": {}}), "rounding", "compile", why_not)
+    if why_not == YOURS and s.open_option("compile", "blocks", "backend", "mode"):
+        why_not = ""
+    blocks = Change({"compile": {"blocks": list(s.facts.blocks)}})
+    none = "" if s.facts.blocks else "no repeated blocks"
+    yield Lever("compile by block", blocks, "rounding", "compile", why_not or none)
+    if s.facts.device == "cuda" and not why_not:
+        for mode in ("reduce-overhead", "max-autotune-no-cudagraphs"):
+            change = Change({"compile": {"mode": mode}})
+            yield Lever(f"compile {mode}", change, "rounding", "compile", slow=mode != "reduce-overhead")
+
+
+def cuda_graph(s: LeverSituation) -> Iterator[Lever]:
+    strict = Change({"cuda_graph": {"strict": True}})
+    change = Change({"cuda_graph": {}})
+    yield Lever("cuda_graph", change, "bitwise", "", s.why_not("cuda_graph", "cuda"), in_trials=strict)
+
+
+def kernels(s: LeverSituation) -> Iterator[Lever]:
+    yield Lever("kernels", Change({"kernels": {"use": "auto"}}), "rounding", "", s.why_not("kernels", "cuda"))
+
+
+def fused_optimizer(s: LeverSituation) -> Iterator[Lever]:
+    why_not = s.why_not("fused_optimizer") or s.facts.not_fused
+    yield Lever("fused_optimizer", Change({"fused_optimizer": {}}), "rounding", "", why_not)
+
+
+def channels_last(s: LeverSituation) -> Iterator[Lever]:
+    why_not = s.why_not("channels_last") or ("" if s.facts.convolutions else "no convolutions")
+    yield Lever("channels_last", Change({"channels_last": {}}), "rounding", "", why_not)
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def prefetch(s: LeverSituation) -> Iterator[Lever]:
+    yield Lever("prefetch", Change({"prefetch": {}}), "bitwise", "", s.why_not("prefetch", "cuda"))
+
+
+def workers(s: LeverSituation) -> Iterator[Lever]:
+    """Other numbers of data workers, never more than the cores."""
+    for name in [name for name in WORKERS if name in s.data]:
+        now = s.data[name]
+        for count in sorted({0, 1, 2, 4, 8, s.cores}):
+            if count <= min(s.cores, 16) and count != now:
+                yield Lever(f"workers {count}", Change({}, {name: count}), "bitwise", "workers")
+
+
+# -- memory for time --------------------------------------------------------------------------------------------------
+
+
+def no_remat(s: LeverSituation) -> Iterator[Lever]:
+    if "remat" in s.given and not s.only_adds:
+        yield Lever("no remat", Change({"remat": None}), "bitwise", "")
+
+
+def micro_batches(s: LeverSituation) -> Iterator[Lever]:
+    """The same global batch in larger micro-batches, or in smaller ones."""
+    size, window = s.data.get("batch_size"), s.facts.window
+    if not isinstance(size, int) or isinstance(size, bool) or s.only_adds:
+        return
+    per_batch = "BatchNorm's statistics depend on the micro-batch" if s.facts.batch_norm else ""
+    given = s.given.get("accumulate")
+    if given is not None and window > 1 and window % 2 == 0:
+        merged = Change({"accumulate": {"window": window // 2}}, {"batch_size": size * 2})
+        yield Lever(f"micro-batch {size * 2}", merged, "rounding", "micro-batch", per_batch)
+    if given is None and window == 1 and size >= 8 and size % 2 == 0:
+        why_not = s.why_not("accumulate") or per_batch
+        split = Change({"accumulate": {"window": 2}}, {"batch_size": size // 2})
+        yield Lever(f"micro-batch {size // 2}", split, "rounding", "micro-batch", why_not)
+
+
+FAMILIES: list[Callable[[LeverSituation], Iterator[Lever]]] = [
+    fused_optimizer,
+    channels_last,
+    amp,
+    backends,
+    prefetch,
+    workers,
+    no_remat,
+    micro_batches,
+    cuda_graph,
+    compiling,
+    kernels,
+    fp8,
+]
+"""What takes seconds comes before what takes minutes: a compiler may need most of the budget."""

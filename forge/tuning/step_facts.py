@@ -1,0 +1,86 @@
+"""What the first trial learns about a task: device, optimizers, layers and blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from forge.contract.run import Run
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """What decides which levers apply to a task."""
+
+    device: str = "cpu"
+    blocks: tuple[str, ...] = ()
+    "Classes of repeated blocks."
+    convolutions: bool = False
+    "Whether weights have four dimensions."
+    batch_norm: bool = False
+    attention: bool = False
+    "Whether the first update calls torch's attention."
+    float32: bool = True
+    "Whether all weights are float32."
+    not_fused: str = ""
+    "Why the optimizers get no fused step; empty if they do."
+    window: int = 1
+    "Micro-batches in an update."
+    samples: int = 0
+    "Samples in the first update."
+    inputs: str = ""
+    "Shapes and types of the first micro-batch."
+
+    @classmethod
+    def of(cls, trainer: Run) -> StepFacts:
+        """Return the facts about a run that has been built."""
+        task = trainer.task
+        weights = [p for p in task.parameters() if p.is_floating_point()]
+        return cls(
+            device=trainer.env.device.type,
+            blocks=repeated_classes(task),
+            convolutions=any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in task.modules()),
+            batch_norm=any(isinstance(m, _BatchNorm) for m in task.modules()),
+            float32=all(p.dtype is torch.float32 for p in weights),
+            not_fused=_not_fused(trainer),
+            window=trainer.window,
+        )
+
+
+def repeated_classes(task: nn.Module) -> tuple[str, ...]:
+    """Return the classes of the outermost repeated blocks: modules of one class, with layers, in one container."""
+    found: dict[str, None] = {}
+    below: set[int] = set()
+    for module in task.modules():
+        if id(module) in below or not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        kinds = Counter(type(child) for child in module.children())
+        for child in module.children():
+            if kinds[type(child)] > 1 and _is_block(child):
+                found[type(child).__name__] = None
+                below |= {id(inner) for inner in child.modules()}
+    return tuple(found)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and any(
+        next(child.parameters(), None) is not None for child in module.children()
+    )
+
+
+def _not_fused(trainer: Run) -> str:
+    """Return why no optimizer of the run would gain a fused step."""
+    reasons = []
+    for optimizer in trainer.optimizers.values():
+        if type(optimizer) not in (SGD, Adam, AdamW, Adagrad):
+            reasons.append(f"torch has no fused {type(optimizer).__name__}")
+        elif any(group.get(way) is not None for group in optimizer.param_groups for way in ("fused", "foreach")):
+            reasons.append(f"{type(optimizer).__name__} chooses its step itself")
+        else:
+            return ""
+    return reasons[0] if reasons else "no optimizer"

@@ -1,0 +1,136 @@
+"""channels_last, fused_optimizer and backends: each changes one thing of a run, and puts it back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import forge
+from forge.errors import RecipeError
+from forge.testing import TinyGAN, TinyTask, assert_same_weights, check_plugin, tiny_batches
+from forge_plugins import Backends, ChannelsLast, FusedOptimizer
+from tests.support.plugin_kit import LEFT_OUT
+
+
+class Pictures(forge.TaskModule):
+    """A small convolution over pictures; notes the strides that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+        self.seen: list[bool] = []
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch["x"], batch["y"]
+        self.seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        self.seen.append(self.conv.weight.is_contiguous(memory_format=torch.channels_last))
+        return F.cross_entropy(self.head(self.conv(x).mean((2, 3))), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def pictures(count: int = 4) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {"x": torch.randn(4, 3, 8, 8, generator=draw), "y": torch.randint(2, (4,), generator=draw)}
+        for _ in range(count)
+    ]
+
+
+def trained(task: forge.TaskModule, train: Any, *plugins: Any, **options: Any) -> forge.TaskModule:
+    trainer = forge.Trainer(plugins=list(plugins), max_epochs=1, seed=0, run_dir=False, device="cpu", **options)
+    trainer.fit(task, train)
+    return task
+
+
+def test_channels_last_converts_and_puts_back() -> None:
+    plain, changed = Pictures(), Pictures()
+    changed.load_state_dict(plain.state_dict())
+    trained(plain, pictures())
+    trained(changed, pictures(), "channels_last")
+    assert not any(plain.seen)
+    assert all(changed.seen)
+    assert changed.conv.weight.is_contiguous()
+    torch.testing.assert_close(changed.state_dict(), plain.state_dict())
+
+
+def test_channels_last_leaves_a_task_without_pictures_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "forge")
+    plain = TinyTask()
+    changed = copy.deepcopy(plain)
+    trained(plain, tiny_batches())
+    trained(changed, tiny_batches(), "channels_last")
+    assert_same_weights(changed, plain)
+    assert "TinyTask has no weight of four dimensions" in caplog.text
+
+
+def test_fused_steps_keep_class_and_state_and_are_close() -> None:
+    plain = Pictures()
+    changed = copy.deepcopy(plain)
+    kept: list[Any] = []
+
+    @forge.on("step_end")
+    def look(step: forge.Step) -> None:
+        kept.append((type(step.optimizer), dict(step.optimizer.param_groups[0])))
+
+    trained(plain, pictures())
+    trained(changed, pictures(), "fused_optimizer", look)
+    kind, group = kept[0]
+    assert kind is torch.optim.Adam
+    assert group["fused"] is True
+    torch.testing.assert_close(changed.state_dict(), plain.state_dict())
+
+
+def test_an_optimizer_without_a_fused_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Other(TinyTask):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.RMSprop(self.parameters(), lr=1e-3)
+
+    class Chosen(TinyTask):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, foreach=True)
+
+    caplog.set_level(logging.INFO, "forge")
+    trained(Other(), tiny_batches(), "fused_optimizer")
+    trained(Chosen(), tiny_batches(), "fused_optimizer")
+    assert "RMSprop runs as written: torch has no fused step for it" in caplog.text
+    assert "SGD runs as written: it chooses its step itself" in caplog.text
+
+
+def test_several_optimizers_are_all_fused() -> None:
+    seen: dict[Any, Any] = {}
+
+    @forge.on("start")
+    def look(trainer: forge.Run) -> None:
+        seen.update({name: o.param_groups[0]["fused"] for name, o in trainer.optimizers.items()})
+
+    trained(TinyGAN(), tiny_batches(), "fused_optimizer", look)
+    assert len(seen) == 2
+    assert all(seen.values())
+
+
+def test_backends_change_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "forge")
+    plain = TinyTask()
+    changed = copy.deepcopy(plain)
+    trained(plain, tiny_batches())
+    trained(changed, tiny_batches(), Backends(tf32=True, cudnn_benchmark=True, attention="flash"))
+    assert_same_weights(changed, plain)
+    assert "backends: the switches are CUDA's" in caplog.text
+
+
+def test_measured_convolutions_are_refused_if_deterministic() -> None:
+    with pytest.raises(RecipeError, match="cudnn_benchmark"):
+        trained(TinyTask(), tiny_batches(), Backends(cudnn_benchmark=True), deterministic=True)
+
+
+@pytest.mark.parametrize("plugin", [ChannelsLast, FusedOptimizer, Backends])
+def test_they_keep_the_contract(plugin: type[forge.Plugin]) -> None:
+    check_plugin(plugin, leave_out=LEFT_OUT)
