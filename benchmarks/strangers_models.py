@@ -111,7 +111,9 @@ def unet_like(tiny: bool, **options: Any) -> Stranger:
 
 def of_transformers(kind: str) -> Callable[..., Stranger]:
     def build(tiny: bool, **options: Any) -> Stranger:
-        import transformers as hf
+        import transformers
+
+        hf: Any = transformers
 
         small: dict[str, Any] = {"vocab_size": 96} if tiny else {}
         if kind == "gpt2":
@@ -141,7 +143,7 @@ def of_transformers(kind: str) -> Callable[..., Stranger]:
 
 
 def convnext(tiny: bool, **options: Any) -> Stranger:
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
 
     return Stranger(timm.create_model("convnext_tiny", num_classes=CLASSES), classified)
 

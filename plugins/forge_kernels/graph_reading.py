@@ -105,15 +105,16 @@ def before_idle_dropout(node: Any) -> tuple[Any, list[fx.Node]]:
 def activation_call(node: Any) -> tuple[str, Any, tuple[fx.Node, ...]] | None:
     """Return the name of an activation that `forge.kernels.mlp` has, its input, and the calls that make it, the last
     one first."""
-    if not isinstance(node, fx.Node):
+    if not isinstance(node, fx.Node) or not node.args:
         return None
+    value: Any = node.args[0]
     if is_function(node, F.gelu):
         approximate = node.kwargs.get("approximate", node.args[1] if len(node.args) > 1 else "none")
-        return ("gelu" if approximate == "tanh" else "gelu_erf"), node.args[0], (node,)
+        return ("gelu" if approximate == "tanh" else "gelu_erf"), value, (node,)
     for name, functions, method in (("relu", (F.relu, torch.relu), "relu"), ("silu", (F.silu,), "silu")):
         in_place = node.kwargs.get("inplace") or any(value is True for value in node.args[1:])
         if (is_function(node, *functions) and not in_place) or is_call(node, method):
-            return name, node.args[0], (node,)
+            return name, value, (node,)
     return _written_out_gelu(node)
 
 
