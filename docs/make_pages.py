@@ -21,6 +21,7 @@ GROUPS = {
         "compile": "torch.compile",
         "cuda_graph": "CUDA graphs",
         "kernels": "fused kernels",
+        "fp8": "linear layers in float8",
         "remat": "activation checkpointing",
         "prefetch": "copying batches to the GPU ahead of use",
         "fused_optimizer": "fused optimizer steps",

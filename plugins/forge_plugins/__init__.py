@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forge_plugins.ddp import DDP
     from forge_plugins.early_stop import EarlyStop
     from forge_plugins.ema import EMA
+    from forge_plugins.fp8 import FP8
     from forge_plugins.freeze import Freeze
     from forge_plugins.fsdp import FSDP
     from forge_plugins.fused_optimizer import FusedOptimizer
@@ -47,6 +48,7 @@ __all__ = [
     "AMP",
     "DDP",
     "EMA",
+    "FP8",
     "FSDP",
     "JSONL",
     "QAT",

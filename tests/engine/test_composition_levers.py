@@ -42,6 +42,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 OBSERVERS: dict[str, dict[str, Any]] = {
     "anomaly": {},
     "cuda_graph": {},
+    "fp8": {},
     "jsonl": {},
     "kernels": {},
     "ledger": {},
@@ -53,8 +54,8 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "throughput": {},
     "guard": {},
 }
-"""What only looks, guard among them: with finite numbers it changes nothing; nor do cuda_graph and kernels off
-CUDA."""
+"""What only looks, guard among them: with finite numbers it changes nothing; nor do cuda_graph, fp8
+and kernels off CUDA."""
 EPOCHS, SEED, MOST_UPDATES = 3, 7, 30
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -79,7 +80,8 @@ def clashes(stack: Stack) -> list[tuple[str, str]]:
     """Pairs of plugins in a stack that cannot stand together."""
     there = dict(stack)
     scaled = there.get("amp", {}).get("dtype") == "fp16"
-    pairs = [("ema", "swa"), ("cuda_graph", "sam"), *([("amp", "sam"), ("amp", "cuda_graph")] if scaled else [])]
+    pairs = [("ema", "swa"), ("cuda_graph", "sam"), ("fp8", "qat")]
+    pairs += [("amp", "sam"), ("amp", "cuda_graph"), ("amp", "fp8")] if scaled else []
     return [pair for pair in pairs if set(pair) <= there.keys()]
 
 

@@ -30,10 +30,10 @@ def install(block: nn.Module) -> None:
 
 
 def remove(block: nn.Module, own: Any) -> None:
-    """Restore the forward that the block had in its `__dict__`, if any."""
-    vars(block).pop("forward", None)
+    """Restore the forward that the block had in its `__dict__`, if any; not where its owner has removed it since."""
+    installed = vars(block).pop("forward", None)
     _known.pop(block, None)
-    if own is not None:
+    if own is not None and installed is not None:
         vars(block)["forward"] = own
 
 
