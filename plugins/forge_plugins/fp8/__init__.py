@@ -55,7 +55,8 @@ class FP8(forge.Plugin):
 
     Together with: under `amp` in bf16 results are bfloat16, as without the plugin. Without `amp`, results of float32
     layers are rounded to bfloat16 and returned as float32. A loss scaler (fp16), `tensor_parallel`, which splits
-    layers, and `qat` are refused. With `fsdp` a layer's weight is cast after it is gathered, in full.
+    layers, and `qat` are refused. `kernels` leaves layers in float8 alone. With `fsdp` a weight is cast after it is
+    gathered, in full.
 
     ::
 
@@ -77,6 +78,7 @@ class FP8(forge.Plugin):
         "split_layers": "Use fsdp alone, or leave fp8 out.",
         "fake_quantization": "Both replace the arithmetic of linear layers: use one of them.",
     }
+    before = ("kernels",)  # a kernel does not take over layers with a forward of their own
     capturable = True
 
     def __init__(self, *first: str | list[str], **values: Any):

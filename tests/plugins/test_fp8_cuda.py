@@ -1,0 +1,164 @@
+"""fp8 on a CUDA device: torch's products are those of the reference, compiled whole, captured, without a sync."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forge.testing import TinyTask, assert_same_weights, fit_tiny
+from forge_plugins import AMP, FP8, Clip, Compile, CudaGraph, Guard, Remat
+from forge_plugins.fp8 import CAPABILITY, linear
+from tests.support.float8 import reference_product
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def float8_units() -> None:
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("needs a GPU with float8 units")
+
+
+class Wide(TinyTask):
+    """Layers whose sizes are multiples of 16."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=1 / 64)  # a float32 number, as in a captured update
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, fused=True)
+
+
+def batches(sizes: tuple[int, ...] = (64, 64, 64, 64)) -> list[tuple[Tensor, Tensor]]:
+    make = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 64, generator=make), torch.randint(16, (n,), generator=make)) for n in sizes]
+
+
+def fitted(*plugins: Any, **options: Any) -> tuple[TinyTask, Any]:
+    return fit_tiny(list(plugins), task=Wide(), train=batches(), val=batches(), device="cuda", **options)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def pair(inputs: int = 256, outputs: int = 512) -> tuple[nn.Linear, nn.Linear]:
+    """A layer, and its copy in float8."""
+    torch.manual_seed(0)
+    plain = nn.Linear(inputs, outputs).cuda()
+    ours = copy.deepcopy(plain)
+    linear.install(ours)
+    return plain, ours
+
+
+def results(layer: Any, x: Tensor, gradient: Tensor, *weights: Tensor) -> list[Tensor]:
+    """The output, and the gradients of input and weights, under autocast."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *weights], gradient.to(y.dtype))]
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [linear.VALUES, linear.GRADIENTS])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 16, 16), (48, 256, 512), (1024, 768, 2048)])
+def test_torchs_product_is_that_of_the_reference(dtype: torch.dtype, fast: bool, sizes: tuple[int, int, int]) -> None:
+    rows, inner, columns = sizes
+    a, b = drawn(rows, inner), drawn(columns, inner, seed=2)
+    most_a, most_b = linear.largest(a), linear.largest(b)
+    steps = linear.step_of(most_a, dtype), linear.step_of(most_b, linear.VALUES)
+    a8, b8 = linear.encode(a, most_a, dtype), linear.encode(b, most_b, linear.VALUES)
+    bias = drawn(columns).bfloat16()
+    found = linear.product(a8, b8.t(), *steps, bias, fast)
+    assert found.dtype is torch.bfloat16
+    assert off(found, reference_product(a8, b8.t(), *steps, bias)) < 0.01
+
+
+def test_output_and_gradients_are_close_to_bf16s() -> None:
+    plain, ours = pair()
+    x, gradient = drawn(4, 64, 256), drawn(4, 64, 512, seed=2)
+    exact, found = (results(layer, x, gradient, *layer.parameters()) for layer in (plain, ours))
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype is other.dtype
+        assert off(one, other) < 0.08
+    assert off(found[0], exact[0]) > 0.01  # it is not computed as written
+
+
+def test_a_layer_is_compiled_whole_and_computes_the_same() -> None:
+    torch._dynamo.reset()
+    _, ours = pair()
+    x, gradient = drawn(256, 256), drawn(256, 512, seed=2)
+    compiled = torch.compile(ours, fullgraph=True)
+    exact, found = (results(layer, x, gradient, *ours.parameters()) for layer in (ours, compiled))
+    assert all(off(one, other) < 0.01 for one, other in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_what_is_not_finite_makes_the_products_nan(compiled: bool, value: float) -> None:
+    torch._dynamo.reset()
+    _, ours = pair()
+    layer = torch.compile(ours, fullgraph=True) if compiled else ours
+    x, gradient = drawn(64, 256), drawn(64, 512, seed=2)
+    broken = x.clone()
+    broken[3, 5] = value
+    y, _, grad_w, _ = results(layer, broken, gradient, *ours.parameters())
+    assert y[3].isnan().all()
+    assert grad_w[:, 5].isnan().all()
+    gradient[3, 5] = value
+    _, grad_x, grad_w, _ = results(layer, x, gradient, *ours.parameters())
+    assert grad_x[3].isnan().all()
+    assert grad_w[5].isnan().all()
+
+
+def test_a_layer_does_not_wait_for_the_device() -> None:
+    _, ours = pair()
+    x, gradient = drawn(64, 256), drawn(64, 512)
+    results(ours, x, gradient, *ours.parameters())  # allocates
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(ours, x, gradient, *ours.parameters())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_other_numbers_of_rows_run_as_written() -> None:
+    plain, ours = pair()
+    x, gradient = drawn(17, 256), drawn(17, 512)
+    exact, found = (results(layer, x, gradient, *layer.parameters()) for layer in (plain, ours))
+    assert all(torch.equal(one, other) for one, other in zip(found, exact, strict=True))
+
+
+def test_a_fit_is_close_to_bf16s() -> None:
+    _, exact = fitted(AMP("bf16"), max_epochs=4)
+    task, result = fitted(AMP("bf16"), FP8("all"), Clip(1.0), Guard(), max_epochs=4)
+    assert result.metrics["train/loss"] == pytest.approx(exact.metrics["train/loss"], rel=0.05)
+    assert {parameter.dtype for parameter in task.parameters()} == {torch.float32}
+
+
+def test_a_compiled_fit_has_no_breaks_and_is_close() -> None:
+    torch._dynamo.reset()
+    _, eager = fitted(AMP("bf16"), FP8("all"))
+    _, result = fitted(AMP("bf16"), FP8("all"), Compile())
+    assert result.metrics["compile/breaks"] == 0
+    assert result.metrics["train/loss"] == pytest.approx(eager.metrics["train/loss"], rel=0.02)
+
+
+def test_recomputed_layers_compute_the_same() -> None:
+    assert_same_weights(fitted(AMP("bf16"), FP8("all"), Remat("Sequential"))[0], fitted(AMP("bf16"), FP8("all"))[0])
+
+
+def test_captured_updates_compute_as_uncaptured_ones() -> None:
+    captured, _ = fitted(AMP("bf16"), FP8("all"), CudaGraph())
+    assert_same_weights(captured, fitted(AMP("bf16"), FP8("all"))[0])
