@@ -81,7 +81,7 @@ class Kernels(forge.Plugin):
         "Where to keep measurements for the next run: true is the user's cache, a path is a folder, false is nowhere."
 
     config: Config
-    provides = ("kernels",)
+    provides = ("kernels", "swapped_modules")
     capturable = True
 
     def __init__(self, *first: str | list[str], **values: Any):
