@@ -61,6 +61,8 @@ LOG_EVERY = 50
 MOST_TEXT = 5_000_000
 """Bytes that are read, and kept of the standard library."""
 READY = "ready"
+MARK = "@"
+"""Begins every line from a row's process to this one; others may print to its stdout too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,12 @@ def stack(row: str, **compiler: Any) -> dict[str, dict[str, Any]]:
 class Turns:
     """A loader that waits for its turn before each block of updates, and reports the seconds of one."""
 
-    def __init__(self, case: Case, ask: IO[str], tell: IO[str]):
+    def __init__(self, case: Case, ask: IO[str], to: IO[str]):
         make = torch.Generator().manual_seed(1)
         text = torch.randint(case.vocabulary, (4, case.batch, case.context + 1), generator=make)
         text = text.pin_memory() if torch.cuda.is_available() else text
         self.kept = [(part[:, :-1], part[:, 1:]) for part in text]
-        self.ask, self.tell = ask, tell
+        self.ask, self.to = ask, to
 
     def __len__(self) -> int:
         return WARM_UP + BLOCKS * BLOCK + 1
@@ -135,14 +137,14 @@ class Turns:
     def _turn(self, began: float | None) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        print(READY if began is None else time.perf_counter() - began, file=self.tell, flush=True)
+        tell(READY if began is None else time.perf_counter() - began, self.to)
         self.ask.readline()
         return time.perf_counter()
 
 
 def train_in_turns(case: Case, row: str) -> None:
     """Be the process of one row."""
-    tell = sys.stdout
+    to = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         torch.manual_seed(0)
         trainer = forge.Trainer(
@@ -151,12 +153,16 @@ def train_in_turns(case: Case, row: str) -> None:
             device=device(),
             run_dir=False,
             allow_inexact=True,  # this loader cannot be resumed
-            log_every=10 * len(Turns(case, sys.stdin, tell)),
+            log_every=10 * len(Turns(case, sys.stdin, to)),
             plugins=stack(row),
         )
-        trainer.fit(HeadedGPT(case), Turns(case, sys.stdin, tell))
+        trainer.fit(HeadedGPT(case), Turns(case, sys.stdin, to))
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    print(json.dumps({"peak_gb": peak}), file=tell, flush=True)
+    tell(json.dumps({"peak_gb": peak}), to)
+
+
+def tell(what: object, to: IO[str]) -> None:
+    print(f"{MARK}{what}", file=to, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,10 @@ class RowProcess:
     def hear(self) -> str:
         """Return the next line; empty where the process has ended."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        for line in iter(self.process.stdout.readline, ""):
+            if line.startswith(MARK):
+                return line.removeprefix(MARK).strip()
+        return ""
 
     def go(self) -> str:
         assert self.process.stdin is not None
@@ -194,15 +203,20 @@ class RowProcess:
             self.process.stdin.flush()
         return self.hear()
 
-    def end(self) -> tuple[int, str]:
-        """Return the exit code and the last line of stderr."""
-        if self.process.poll() is None:
+    def end(self, well: bool) -> str:
+        """Return nothing, or where it did not end well the last line of its errors, and print more of them."""
+        if well:
+            self.process.wait(60)
+        elif self.process.poll() is None:
             self.process.terminate()
-        code = self.process.wait()
+        self.process.wait()
         self.errors.seek(0)
-        last = (self.errors.read().strip().splitlines() or ["no message"])[-1]
+        lines = self.errors.read().strip().splitlines() or ["no message"]
         self.errors.close()
-        return code, last[:300]
+        if well:
+            return ""
+        print(f"{self.row}:", *lines[-40:], sep="\n", file=sys.stderr)
+        return lines[-1][:300]
 
 
 def measure(case: Case, rows: list[str], arguments: list[str]) -> list[Speed]:
@@ -218,21 +232,19 @@ def measure(case: Case, rows: list[str], arguments: list[str]) -> list[Speed]:
     for process in ready:
         with contextlib.suppress(ValueError):
             peaks[process.row] = json.loads(process.go())["peak_gb"]
+    base = next((statistics.median(p.seconds) / BLOCK for p in running if p.row == "bf16" and p.seconds), None)
     for process in running:
-        if process.row in peaks:
-            process.process.wait(60)
-        _, message = process.end()
+        message = process.end(process.row in peaks)
         times = sorted(process.seconds)
-        if process.row not in peaks or not times:
+        if message:
             found[process.row] = Speed(process.row, note=message)
             continue
         middle, peak = statistics.median(times) / BLOCK, peaks[process.row]
-        base = found.get("bf16", Speed("")).ms_per_update
         found[process.row] = Speed(
             process.row,
             round(1e3 * middle, 3),
             round(1e3 * (times[-1] - times[0]) / 2 / BLOCK, 3),
-            None if base is None else round(base / (1e3 * middle), 4),
+            None if base is None else round(base / middle, 4),
             round(case.batch * case.context / middle),
             None if peak is None else round(peak, 2),
         )
@@ -297,9 +309,7 @@ def curves(rows: list[str], seeds: list[int], arguments: list[str]) -> list[Curv
     found: list[Curve] = []
     for seed, process in running:
         line = process.hear()
-        if line:
-            process.process.wait(60)
-        _, message = process.end()
+        message = process.end(bool(line))
         found.append(Curve(**json.loads(line)) if line else Curve(process.row, seed, note=message))
     return found
 
@@ -331,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         with contextlib.redirect_stdout(sys.stderr):
             curve = train_for_a_curve(case, options.one, options.seed)
-        print(json.dumps(asdict(curve)), flush=True)
+        tell(json.dumps(asdict(curve)), sys.stdout)
         return 0
     if not torch.cuda.is_available() and not options.tiny:
         print("No CUDA device is available. For a smoke test: python -m benchmarks.fp8 --tiny", file=sys.stderr)

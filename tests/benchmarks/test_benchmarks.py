@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import benchmarks.overhead
-from benchmarks import gpu, serving, startup
+from benchmarks import fp8, gpu, serving, startup
 from benchmarks.command_line import some_of
 from tests.conftest import PROFILE
 from tests.support import forked
@@ -93,6 +93,23 @@ def test_gpu_names_every_row_and_refuses_a_machine_without_a_gpu(capsys: pytest.
     if not torch.cuda.is_available():
         assert gpu.main(["--cases", "mlp"]) == 2
         assert "No CUDA device is available" in capsys.readouterr().err
+
+
+def test_fp8_holds_differences_against_the_noise_of_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {("bf16", 0): [4.0, 2.0], ("all", 0): [4.1, 2.01], ("bf16", 1): [4.0, 2.2], ("all", 1): [4.0, 2.15]}
+    found = [fp8.Curve(row, seed, [1, 2], values) for (row, seed), values in losses.items()]
+    assert "all, seed 0: +0.0100; all, seed 1: -0.0500. Between bf16's own seeds: 0.2000." in fp8.verdict(found)
+    if not torch.cuda.is_available():
+        assert fp8.main([]) == 2
+        assert "No CUDA device is available" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fp8_measures_every_row_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fp8.main(["--tiny", "--json"]) == 0
+    _, *rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["row"] for row in rows] == ["bf16", "all"]
+    assert all(row["ms_per_update"] > 0 and row["speed"] is not None for row in rows)
 
 
 def test_gpus_mfu_counts_what_gpt2_computes() -> None:
