@@ -18,6 +18,8 @@ def reference_product(
 ) -> Tensor:
     """Turn both factors back, and multiply. Autocast leaves float64 alone."""
     assert step_a.dtype is step_b.dtype is torch.float32
+    assert a.is_contiguous()  # the layouts that a GPU takes
+    assert b.t().is_contiguous()
     exact = (a.double() * step_a.double()) @ (b.double() * step_b.double())
     return (exact if bias is None else exact + bias.double()).to(torch.bfloat16)
 
