@@ -17,7 +17,9 @@ from forge.testing.subject import Subject
 
 def _environment() -> dict[str, str]:
     """Return all variables, except those that torch's compilers set."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "TRITON"))}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(("TORCH", "TRITON", "_TORCHINDUCTOR"))
+    }
 
 
 def _restore_environment(then: dict[str, str]) -> None:

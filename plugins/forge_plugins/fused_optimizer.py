@@ -28,7 +28,8 @@ class FusedOptimizer(forge.Plugin):
     """Step torch's SGD, Adam, AdamW and Adagrad in one kernel per group of tensors (`fused=True`).
 
     The class, the options and the state of the optimizer stay the same. An optimizer that has no fused step on this
-    device, or that sets `fused` or `foreach` itself, is left alone, and the log says so.
+    device, or that sets `fused` or `foreach` itself, is left alone, and the log says so; so is SGD with momentum, whose
+    fused step fails where a parameter gets its first gradient later (a frozen one, an expert).
 
     When to use it: for models with many small parameters, where the step costs many launches. The kernel multiplies and
     adds in another order than the plain step, so the last bits differ.
@@ -69,6 +70,8 @@ class FusedOptimizer(forge.Plugin):
         for group in optimizer.param_groups:
             if group.get("fused") is not None or group.get("foreach") is not None:
                 return "it chooses its step itself"
+            if type(optimizer) is SGD and group["momentum"]:
+                return "torch's fused SGD with momentum fails where a parameter gets its first gradient later"
             if group.get("differentiable") or group.get("capturable"):
                 return "its step is differentiable or captured"
             for parameter in group["params"]:

@@ -31,6 +31,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "clip": [{"max_norm": 0.5}],
     "early_stop": [{"patience": 1, "min_delta": 1e9}],
     "ema": [{"decay": 0.9}],
+    "fused_optimizer": [{}],
     "freeze": [{"modules": ["net.0", "net.1"], "thaw": "3 updates"}, {"modules": ["net.0", "net.1"]}],
     "qat": [{}, {"momentum": 0.5}],
     "remat": [{"modules": ["net.1", "net.3"]}, {"modules": "net"}],
@@ -41,6 +42,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 """Levers, with the options that they are drawn with."""
 OBSERVERS: dict[str, dict[str, Any]] = {
     "anomaly": {},
+    "backends": {},
+    "channels_last": {},
     "cuda_graph": {},
     "fp8": {},
     "jsonl": {},
@@ -54,8 +57,8 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "throughput": {},
     "guard": {},
 }
-"""What only looks, guard among them: with finite numbers it changes nothing; nor do cuda_graph, fp8
-and kernels off CUDA."""
+"""What only looks, guard among them: with finite numbers it changes nothing; nor do backends, cuda_graph,
+fp8 and kernels off CUDA, and channels_last without images."""
 EPOCHS, SEED, MOST_UPDATES = 3, 7, 30
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -111,7 +114,11 @@ def by_hand(stack: Stack, net: Net, data: Any, loss_of: Callable[..., Any] = los
         schedule=schedule if "schedule" in there else None,
     )
     epochs = 2 if "early_stop" in there else EPOCHS
-    return reference.train_with_levers(net, loss_of, net.configure_optimizers(), data, epochs, levers, SEED)
+    optimizer = net.configure_optimizers()
+    if "fused_optimizer" in there and isinstance(optimizer, torch.optim.AdamW):  # SGD with momentum is left alone
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return reference.train_with_levers(net, loss_of, optimizer, data, epochs, levers, SEED)
 
 
 def validated(weights: dict[str, torch.Tensor], stack: Stack, optimizer: str, trained: Net) -> float:
