@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from forge.tuning.answers import AnswerCache, resumed_answer
 from forge.tuning.autotune import Autotune
 from forge.util import peak_memory
 from forge_plugins import Checkpoint, Clip, FusedOptimizer
-from tests.support import ranks
+from tests.support.lasting_ranks import ranks
 from tests.support.plugin_kit import LEFT_OUT
 
 
@@ -207,36 +208,38 @@ def test_other_verbs_run_as_they_are(searches: Searches) -> None:
     assert not searches.asked
 
 
-def _rank(rank: int, store: Any, folder: str) -> None:
-    """Only the first rank searches, and both have its answer."""
-    found = Searches({"clip": {"max_norm": 0.5}} if rank == 0 else {"clip": {"max_norm": 99.0}})
-    autotune.speed_range = found  # pyright: ignore[reportAttributeAccessIssue]
-    tuned = Autotune(cache=folder)
-    task = TinyTask()
-    forge.Trainer(plugins=[tuned, "ddp"], max_epochs=1, seed=0, run_dir=False, device="cpu").fit(task, tiny_batches())
-    assert tuned.answer == {"clip": {"max_norm": 0.5}}
-    assert len(found.asked) == (1 if rank == 0 else 0)
-    if rank == 0:
-        assert found.asked[0]["share"] == 2
+def on_a_rank(folder: str) -> tuple[Any, list[Any]]:
+    """A fit on one of two ranks: its answer, and the searches that it made."""
+    first = os.environ["RANK"] == "0"
+    found = Searches({"clip": {"max_norm": 0.5}} if first else {"clip": {"max_norm": 99.0}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "speed_range", found)
+        tuned = Autotune(cache=folder)
+        trainer = forge.Trainer(plugins=[tuned, "ddp"], max_epochs=1, seed=0, run_dir=False, device="cpu")
+        trainer.fit(TinyTask(), tiny_batches())
+    return tuned.answer, [asked["share"] for asked in found.asked]
 
 
 def test_the_first_rank_decides_for_all(tmp_path: Path) -> None:
-    assert ranks.launch(2, _rank, str(tmp_path)) == [0, 0]
+    first, second = ranks(2)(on_a_rank, str(tmp_path))
+    assert first == ({"clip": {"max_norm": 0.5}}, [2])
+    assert second == ({"clip": {"max_norm": 0.5}}, [])
 
 
-def _rank_searches(rank: int, store: Any) -> None:
-    """A real search inside one of two ranks."""
-    for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
-        setattr(step_timer, name, value)
-    tuned = Autotune(cache=False, leave_out="compile")
-    task = TinyTask()
-    forge.Trainer(plugins=[tuned, "ddp"], max_epochs=1, seed=0, run_dir=False, device="cpu").fit(task, tiny_batches())
-    store.set(f"answer/{rank}", repr(tuned.answer))
-    assert store.get("answer/0") == store.get("answer/1")
+def searching_rank() -> Any:
+    """The answer of a real search inside one of two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("CHUNK", 0.0), ("SECONDS", 0.0), ("SHORT_EPOCH", 0.0), ("CHUNKS", 2)):
+            patch.setattr(step_timer, name, value)
+        tuned = Autotune(cache=False, leave_out="compile")
+        trainer = forge.Trainer(plugins=[tuned, "ddp"], max_epochs=1, seed=0, run_dir=False, device="cpu")
+        trainer.fit(TinyTask(), tiny_batches())
+    return tuned.answer
 
 
 def test_a_real_search_on_two_ranks_gives_one_answer() -> None:
-    assert ranks.launch(2, _rank_searches) == [0, 0]
+    first, second = ranks(2)(searching_rank)
+    assert first == second
 
 
 def test_it_keeps_the_contract() -> None:
