@@ -107,8 +107,10 @@ class Guard(forge.Plugin):
         "Whether the flag of the updates up to the last one is on its way to the host."
         self._losses: list[Tensor | float] | None = None
         "The losses of the unread updates, once their means are read; before, the means have them."
-        self._marks = self._marks_per_replay = 0
-        "Checks of the update under way, and those of a replayed one, whose hooks are not called."
+        self._marks: dict[str | None, int] = {}
+        "Checks of the update under way, by optimizer."
+        self._captured: set[str | None] = set()
+        "Optimizers whose check is part of a graph: it is made once in a replay, where no hook is called."
         self._on_device: set[str | None] = set()
         "Optimizers that skip an update on the device."
         self._last: tuple[int, str | None] | None = None
@@ -327,23 +329,24 @@ class Guard(forge.Plugin):
         if self._together:
             flag.share(step.trainer.env, self._plain_loss_is_bad())
         flag.count()
-        self._marks += 1
         if captured:
-            self._marks_per_replay = self._marks
+            self._captured.add(step.name)
+        else:
+            self._marks[step.name] = self._marks.get(step.name, 0) + 1
         step.optimizer.found_inf = flag.value  # pyright: ignore[reportAttributeAccessIssue]
 
     @forge.hookimpl
     def forge_step_end(self, step: forge.Step) -> None:
-        flag, marks = self._flag, self._marks
+        flag = self._flag
         if flag is None:
             return
         if self._sent:
             self._receive(step, flag, newer=len(step.window))
-        if marks == 0 and step.updated:
-            marks = self._marks_per_replay
+        counted, self._marks = self._marks, {}
+        stepped = step.updated_names if step.trainer.optimizers.named else (None,) if step.updated else ()
+        marks = sum(counted.values()) + sum(n in self._captured and n not in counted for n in stepped)
         if marks == 0:
             return
-        self._marks = 0
         self._unread.append(Checked(step.index, step.epoch, marks, len(step.window)))
         bad, self._plain = self._plain_loss_is_bad(), []
         if bad:

@@ -14,7 +14,7 @@ import forge
 from forge.contract.step import Step
 from forge.errors import RecipeError, StackError
 from forge.testing import assert_same_weights
-from forge_plugins import AMP, DDP, SAM, Compile, CudaGraph
+from forge_plugins import DDP, SAM, Compile, CudaGraph
 from forge_plugins._syncs import own_line
 from forge_plugins.cuda_graph.fitness import make_capturable
 from forge_plugins.cuda_graph.rates import Rates
@@ -42,7 +42,6 @@ def test_strict_refuses_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("other", "instead"),
     [
-        (lambda: AMP("fp16"), "use amp.dtype=bf16"),
         (SAM, "A graph runs the window once"),
         (lambda: Compile("reduce-overhead"), "Set compile.mode=default"),
         (DDP, "several ranks are not captured"),

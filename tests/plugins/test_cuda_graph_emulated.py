@@ -26,136 +26,13 @@ from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Fr
 from forge_plugins import cuda_graph as module
 from forge_plugins.cuda_graph import captured
 from tests.snapshot.test_resume import PowerCut, cut_at, log_of
+from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
 from tests.support.profiles import covering
-
-
-class Again:
-    """A graph in host memory: its capture leaves no trace, and a replay runs the update again."""
-
-    pool = None
-
-    def __init__(self, device: torch.device, pool: Any = None):
-        self.body: Callable[[], None] = lambda: None
-        self.optimizer: Any = None
-
-    def capture(self, body: Callable[[], None]) -> None:
-        self.body = body
-        task, optimizer = RUNNING["task"], RUNNING["trainer"].optimizers[None]
-        weights, state = copy.deepcopy(task.state_dict()), copy.deepcopy(optimizer.state_dict())
-        now = RNGState.capture(torch.device("cpu"))
-        try:
-            body()
-        finally:
-            with torch.inference_mode():  # a buffer of an evaluation bears nothing else
-                for name, tensor in task.state_dict().items():
-                    tensor.copy_(weights[name])
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                for parameter, index in zip(group["params"], saved["params"], strict=True):
-                    for key, value in state["state"].get(index, {}).items():
-                        optimizer.state[parameter][key].copy_(value)
-            if any(isinstance(module, nn.Dropout) for module in task.modules()):  # a device's own numbers
-                now.restore(torch.device("cpu"))
-
-    def replay(self) -> None:
-        self.body()
-
-
-class Straight:
-    """Inputs in host memory."""
-
-    def __init__(self, tensors: list[Tensor], device: torch.device):
-        self.tensors = [tensor.clone() for tensor in tensors]
-
-    def load(self, tensors: list[Tensor]) -> None:
-        for there, here in zip(self.tensors, tensors, strict=True):
-            there.copy_(here)
-
-
-RUNNING: dict[str, Any] = {}
-
-
-class OnADevice(forge.Plugin):
-    """Means stay where they are, as on an accelerator."""
-
-    observer = True
-
-    @forge.hookimpl
-    def forge_start(self, trainer: forge.Trainer) -> None:
-        trainer.means.on_host = False
-        RUNNING.update(task=trainer.task, trainer=trainer)
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "Graph", Again)
-    monkeypatch.setattr(captured, "Inputs", Straight)
-    monkeypatch.setattr(module.fitness, "of_the_run", lambda trainer, optimizers: None)
-    monkeypatch.setattr(module, "reads_of_the_device", lambda: nullcontext([]))
-
-
-class Shrink(forge.Plugin):
-    """Clipping whose norm stays a tensor on the CPU too."""
-
-    capturable = True
-
-    @forge.hookimpl
-    def forge_edit_grads(self, step: forge.Step) -> None:
-        gradients = [p.grad for p in step.parameters() if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_(0.1 / norm.clamp(min=0.1))
-        step.record("norm", norm)
-
-
-class Net(forge.TaskModule):
-    """Dropout, BatchNorm, two metrics."""
-
-    def __init__(self, kind: str = "AdamW", **options: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
-        self.kind, self.options = kind, options
-
-    def training_step(self, batch: Any) -> Any:
-        out = self.net(batch[0])
-        accuracy = (out.argmax(-1) == batch[1]).float().mean()
-        return {"loss": F.cross_entropy(out.float(), batch[1]), "accuracy": accuracy}
-
-    def validation_step(self, batch: Any) -> Any:
-        return {"loss": F.cross_entropy(self.net(batch[0]).float(), batch[1])}
-
-    def configure_optimizers(self) -> Any:
-        return getattr(torch.optim, self.kind)(self.parameters(), lr=2.0**-7, fused=True, **self.options)
-
-
-def batches(count: int = 12, last: int | None = None) -> list[Any]:
-    make = torch.Generator().manual_seed(1)
-    sizes = [8] * (count - 1) + [last or 8]
-    return [(torch.randn(n, 6, generator=make), torch.randint(3, (n,), generator=make)) for n in sizes]
-
-
-def run(plugins: list[Any], data: Any = None, task: Any = None, **options: Any) -> tuple[Any, list[Any]]:
-    task = Net() if task is None else task
-    logs: list[Any] = []
-
-    @forge.on("log")
-    def keep(update: int, metrics: dict[str, Any]) -> None:
-        logs.append((update, dict(metrics)))
-
-    settings = {"max_epochs": 3, "seed": 3, "device": "cpu", "log_every": 5, "run_dir": False, **options}
-    trainer = forge.Trainer(plugins=[OnADevice(), *plugins, keep], **settings)
-    trainer.fit(task, batches() if data is None else data, None)
-    return task, logs
-
-
-def compare(plugins: Any, least: int, data: Any = None, task: Any = Net, **options: Any) -> CudaGraph:
-    graph = CudaGraph(strict=True)
-    plain, plain_logs = run(plugins(), data, task(), **options)
-    ours, logs = run([*plugins(), graph], data, task(), **options)
-    assert graph.replayed >= least
-    assert_same_weights(ours, plain)
-    assert logs == plain_logs
-    return graph
+    emulate(monkeypatch)
 
 
 STACKS = {
@@ -210,16 +87,6 @@ def test_a_thaw_is_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
     assert "the set of trained parameters changed; the step will be captured again" in caplog.text
 
 
-def test_a_schedule_that_moves_momentum_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    plain, _ = run([Schedule("one_cycle", warmup=5)], task=Net("SGD", momentum=0.9))
-    graph = CudaGraph()
-    ours, _ = run([Schedule("one_cycle", warmup=5), graph], task=Net("SGD", momentum=0.9))
-    assert graph.replayed == 3  # each finds the momentum moved
-    assert "because the optimizer's momentum changed repeatedly" in caplog.text
-    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):  # rates are float32 with the plugin
-        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
-
-
 def test_a_metric_that_is_a_plain_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Counts(Net):
         def training_step(self, batch: Any) -> Any:
@@ -265,13 +132,6 @@ def test_a_run_that_was_cut_off_ends_in_the_same_weights_and_log(tmp_path: Path,
     resumed = live(tmp_path / "cut")
     assert_same_weights(resumed, straight)
     assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
-
-
-def test_guard_is_named_where_it_must_read_the_device(caplog: pytest.LogCaptureFixture) -> None:
-    graph = CudaGraph()
-    run([Guard("skip"), graph])
-    assert graph.replayed == 0
-    assert "'guard' acts inside every update" in caplog.text
 
 
 # -- what would make a replay another update --------------------------------------------------------------------------

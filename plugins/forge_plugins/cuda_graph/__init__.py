@@ -15,7 +15,9 @@ from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
 from forge_plugins.cuda_graph.device_reads import reads_of_the_device
+from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.rates import Rates
+from forge_plugins.cuda_graph.shelf import Shelf
 from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
 
 logger = logging.getLogger("forge")
@@ -77,7 +79,6 @@ class CudaGraph(forge.Plugin):
     provides = ("step_capture",)
     capturable = True
     conflicts = {
-        "grad_scaler": "A loss scaler must read the device to skip an update; use amp.dtype=bf16, which needs none.",
         "second_pass": "A graph runs the window once. Remove one of them.",
         "compiled_graphs": "Both capture graphs. Set compile.mode=default (or max-autotune-no-cudagraphs): the whole "
         "step is captured then, compiled.",
@@ -100,9 +101,13 @@ class CudaGraph(forge.Plugin):
         self.replayed = 0
         "Updates that were replayed in the last run."
         self._off: str | None = None
-        self._rates: Rates | None = None
+        self._extent: Extent | None = None
+        "How much of an update a graph holds; None before the first update."
+        self._rates: dict[str | None, Rates] = {}
+        "By optimizer; none where the optimizers' steps stay outside of the graph."
         self._measured_before: bool | None = None
         self._options_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._number, self._last_replayed = 0, -1
         self._drop()
         self._warned_of_many = False
         self._changes: list[str] = []
@@ -110,13 +115,16 @@ class CudaGraph(forge.Plugin):
 
     def _drop(self) -> None:
         """Drop every graph and its memory; the next update is a warm-up again."""
-        self._graphs: dict[Any, Captured] = {}
+        self._shelves: dict[str | None, Shelf] = {}
+        "By optimizer: each takes its own turn in an update."
         self._pool: Any = None
         self._fitness: fitness.Fitness | None = None
         self._look_again = False
-        self._done, self._replays = 0, 0
-        self._seen: dict[Any, int] = {}
-        self._refused: set[Any] = set()
+        self._replays = 0
+
+    @property
+    def _graphs(self) -> list[Captured]:
+        return [graph for shelf in self._shelves.values() for graph in shelf.graphs.values()]
 
     # -- a run --------------------------------------------------------------------------------------------------------
 
@@ -126,21 +134,21 @@ class CudaGraph(forge.Plugin):
         self._forget()
         self._off = fitness.of_the_run(trainer, built)
         if self._off is None:
-            groups = built[None].param_groups
+            groups = [group for optimizer in built.values() for group in optimizer.param_groups]
             self._options_before = [(g, {k: g[k] for k in CHANGED if k in g}) for g in groups]
-            fitness.make_capturable(built[None])
+            for optimizer in built.values():
+                fitness.make_capturable(optimizer)
         return built
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
         if trainer.verb != "fit":
             return
-        if self._off is None and trainer.keep_batches:
+        if self._off is None and trainer.keep_rng:
             self._off = "the window is run more than once"
         if self._off is not None:
             self._give_up(self._off)
             return
-        self._rates = Rates(trainer.optimizers[None], trainer.env.device)
         if self.config.benchmark and not trainer.deterministic:
             self._measured_before, cudnn.benchmark = cudnn.benchmark, True
 
@@ -150,12 +158,11 @@ class CudaGraph(forge.Plugin):
             return None
         trainer = step.trainer
         if self._fitness is None:
-            fitness.make_capturable(trainer.optimizers[None])  # a restored state may come from an uncaptured run
-            self._fitness = fitness.Fitness(trainer)
-            reason = self._fitness.of_the_stack()
+            reason = fitness.of_the_stack(trainer)
             if reason is not None:
                 return self._give_up(reason)
-        elif self._has_changed(self._fitness):
+            self._fitness = self._prepare(trainer)
+        elif self._has_changed(self._fitness, step):
             self._drop()
             return None
         if self._fitness.any_plugin_due(step):
@@ -164,18 +171,38 @@ class CudaGraph(forge.Plugin):
             window = GraphWindow(step, trainer.env.device)
         except Unsuitable as reason:
             return self._give_up(str(reason))
-        graph = self._graphs.get(window.key)
+        shelf = self._shelves.setdefault(step.name, Shelf(self.config.graphs))
+        graph = shelf.find(window.key)
         if graph is not None:
             self._replay(graph, window, step)
             return True
-        return self._capture_or_not(step, window)
+        return self._capture_or_not(step, window, shelf)
+
+    def _prepare(self, trainer: forge.Run) -> fitness.Fitness:
+        """Before the first update, and after graphs were dropped: look how much of an update can be captured."""
+        for optimizer in trainer.optimizers.values():
+            fitness.make_capturable(optimizer)  # a restored state may come from an uncaptured run
+        if self._extent is None:
+            self._extent = Extent.UPDATE
+            self._narrow(*fitness.extent(trainer))
+            if self._extent is Extent.UPDATE:
+                self._rates = {name: Rates(o, trainer.env.device) for name, o in trainer.optimizers.items()}
+        return fitness.Fitness(trainer, holds_optimizers=self._extent is Extent.UPDATE)
+
+    def _narrow(self, extent: Extent, reason: str) -> None:
+        """Capture no more of an update than this, and name the reason."""
+        assert self._extent is not None
+        if extent < self._extent:
+            self._extent = extent
+            logger.info("cuda_graph: %s outside of the graph, because %s.", extent.rest, reason)
 
     @forge.hookimpl(wrapper=True)
-    def forge_optimizer_step(self) -> Generator[None, Any, Any]:
+    def forge_optimizer_step(self, step: forge.Step) -> Generator[None, Any, Any]:
         """Give the optimizer its rates on the device, captured or not, so that all updates are equal."""
-        if self._rates is None:
+        rates = self._rates.get(step.name)
+        if rates is None:
             return (yield)
-        with self._rates.in_place():
+        with rates.in_place():
             return (yield)
 
     @forge.hookimpl(wrapper=True)
@@ -185,7 +212,7 @@ class CudaGraph(forge.Plugin):
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
-        if self._rates is not None:
+        if self._extent is not None:
             done = trainer.progress.update - (trainer.resumed_from or 0)
             logger.info("cuda_graph: %d of %d updates were replayed.", self.replayed, max(done, self.replayed))
             trainer.means.flush_with(None)
@@ -199,77 +226,92 @@ class CudaGraph(forge.Plugin):
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def _capture_or_not(self, step: forge.Step, window: GraphWindow) -> bool | None:
+    def _capture_or_not(self, step: forge.Step, window: GraphWindow, shelf: Shelf) -> bool | None:
         """Capture a window if one of its kind has run uncaptured before: by then everything is compiled, measured and
         allocated. The last warm-up is checked for reads of the device, which would break a capture."""
-        seen = self._seen.get(window.key, 0)
-        self._seen[window.key] = seen + 1
-        if self._done < self.config.warmup:
-            self._done += 1
-            if self._done < self.config.warmup:
+        seen = shelf.count(window.key)
+        if shelf.warmed < self.config.warmup:
+            shelf.warmed += 1
+            if shelf.warmed < self.config.warmup:
                 return None
-            with reads_of_the_device() as found:
-                step.trainer.core.forge_train_step(step)
-            reason = fitness.of_the_metrics(step.trainer)
-            if found or reason is not None:
-                self._give_up(reason or f"the step reads the device at {found[0]}")
-            return True
-        if not seen or len(self._graphs) >= self.config.graphs or window.key in self._refused:
-            self._look_at_many(window)
+            return self._look_for_reads(step)
+        if not seen or not shelf.has_room(window.key):
+            self._look_at_many(window, shelf)
             return None
         try:
-            graph = self._capture(step, window)
+            graph = self._capture(step, window, shelf)
         except CaptureFailed as failure:
             if not self._graphs:
                 return self._give_up(str(failure), failure.__cause__)
             logger.warning("cuda_graph: windows of %s run uncaptured, because %s.", window, failure)
-            self._refused.add(window.key)
+            shelf.refused.add(window.key)
             return None
         self._replay(graph, window, step)
         return True
 
-    def _capture(self, step: forge.Step, window: GraphWindow) -> Captured:
-        assert self._rates is not None
-        self._rates.write()
-        graph = Captured(step, window, self._pool)
+    def _look_for_reads(self, step: forge.Step) -> bool:
+        """Run an update uncaptured, and look where it reads the device."""
+        with reads_of_the_device() as found:
+            step.run_window()
+        with reads_of_the_device() as found_later:
+            step.finish()
+        reason = fitness.of_the_metrics(step.trainer)
+        if found or reason is not None:
+            self._give_up(reason or f"the step reads the device at {found[0]}")
+        elif found_later:
+            self._narrow(Extent.WINDOW, f"they read the device at {found_later[0]}")
+            self._fitness = None
+        return True
+
+    def _capture(self, step: forge.Step, window: GraphWindow, shelf: Shelf) -> Captured:
         assert self._fitness is not None
-        self._fitness.remember()
-        if not self._graphs:
+        assert self._extent is not None
+        if step.name in self._rates:
+            self._rates[step.name].write()
+        self._means = step.trainer.means
+        self._flush()
+        is_first = not self._graphs
+        shelf.make_room(window.key)
+        graph = Captured(step, window, self._extent, self._pool if self._graphs else None)
+        self._fitness.remember(step.name)
+        if is_first:
             logger.info("cuda_graph: the step is replayed from update %d on.", step.index)
-            step.trainer.means.flush_with(self._flush)
+            self._means.flush_with(self._flush)
         self._pool = graph.pool
-        self._graphs[window.key] = graph
+        shelf.put(window.key, graph)
         return graph
 
     def _replay(self, graph: Captured, window: GraphWindow, step: forge.Step) -> None:
-        assert self._rates is not None
-        self._rates.write()
-        others = [other for other in self._graphs.values() if other is not graph and other.rows]
-        for other in others:  # deliver values in the order of their updates
-            other.flush()
-        graph.replay(window, step)
-        step.updated = True
-        self.replayed += 1
-        self._replays += 1
+        if step.name in self._rates:
+            self._rates[step.name].write()
+        if graph.is_full:
+            self._flush()
+        self._number += 1
+        self.replayed += step.index != self._last_replayed
+        self._replays += step.index != self._last_replayed
+        self._last_replayed = step.index
+        graph.replay(window, step, self._number)
 
     def _flush(self) -> None:
-        for graph in self._graphs.values():
-            if graph.rows:
-                graph.flush()
+        """Deliver the metrics of all replays so far, in their order, as if each had been counted in its update."""
+        rows = [row for graph in self._graphs for row in graph.take_rows()]
+        for _, values in sorted(rows, key=lambda row: row[0]):
+            for name, value, weight in values:
+                self._means.append(name, value, weight)
 
     # -- obstacles ----------------------------------------------------------------------------------------------------
 
-    def _has_changed(self, known: fitness.Fitness) -> bool:
+    def _has_changed(self, known: fitness.Fitness, step: forge.Step) -> bool:
         """Whether graphs refer to something outdated: the model, the set of trained parameters, the optimizer's state
         after a rewind. Addresses are compared after every evaluation, which may have moved tensors."""
         look, self._look_again = self._look_again, False
-        change = known.change(closely=look) if self._graphs else None
+        change = known.change(step.name, closely=look) if self._graphs else None
         if change is None:
             return False
         self._flush()
         self._changes.append(change if self._replays < MANY else "")
         if change.startswith(fitness.OPTION) and self._changes[-FEW:] == FEW * [change]:
-            self._give_up(f"{change} repeatedly, and a graph holds it as a constant")
+            self._narrow(Extent.GRADIENTS, f"{change} repeatedly, and a graph holds it as a constant")
         else:
             logger.info("cuda_graph: %s; the step will be captured again.", change)
         return True
@@ -278,20 +320,20 @@ class CudaGraph(forge.Plugin):
         """Run every later update uncaptured, or raise if strict."""
         self._flush()
         self._off = reason
-        self._graphs, self._pool = {}, None
+        self._shelves, self._pool = {}, None
         text = f"cuda_graph: updates run uncaptured, because {reason}."
         if self.config.strict:
             raise StackError(f"{text} Fix that, remove cuda_graph, or set cuda_graph.strict=false.") from cause
         logger.log(logging.INFO if "on CUDA only" in reason else logging.WARNING, text)
 
-    def _look_at_many(self, window: GraphWindow) -> None:
+    def _look_at_many(self, window: GraphWindow, shelf: Shelf) -> None:
         """Warn once if windows have too many kinds for graphs; give up if no two are equal."""
-        if len(self._seen) <= 2 * self.config.graphs:
+        if len(shelf.seen) <= 2 * self.config.graphs:
             return
-        if len(self._seen) > MOST and max(self._seen.values()) < 3:
+        if len(shelf.seen) > MOST and max(shelf.seen.values()) < 3:
             self._give_up("no two windows are equal: a plain number or string in a batch changes every time")
         elif not self._warned_of_many:
             self._warned_of_many = True
             text = "cuda_graph: windows come in %d kinds so far (the last: %s); %d of them get a graph, others run"
             text += " uncaptured. Pad batches to few lengths, and keep changing numbers and strings out of them."
-            logger.warning(text, len(self._seen), window, self.config.graphs)
+            logger.warning(text, len(shelf.seen), window, self.config.graphs)

@@ -14,6 +14,7 @@ from forge.metrics.means import Means
 from forge.optim.optimizers import drop_gradients
 from forge.rng import RNGState
 from forge_plugins._syncs import own_line
+from forge_plugins.cuda_graph.extent import Extent
 from forge_plugins.cuda_graph.graph import Graph
 from forge_plugins.cuda_graph.inputs import Inputs
 from forge_plugins.cuda_graph.window import GraphWindow
@@ -22,24 +23,32 @@ ROWS, PLACES = 1024, 2**16
 """Limits of the metrics kept on the device before they must be delivered: updates, and values in all."""
 
 
+Row = tuple[int, list[tuple[str, Tensor, Any]]]
+"""The metrics of one replay: its number, and each name, value and weight."""
+
+
 class CaptureFailed(Exception):
     """A step could not be captured; the message is the reason."""
 
 
 class Captured:
-    """An update as a CUDA graph. Construction runs nothing on the device; `replay` does."""
+    """An update, or its first part, as a CUDA graph. Construction runs nothing on the device; `replay` does."""
 
-    def __init__(self, step: forge.Step, window: GraphWindow, pool: Any = None):
+    def __init__(self, step: forge.Step, window: GraphWindow, extent: Extent = Extent.UPDATE, pool: Any = None):
         device = step.trainer.env.device
-        self.rows = 0
-        self._means = step.trainer.means
+        self._extent = extent
+        self._prepared: list[Any] | None = None
+        "The prepared batches, in the graph's memory, for the turns of other optimizers."
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        "What the graph computes, in its memory, for what runs after a replay."
         self._inputs = Inputs(window.tensors, device)
         self._columns: list[tuple[str, int | None]] = []
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         # allocated before the capture: memory allocated inside is overwritten in every replay
         self._places = torch.empty(PLACES, device=device)
         self._table = self._places.view(1, -1)
-        self._weights: list[list[Any]] = []
+        self._waiting: list[tuple[int, list[Any]]] = []
+        "For each row of the table the number of its replay, and the weights of its micro-batches."
         self._graph = Graph(device, pool)
         self._record(step, window)
 
@@ -48,26 +57,34 @@ class Captured:
         """Its memory, for other graphs to share."""
         return self._graph.pool
 
-    def replay(self, window: GraphWindow, step: forge.Step) -> None:
-        """Run the update on this window."""
-        if self.rows == len(self._table):
-            self.flush()
+    @property
+    def is_full(self) -> bool:
+        """Whether its metrics must be delivered before the next replay."""
+        return len(self._waiting) == len(self._table)
+
+    def replay(self, window: GraphWindow, step: forge.Step, number: int) -> None:
+        """Run what the graph holds on this window, and then the rest of the update."""
         self._inputs.load(window.tensors)
         self._graph.replay()
-        self._weights.append(list(step.items))
-        self.rows += 1
+        self._waiting.append((number, list(step.items)))
+        if self._prepared is not None:
+            step.prepared = self._prepared
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._extent.finish(step)
 
-    def flush(self) -> None:
-        """Deliver the metrics of all replays so far, as if each had been counted in its update."""
-        count, self.rows = self.rows, 0
-        weights, self._weights = self._weights, []
-        if not self._columns:
-            return
-        values = self._table[:count].clone().unbind()
+    def take_rows(self) -> list[Row]:
+        """Return the metrics of all replays since the last call."""
+        waiting, self._waiting = self._waiting, []
+        if not self._columns or not waiting:
+            return []
+        values = self._table[: len(waiting)].clone().unbind()
         self._cursor.zero_()
-        for row, items in zip(values, weights, strict=True):
-            for (name, micro), value in zip(self._columns, row.unbind(), strict=True):
-                self._means.append(name, value, 1 if micro is None else items[micro])
+        return [
+            (number, [(name, value, 1 if micro is None else items[micro]) for (name, micro), value in named])
+            for (number, items), row in zip(waiting, values, strict=True)
+            for named in [list(zip(self._columns, row.unbind(), strict=True))]
+        ]
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
@@ -77,16 +94,20 @@ class Captured:
         inputs = self._inputs.tensors
         batches = window.with_tensors(inputs)
 
-        skipped: str | None = None
+        turn, skipped = step.name, None
 
         def update() -> None:
             nonlocal skipped
             noted = CapturedMeans(trainer.env.device)
             factors = None if step.factors is None else list(inputs[-1].unbind())
             with step.restored_after(), step.substitute(batches, factors, noted):
-                trainer.core.forge_train_step(step)
+                step.begin_turn(turn)
+                step.prepared = batches if window.is_prepared else None
+                self._extent.run(step)
+                if self._extent is not Extent.UPDATE:
+                    self._take_gradients(trainer.task)
                 self._write_down(noted)
-                skipped = step.skip_reason
+                skipped, self._prepared = step.skip_reason, step.prepared
 
         traces = HostEffects(trainer.task)
         try:
@@ -94,12 +115,19 @@ class Captured:
         except RuntimeError as error:
             traces.undo()
             drop_gradients(step.optimizer)
+            self._gradients = []
             raise CaptureFailed(_reason(error)) from error
         self._cursor.zero_()
         frozen = traces.found()
         if frozen is not None or skipped is not None:
             traces.undo()
             raise CaptureFailed(frozen or f"the update was skipped while it was captured: {skipped}")
+
+    def _take_gradients(self, task: nn.Module) -> None:
+        """Keep the gradients: memory of theirs that is free would be used by other graphs."""
+        self._gradients = [(p, p.grad) for p in task.parameters() if p.grad is not None]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
 
     def _write_down(self, noted: CapturedMeans) -> None:
         """Write this update's metrics to the next row of a table, as the last operation of the graph."""

@@ -20,17 +20,19 @@ class Unsuitable(Exception):
 class GraphWindow:
     """The tensors of a step's micro-batches, and their weights if these differ from step to step.
 
-    Plain numbers and strings in a batch are part of the key: a graph holds them as constants.
+    Plain numbers and strings in a batch are part of the key: a graph holds them as constants. Where an earlier turn of
+    this update has prepared the batches, the prepared ones are the input.
     """
 
     def __init__(self, step: forge.Step, device: torch.device):
-        self.batches = step.window
+        self.is_prepared = bool(step.prepared)
+        self.batches = step.prepared or step.window
         self.tensors: list[Tensor] = []
-        kinds = tuple([_kind(batch, self.tensors) for batch in step.window])  # runs on every update, hence a plain list
+        kinds = tuple([_kind(batch, self.tensors) for batch in self.batches])  # runs on every update: a plain list
         factors = step.factors
         if factors is not None:
             self.tensors.append(_vector(factors, device))
-        self.key = (kinds, step.divisor, factors is None)
+        self.key = (kinds, step.divisor, factors is None, self.is_prepared)
 
     def with_tensors(self, tensors: list[Tensor]) -> list[Any]:
         """Return the window's batches with these tensors in place of its own."""
