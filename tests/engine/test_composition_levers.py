@@ -84,7 +84,7 @@ def clashes(stack: Stack) -> list[tuple[str, str]]:
     there = dict(stack)
     scaled = there.get("amp", {}).get("dtype") == "fp16"
     pairs = [("ema", "swa"), ("cuda_graph", "sam"), ("fp8", "qat")]
-    pairs += [("amp", "sam"), ("amp", "cuda_graph"), ("amp", "fp8")] if scaled else []
+    pairs += [("amp", "sam"), ("amp", "fp8")] if scaled else []
     return [pair for pair in pairs if set(pair) <= there.keys()]
 
 

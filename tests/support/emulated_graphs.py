@@ -27,19 +27,21 @@ class Again:
 
     def __init__(self, device: torch.device, pool: Any = None):
         self.body: Callable[[], None] = lambda: None
-        self.optimizer: Any = None
 
     def capture(self, body: Callable[[], None]) -> None:
         self.body = body
         task, optimizers = RUNNING["task"], list(RUNNING["trainer"].optimizers.values())
         weights, states = copy.deepcopy(task.state_dict()), [copy.deepcopy(o.state_dict()) for o in optimizers]
+        others = [(tensor, tensor.clone()) for tensor in RUNNING["others"]]
         now = RNGState.capture(torch.device("cpu"))
         try:
-            body()
+            self.replay()
         finally:
             with torch.inference_mode():  # a buffer of an evaluation bears nothing else
                 for name, tensor in task.state_dict().items():
                     tensor.copy_(weights[name])
+            for tensor, value in others:
+                tensor.copy_(value)
             for optimizer, state in zip(optimizers, states, strict=True):
                 for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
                     for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -49,7 +51,11 @@ class Again:
                 now.restore(torch.device("cpu"))
 
     def replay(self) -> None:
-        self.body()
+        RUNNING["in_graph"] = True
+        try:
+            self.body()
+        finally:
+            RUNNING["in_graph"] = False
 
 
 class Straight:
@@ -64,6 +70,7 @@ class Straight:
 
 
 RUNNING: dict[str, Any] = {}
+"""The run under way, whether a graph runs, and other tensors in which a capture must leave no trace."""
 
 
 class OnADevice(forge.Plugin):
@@ -74,7 +81,7 @@ class OnADevice(forge.Plugin):
     @forge.hookimpl
     def forge_start(self, trainer: forge.Trainer) -> None:
         trainer.means.on_host = False
-        RUNNING.update(task=trainer.task, trainer=trainer)
+        RUNNING.update(task=trainer.task, trainer=trainer, in_graph=False, others=[])
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
 from forge_plugins.cuda_graph.device_reads import reads_of_the_device
-from forge_plugins.cuda_graph.extent import Extent
+from forge_plugins.cuda_graph.extent import Extent, step_optimizer
 from forge_plugins.cuda_graph.rates import Rates
 from forge_plugins.cuda_graph.shelf import Shelf
 from forge_plugins.cuda_graph.window import GraphWindow, Unsuitable
@@ -193,7 +193,7 @@ class CudaGraph(forge.Plugin):
         """Capture no more of an update than this, and name the reason."""
         assert self._extent is not None
         if extent < self._extent:
-            self._extent = extent
+            self._extent, self._fitness = extent, None
             logger.info("cuda_graph: %s outside of the graph, because %s.", extent.rest, reason)
 
     @forge.hookimpl(wrapper=True)
@@ -251,16 +251,19 @@ class CudaGraph(forge.Plugin):
 
     def _look_for_reads(self, step: forge.Step) -> bool:
         """Run an update uncaptured, and look where it reads the device."""
-        with reads_of_the_device() as found:
+        with reads_of_the_device() as in_window:
             step.run_window()
-        with reads_of_the_device() as found_later:
-            step.finish()
+        with reads_of_the_device() as in_hooks:
+            step.gradient_phases(step.trainer.hooks)
+        with reads_of_the_device() as in_optimizer:
+            step_optimizer(step)
         reason = fitness.of_the_metrics(step.trainer)
-        if found or reason is not None:
-            self._give_up(reason or f"the step reads the device at {found[0]}")
-        elif found_later:
-            self._narrow(Extent.WINDOW, f"they read the device at {found_later[0]}")
-            self._fitness = None
+        if in_window or reason is not None:
+            self._give_up(reason or f"the step reads the device at {in_window[0]}")
+        elif in_hooks:
+            self._narrow(Extent.WINDOW, f"they read the device at {in_hooks[0]}")
+        elif in_optimizer:
+            self._narrow(Extent.GRADIENTS, f"it reads the device at {in_optimizer[0]}")
         return True
 
     def _capture(self, step: forge.Step, window: GraphWindow, shelf: Shelf) -> Captured:

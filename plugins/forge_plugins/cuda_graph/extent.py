@@ -37,9 +37,14 @@ class Extent(IntEnum):
         step.micro = len(step.window) - 1
         if self is Extent.UPDATE:
             step.updated = True
-        elif self is Extent.WINDOW:
-            step.finish()
-        else:
-            step.updated = bool(step.trainer.hooks.forge_optimizer_step(step))
-            drop_gradients(step.optimizer)
-            step.finished = True
+            return
+        if self is Extent.WINDOW:
+            step.gradient_phases(step.trainer.hooks)
+        step_optimizer(step)
+
+
+def step_optimizer(step: forge.Step) -> None:
+    """Run what follows on the gradient hooks."""
+    step.updated = step.skip_reason is None and bool(step.trainer.hooks.forge_optimizer_step(step))
+    drop_gradients(step.optimizer)
+    step.finished = True
