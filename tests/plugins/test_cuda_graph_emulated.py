@@ -9,22 +9,17 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import forge
-from forge.rng import RNGState
 from forge.testing import assert_same_weights
-from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Guard, Monitor, Schedule
-from forge_plugins import cuda_graph as module
-from forge_plugins.cuda_graph import captured
+from forge_plugins import AMP, EMA, JSONL, Accumulate, Checkpoint, CudaGraph, Freeze, Monitor, Schedule
 from tests.snapshot.test_resume import PowerCut, cut_at, log_of
 from tests.support.emulated_graphs import Net, OnADevice, Shrink, batches, compare, emulate, run
 from tests.support.profiles import covering

@@ -57,7 +57,7 @@ class GAN(forge.TaskModule):
         self.critic = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
         self.kind = kind
 
-    def training_step(self, batch: Any, name: str) -> Any:
+    def training_step(self, batch: Any, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = self.generator(batch[0])
         if name == "generator":
             return {"loss": F.softplus(-self.critic(made)).mean(), "size": made.detach().abs().mean()}
