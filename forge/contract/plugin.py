@@ -51,8 +51,6 @@ class Plugin:
     "Where the command line builds the task: `meta` for a strategy that allocates the weights itself."
     capturable: bool = False
     """Promises that its step hooks may run inside a CUDA graph."""
-    captures_window: bool = False
-    """Promises this of its hooks up to the backward pass only; those after it run outside of the graph."""
     replays: bool = False
     """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
     charts: Mapping[str, str] = {}

@@ -55,8 +55,9 @@ class AMP(forge.Plugin):
     What you see: with fp16, `amp/scale` and `amp/skipped` in the log. A scale below 1 gives a warning, because then the
     scale is not the cause of the overflow.
 
-    Together with: `clip` clips the unscaled gradients. fp16 is refused with `fsdp`, `sam` and `cuda_graph`, with
-    optimizers that take a closure, and for tasks that are in float16 themselves.
+    Together with: `clip` clips the unscaled gradients. `cuda_graph` captures forward and backward; in fp16 the rest of
+    the update runs outside of the graph. fp16 is refused with `fsdp` and `sam`, with optimizers that take a closure,
+    and for tasks that are in float16 themselves.
 
     ::
 
@@ -74,6 +75,7 @@ class AMP(forge.Plugin):
         "fp16: updates in a row without overflow after which the scale is doubled."
 
     config: Config
+    captures_window = True
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -93,7 +95,7 @@ class AMP(forge.Plugin):
 
     def _take(self, dtype: str) -> None:
         """Choose the dtype, and with it the hooks of this instance: bf16 owns none of the scaler's."""
-        self.dtype, self.capturable, self.captures_window = dtype, dtype == "bf16", True
+        self.dtype, self.capturable = dtype, dtype == "bf16"
         self.provides = ("autocast", "grad_scaler") if dtype == "fp16" else ("autocast",)
         for hook in SCALING:
             if dtype == "fp16":

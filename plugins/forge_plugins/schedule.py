@@ -58,7 +58,8 @@ class Schedule(forge.Plugin):
     The schedule counts updates, not micro-batches. A skipped update does not count. With several optimizers each has
     its own schedule, which moves when that optimizer steps.
 
-    Together with: `cuda_graph` cannot capture `one_cycle`, which changes momentum or betas.
+    Together with: under `one_cycle`, which changes momentum or betas, `cuda_graph` leaves the optimizer's step outside
+    of the graph.
 
     ::
 

@@ -5,8 +5,10 @@ tests/plugins/test_cuda_graph_more_cuda.py says the same of real graphs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from forge_plugins import (
     Remat,
     Schedule,
 )
+from forge_plugins import cuda_graph as module
 from tests.plugins.test_guard import LateGuard
 from tests.snapshot.test_resume import PowerCut, cut_at, log_of
 from tests.support.emulated_graphs import RUNNING, Net, OnADevice, Shrink, batches, compare, emulate, run
@@ -239,6 +242,24 @@ def test_hooks_that_read_the_device_stay_outside(caplog: pytest.LogCaptureFixtur
     with caplog.at_level("INFO", logger="forge"):
         compare(lambda: [Guard("skip"), Shrink(), EMA(0.9)], 33)
     assert "hooks and the optimizer's step run outside of the graph, because 'guard' acts inside" in caplog.text
+
+
+@pytest.mark.parametrize(("call", "rest"), [(5, "gradient hooks and"), (6, "the optimizer's step runs")])
+def test_a_late_turn_that_reads_the_device_is_captured_in_part(
+    call: int, rest: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first turn has its graph by then. Each look at a turn has three parts."""
+    calls = itertools.count(1)
+    monkeypatch.setattr(module, "reads_of_the_device", lambda: nullcontext(["here"] if next(calls) == call else []))
+
+    class Late(GAN):
+        def takes_turn(self, name: str, update: int) -> bool:
+            return name == "critic" or update >= 8
+
+    with caplog.at_level("INFO", logger="forge"):
+        compare(lambda: [Shrink()], 25, task=Late)
+    assert rest in caplog.text
+    assert "the device at here" in caplog.text
 
 
 def test_guard_skips_an_update_whose_window_was_replayed() -> None:

@@ -11,6 +11,7 @@ from torch.backends import cudnn
 
 import forge
 from forge.errors import RecipeError, StackError
+from forge.metrics.means import Means
 from forge.optim.optimizers import Optimizers
 from forge_plugins.cuda_graph import fitness
 from forge_plugins.cuda_graph.captured import Captured, CaptureFailed
@@ -46,18 +47,25 @@ class CudaGraph(forge.Plugin):
     graph. So the weights equal those of a run without this plugin, bit for bit, if the optimizer is already fused and
     float32 can represent its rates; otherwise the last bits differ.
 
-    What you see: if a step cannot be captured, the log names the reason and the run continues without a graph; with
-    `strict` this is an error. Reasons are a training step that reads the device (`.item()`, `print`, `if loss > 3`),
-    plugins that do so, several optimizers, several ranks. A batch of another shape, such as the last of an epoch, runs
-    uncaptured and gets its own graph when the shape occurs again, up to `graphs` of them. A plugin that acts at an
-    interval acts in an uncaptured update. After a rewind or an unfreeze the step is captured again.
+    What you see: the log names what stays outside of the graph. With a schedule that moves momentum or betas
+    (`one_cycle`), and with an optimizer that has no option `capturable`, the optimizer's step runs after each replay.
+    With fp16, whose scaler reads the device once per update, and with `guard.policy=skip`, the gradient hooks run there
+    too. Learning rates then stay plain numbers. Each graph keeps memory for the gradients.
+
+    If nothing can be captured, the log names the reason and the run continues without a graph; with `strict` this is an
+    error. Reasons are a training step that reads the device (`.item()`, `print`, `if loss > 3`), plugins that do so
+    before the backward pass ends, several ranks. With several optimizers (a GAN) each has its own graph for its turn. A
+    batch of another shape, such as the last of an epoch, runs uncaptured and gets its own graph when the shape occurs
+    again, up to `graphs` of them per optimizer; one that is no longer used makes room for a shape that comes often. All
+    share their memory. A plugin that acts at an interval acts in an uncaptured update. After a rewind or an unfreeze
+    the step is captured again.
 
     Python code in `training_step` that does not work on tensors, such as a counter or an annealed weight, runs only
     once, at the capture. Detectable cases are refused: metrics that are not tensors, buffers that are replaced, random
     numbers drawn on the host.
 
-    Together with: `compile` with `mode=default`, for the fastest steps. `ddp`, `fsdp`, `sam`, fp16 and
-    `compile.mode=reduce-overhead` are refused.
+    Together with: `compile` with `mode=default`, for the fastest steps. `remat` is captured with its second forwards.
+    `ddp`, `fsdp`, `sam` and `compile.mode=reduce-overhead` are refused.
 
     ::
 
@@ -69,11 +77,11 @@ class CudaGraph(forge.Plugin):
         warmup: int = 3
         "Updates that run normally before one is captured."
         graphs: int = 4
-        "Window shapes that get their own graph; others run uncaptured."
+        "Window shapes of an optimizer that have a graph at a time; others run uncaptured."
         benchmark: bool = False
         "Let cuDNN measure its fastest convolutions. Another run may choose others, so bits may differ."
         strict: bool = False
-        "Stop with an error if a step cannot be captured, instead of continuing without graphs."
+        "Stop with an error if nothing of a step can be captured, instead of continuing without graphs."
 
     config: Config
     provides = ("step_capture",)
@@ -107,6 +115,7 @@ class CudaGraph(forge.Plugin):
         "By optimizer; none where the optimizers' steps stay outside of the graph."
         self._measured_before: bool | None = None
         self._options_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._means: Means | None = None
         self._number, self._last_replayed = 0, -1
         self._drop()
         self._warned_of_many = False
@@ -193,7 +202,9 @@ class CudaGraph(forge.Plugin):
         """Capture no more of an update than this, and name the reason."""
         assert self._extent is not None
         if extent < self._extent:
-            self._extent, self._fitness = extent, None
+            self._flush()
+            self._drop()
+            self._extent = extent
             logger.info("cuda_graph: %s outside of the graph, because %s.", extent.rest, reason)
 
     @forge.hookimpl(wrapper=True)
@@ -297,10 +308,11 @@ class CudaGraph(forge.Plugin):
 
     def _flush(self) -> None:
         """Deliver the metrics of all replays so far, in their order, as if each had been counted in its update."""
-        rows = [row for graph in self._graphs for row in graph.take_rows()]
+        means = self._means
+        rows = [row for graph in self._graphs for row in graph.take_rows()] if means is not None else []
         for _, values in sorted(rows, key=lambda row: row[0]):
             for name, value, weight in values:
-                self._means.append(name, value, weight)
+                means.append(name, value, weight)  # pyright: ignore[reportOptionalMemberAccess]
 
     # -- obstacles ----------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def make_capturable(optimizer: Optimizer) -> None:
 def of_the_stack(trainer: forge.Run) -> str | None:
     """Return which plugin or task hook prevents any capture, or None."""
     for plugin in _uncapturable(trainer):
-        if not plugin.captures_window and _acts_in(trainer, plugin, IN_WINDOW):
+        if not getattr(plugin, "captures_window", False) and _acts_in(trainer, plugin, IN_WINDOW):
             return _acts(plugin)
     own = [hook for hook in INSIDE if any(call.plugin == TASK for call in trainer.stack.calls()[hook])]
     if own and not getattr(trainer.task, "capturable", False):
