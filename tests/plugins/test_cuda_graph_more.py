@@ -167,25 +167,6 @@ def test_guard_names_the_update_of_a_captured_turn(bad: int, rests: bool) -> Non
     assert_same_weights(dict(task.named_parameters()), dict(before.named_parameters()))
 
 
-def live(folder: Path, *more: Any) -> nn.Module:
-    graph = CudaGraph(strict=True)
-    plugins = [OnADevice(), Noise(), Shrink(), Schedule("cosine", warmup=3), EMA(0.9), graph]
-    plugins += [Checkpoint(every="3 updates"), JSONL(), *more]
-    options = {"seed": 3, "device": "cpu", "log_every": 4, "max_epochs": 3}
-    task = GAN()
-    forge.Trainer(plugins=plugins, run_dir=folder, resume="auto", **options).fit(task, batches(10, last=4))
-    assert graph.replayed > 5
-    return task
-
-
-def test_a_cut_run_of_several_optimizers_ends_the_same(tmp_path: Path) -> None:
-    straight = live(tmp_path / "straight")
-    with pytest.raises(PowerCut):
-        live(tmp_path / "cut", cut_at(17))
-    assert_same_weights(live(tmp_path / "cut"), straight)
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")
-
-
 # -- a part of an update ----------------------------------------------------------------------------------------------
 
 
@@ -355,3 +336,31 @@ def test_a_graph_that_is_no_longer_used_makes_room(graphs: int) -> None:
 def test_frequent_shapes_do_not_take_turns_in_being_captured() -> None:
     data = of_sizes([4, 4, 4, 4] + [5, 6, 4, 6, 5] * 12)
     assert replayed(data, 2) == 1 + 5 * 12 - 1 - 2 * 12
+
+
+# -- resumed ----------------------------------------------------------------------------------------------------------
+
+
+def live(folder: Path, stack: list[Any], task: Any, *more: Any) -> nn.Module:
+    graph = CudaGraph(strict=True)
+    plugins = [OnADevice(), *stack, EMA(0.9), graph, Checkpoint(every="3 updates"), JSONL(), *more]
+    options: dict[str, Any] = {"seed": 3, "device": "cpu", "log_every": 4, "max_epochs": 3}
+    forge.Trainer(plugins=plugins, run_dir=folder, resume="auto", **options).fit(task, batches(10, last=4))
+    assert graph.replayed > 5
+    return task
+
+
+LIVES = {
+    "turns": (lambda: [Noise(), Shrink(), Schedule("cosine", warmup=3)], GAN),
+    "outside": (lambda: [Shrink(), Schedule("one_cycle", warmup=3)], Net),
+    "fp16": (lambda: [AMP("fp16", init_scale=2.0**18), Clip(0.1), Schedule("cosine")], Spikes),
+}
+
+
+@pytest.mark.parametrize(("stack", "task"), LIVES.values(), ids=LIVES.keys())
+def test_a_run_that_was_cut_off_ends_the_same(tmp_path: Path, stack: Any, task: Any) -> None:
+    straight = live(tmp_path / "straight", stack(), task())
+    with pytest.raises(PowerCut):
+        live(tmp_path / "cut", stack(), task(), cut_at(17))
+    assert_same_weights(live(tmp_path / "cut", stack(), task()), straight)
+    assert log_of(tmp_path / "cut") == log_of(tmp_path / "straight")

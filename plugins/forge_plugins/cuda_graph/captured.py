@@ -21,8 +21,6 @@ from forge_plugins.cuda_graph.window import GraphWindow
 
 ROWS, PLACES = 1024, 2**16
 """Limits of the metrics kept on the device before they must be delivered: updates, and values in all."""
-
-
 Row = tuple[int, list[tuple[str, Tensor, Any]]]
 """The metrics of one replay: its number, and each name, value and weight."""
 
@@ -80,11 +78,11 @@ class Captured:
             return []
         values = self._table[: len(waiting)].clone().unbind()
         self._cursor.zero_()
-        return [
-            (number, [(name, value, 1 if micro is None else items[micro]) for (name, micro), value in named])
-            for (number, items), row in zip(waiting, values, strict=True)
-            for named in [list(zip(self._columns, row.unbind(), strict=True))]
-        ]
+        rows: list[Row] = []
+        for (number, items), row in zip(waiting, values, strict=True):
+            named = zip(self._columns, row.unbind(), strict=True)
+            rows.append((number, [(name, value, 1 if i is None else items[i]) for (name, i), value in named]))
+        return rows
 
     # -- the capture --------------------------------------------------------------------------------------------------
 
