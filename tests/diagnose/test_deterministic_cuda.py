@@ -20,6 +20,7 @@ from forge.testing import assert_same_weights
 from forge.testing.trace import read_trace
 from forge.testing.witness import Witness, compare, fingerprint
 from forge.tuning import batch_range, lr_range
+from forge.util import peak_memory
 from tests.tuning.test_tuning import Bowl, noise
 
 pytestmark = pytest.mark.gpu
@@ -254,7 +255,9 @@ def test_the_largest_batch_is_found_where_the_memory_really_ends(two_gigabytes: 
 
 
 def test_a_budget_holds_on_the_gpu_too() -> None:
-    report = batch_range(Heavy, samples, start=4, highest=64, limit=1.0, device="cuda", updates=3)
+    peak_memory.clean()
+    limit = 1.0 + round(torch.cuda.memory_reserved() / 1e9, 3)  # other tests of this process may hold memory
+    report = batch_range(Heavy, samples, start=4, highest=64, limit=limit, device="cuda", updates=3)
     assert report.largest < 64
     assert report.too_large is not None
-    assert report.too_large.why_not == "over the limit of 1 GB"
+    assert report.too_large.why_not == f"over the limit of {limit:g} GB"
