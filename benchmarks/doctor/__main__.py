@@ -1,11 +1,12 @@
 """Examine every planted bug and every healthy model, and count what is found and what is a false alarm.
 
-    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--jobs N] [--only NAME ...] [--out FILE] [--record]
+    python -m benchmarks.doctor [bugs] [zoo] [--fit] [--cuda] [--jobs N] [--only NAME ...] [--out FILE] [--record]
 
 `bugs/` has one small file per bug, and `bugs/EXPECTED.tsv` says which findings are right for it; those that are worth a
 note (`note:NAME`) are counted apart. `zoo/` has healthy models, where every error and warning is a false alarm. `--fit`
 counts what a plain fit with the recipe `default` says instead. Results are appended to FILE (runs/doctor.jsonl), and a
 second call goes on where the first was interrupted. Calls with the same FILE and `--only` add to what is recorded.
+All run on the CPU, or with `--cuda` on a GPU, each then in a process of its own.
 `--record` writes what was found of the bugs to `bugs/FOUND.json`, from which docs/make_findings.py makes the gallery.
 """
 
@@ -33,8 +34,11 @@ def main() -> None:
     done = {(row["name"], row["how"]) for row in rows(out)}
     todo = [item for item in items(args.sets, args.only) if (f"{item[0]}/{item[1]}", how) not in done]
     environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    if not args.cuda:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(environment)
-    with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool, out.open("a") as file:
+    fresh = {"max_tasks_per_child": 1} if args.cuda else {}
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), **fresh) as pool, out.open("a") as file:
         waiting = [pool.submit(one, kind, name, how) for kind, name in todo]
         for future in as_completed(waiting):
             row = future.result()
@@ -51,6 +55,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sets", nargs="*", default=["bugs", "zoo"], help="bugs, zoo, or another folder here")
     parser.add_argument("--fit", action="store_true", help="what a plain fit says, in place of forge doctor")
+    parser.add_argument("--cuda", action="store_true", help="run on a GPU")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", nargs="*", default=[], help="names")
     parser.add_argument("--out", default="runs/doctor.jsonl")

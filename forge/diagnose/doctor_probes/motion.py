@@ -14,6 +14,8 @@ from forge.diagnose.patient import NotApplicable, Patient, parameters
 
 SLOW = 0.005
 """Seconds that a batch may take in any case."""
+LEAK = 2**16
+"""Bytes that an update may leave in any case: metrics that wait to be logged, states of metrics."""
 NEVER, HARDLY, FEWEST_NORMS = 1e4, 1e-6, 4
 """By how much a clip is above each norm if it is said to do nothing; the norm and the number of updates to judge by."""
 
@@ -164,7 +166,7 @@ def memory(patient: Patient) -> Iterator[Finding]:
         raise NotApplicable
     late = patient.memory[len(patient.memory) // 2 :]
     growth = [after - before for before, after in itertools.pairwise(late)]
-    if len(growth) >= 4 and min(growth) > 0:
+    if len(growth) >= 4 and min(growth) > LEAK:
         yield Finding(
             "memory_grows",
             f"Every update leaves {median(growth) / 2**20:.3g} MiB more on the accelerator.",
