@@ -43,6 +43,9 @@ GROUPS = {
         "freeze": "freezing and gradual unfreezing",
         "qat": "quantisation-aware training (int8)",
         "early_stop": "early stopping",
+        "duration": "time limits and minimum lengths",
+        "limit": "fewer batches, overfitting a few",
+        "validate_first": "a validation before training",
     },
     "Checkpoints and safety": {
         "checkpoint": "checkpointing",

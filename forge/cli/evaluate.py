@@ -32,7 +32,9 @@ def measuring_parser(verb: str, description: str) -> ArgumentParser:
     parser = show.new_parser(verb, description, "examples:\n  " + "\n  ".join(examples) + "\n")
     target.add_arguments(parser)
     parser.add_argument(
-        "--weights", metavar="FILE", help="a run folder, a checkpoint, or a .safetensors, .pt or .ckpt file"
+        "--weights",
+        metavar="FILE",
+        help="a run folder, a checkpoint, a .safetensors, .pt or .ckpt file, or best: that of the newest run",
     )
     if verb in SPLITS:
         parser.add_argument(

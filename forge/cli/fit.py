@@ -13,6 +13,7 @@ from rich.text import Text
 from forge.cli import ranks, target
 from forge.cli.evaluate import explain_misfit
 from forge.config.recipe import DEFAULT
+from forge.errors import ForgeError
 from forge.util import show
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ examples:
   forge fit quickstart
   forge fit quickstart trainer.max_epochs=3 clip.max_norm=0.5 -p no:tensorboard
   forge fit my_task.py:MyTask --recipe fast task.lr=1e-3
+  forge fit my_task.py:MyTask --smoke
   forge fit my_recipe.yaml --run-dir runs/first --resume
   forge fit quickstart --nproc 2 -p ddp --max-restarts 1
 """
@@ -39,7 +41,8 @@ def parser() -> ArgumentParser:
         help="continue --run-dir, or the newest run of the same job (recipe, task, options), from its newest valid "
         "checkpoint; without one, start new",
     )
-    parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint or a file")
+    parser.add_argument("--smoke", action="store_true", help="run two batches of train, val and test, and keep nothing")
+    parser.add_argument("--weights", metavar="FILE", help="weights to start from: a run, a checkpoint, a file, or best")
     parser.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument("--trace", action="store_true", help="print every hook call to stderr (slow)")
     ranks.add_arguments(parser)
@@ -48,6 +51,9 @@ def parser() -> ArgumentParser:
 
 def run(args: Namespace) -> int:
     recipe = target.load(args, to_train=True)
+    if args.smoke:
+        _refuse_kept(args)
+        recipe = recipe.with_trainer({"smoke": True})
     if args.nproc is not None:
         return ranks.launch(args, recipe)
     ranks.use_users_command()
@@ -60,13 +66,22 @@ def run(args: Namespace) -> int:
     ranks.continue_own_run(trainer)
     if args.trace:
         trainer.trace = sys.stderr.write
-    if talks and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
+    if talks and not args.smoke and "max_epochs" in recipe.trainer and recipe.origin["trainer.max_epochs"] == DEFAULT:
         show.message(f"Training for {trainer.max_epochs} epochs; trainer.max_epochs=N changes that.", "dim")
     with explain_misfit(args, "fit", task):
         result = trainer.fit(task, data.train, data.val, weights=args.weights)
+        if args.smoke and data.test is not None:
+            result.metrics.update(trainer.test(task, data.test))
     if talks:
         _report(result, trainer, data, args)
     return 0
+
+
+def _refuse_kept(args: Namespace) -> None:
+    """Raise for arguments that need what a smoke run does not keep."""
+    given = next((flag for flag, value in (("--resume", args.resume), ("--run-dir", args.run_dir)) if value), None)
+    if given:
+        raise ForgeError(f"--smoke keeps nothing, so it has no {given}: leave one of them out.")
 
 
 def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) -> None:
@@ -74,8 +89,11 @@ def _report(result: FitResult, trainer: Trainer, data: Splits, args: Namespace) 
     console = show.console()
     shown = "progress" in trainer.stack and sys.stdout.isatty() and sys.stderr.isatty()
     lines = {} if shown else _lines(result, trainer.resumed_from == result.updates)
+    if args.smoke:
+        lines["smoke"] = "it runs: two batches of each stage; nothing was kept"
     if data.test is not None and result.run_dir is not None:
-        weights = str(show.near(result.run_dir) / "weights.safetensors")
+        best = result.run_dir / "checkpoints" / "best"
+        weights = str(show.near(best if best.exists() else result.run_dir / "weights.safetensors"))
         lines["test"] = shlex.join([show.command("forge"), "test", *_same_task(args), "--weights", weights])
     if shown:
         for label, text in lines.items():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forge.config import Recipe
     from forge.engine.trainer import Trainer
 
-NAMED, FLAGS = ("recipe", "data", "run_dir", "weights", "out"), ("resume", "trace", "quiet")
+NAMED, FLAGS = ("recipe", "data", "run_dir", "weights", "out"), ("resume", "smoke", "trace", "quiet")
 """The options, with and without a value, that are passed on to workers, if the verb has them."""
 COMMAND = "FORGE_COMMAND"
 """The environment variable with the user's command, which workers write into the run card instead of their own."""

@@ -76,7 +76,7 @@ def load(args: Namespace, to_train: bool = False) -> Recipe:
             raise ForgeError(f"--data takes FILE.py:function, not {args.data!r}. A data set by name is data.name=NAME.")
         data = function(args.data)
     recipe = load_recipe(name, args.overrides, add, remove, stack=stack, task=task, data=data)
-    if to_train and task is not None and not {"max_epochs", "max_updates"} & recipe.trainer.keys():
+    if to_train and task is not None and not {"max_epochs", "max_updates", "max_time"} & recipe.trainer.keys():
         overrides = [*args.overrides, f"trainer.max_epochs={EPOCHS}"]
         recipe = load_recipe(name, overrides, add, remove, stack=stack, task=task, data=data)
         recipe.origin["trainer.max_epochs"] = DEFAULT

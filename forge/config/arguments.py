@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from forge.config.build import make_plugin, make_plugins
 from forge.config.recipe import DEFAULT, Recipe, load_unbuilt
-from forge.config.trainer_defaults import FOLDERS, Settings
-from forge.contract.plugin import Plugin
+from forge.config.trainer_defaults import FOLDERS, SMOKE, SWITCHES, Settings
+from forge.contract.plugin import Plugin, plugin_options
 from forge.errors import StackError, did_you_mean
 
 Options = Mapping[str, Mapping[str, Any] | None]
@@ -34,9 +35,29 @@ def resolve(
         replaced = own if isinstance(own, Mapping) else [plugin.name for plugin in own or ()]
         recipe = load_unbuilt(recipe, frozenset(replaced))
     if recipe is None:
-        return None, settings, own if isinstance(own, list) else make_plugins(own)
+        return None, *_switched(settings, own if isinstance(own, list) else make_plugins(own))
     recipe = recipe.with_trainer({key: value for key, value in given.items() if key not in FOLDERS})
-    return recipe, Settings.of({**recipe.trainer, **given}), _merged(recipe, own)
+    return recipe, *_switched(Settings.of({**recipe.trainer, **given}), _merged(recipe, own))
+
+
+def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list[Plugin]]:
+    """Add the plugins that carry out settings; for a smoke run, shorten it and leave out what would save it."""
+    asked: dict[str, dict[str, Any]] = {}
+    if settings.smoke:
+        every = "1 epoch" if settings.validate_every else None
+        ends = {"max_epochs": 1, "max_updates": None, "max_time": None, "min_epochs": None, "min_updates": None}
+        settings = replace(settings, run_dir=False, validate_every=every, log_every=1, **ends)
+        plugins = [plugin for plugin in plugins if getattr(plugin, "forge_save", None) is None]
+        asked["limit"] = SMOKE
+    for name, (plugin, option) in SWITCHES.items():
+        value = getattr(settings, name)
+        if value:
+            asked.setdefault(plugin, {}).update({} if option is None else {option: value})
+    there = {plugin.name: plugin for plugin in plugins}
+    for name, values in asked.items():
+        given = plugin_options(there[name]) if name in there else {}
+        there[name] = make_plugin(name, {**given, **values})
+    return settings, list(there.values())
 
 
 def _merged(recipe: Recipe, own: list[Plugin] | Options | None) -> list[Plugin]:

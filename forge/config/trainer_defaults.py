@@ -20,6 +20,15 @@ LIGHTNING = {
     "logger": "plugins",
 }
 """Arguments of Lightning's Trainer by their name here; docs/from-lightning.md has all of them."""
+SWITCHES = {
+    "max_time": ("duration", "max_time"),
+    "min_epochs": ("duration", "min_epochs"),
+    "min_updates": ("duration", "min_updates"),
+    "validate_first": ("validate_first", None),
+}
+"""Settings that a plugin carries out: its name, and the option that takes the value."""
+SMOKE = {"train": 2, "val": 2, "test": 2, "predict": 2}
+"""The options of `limit` in a smoke run."""
 FOLDERS = ("run_dir", "resume")
 """Settings that name folders of this machine: given in code they stay out of the recipe that a run writes."""
 
@@ -38,6 +47,11 @@ class GivenSettings(TypedDict, total=False):
     deterministic: bool
     allow_inexact: bool
     group_access: bool
+    max_time: str | int | None
+    min_epochs: int | None
+    min_updates: int | None
+    validate_first: bool
+    smoke: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,14 +80,28 @@ class Settings:
     "Allow what cannot be continued exactly, with a warning."
     group_access: bool = False
     "Let the group of a new run folder read and continue the run; by default only its owner can."
+    max_time: str | int | None = None
+    "Time after which the run ends: 00:10:00, 10 min, 2 h; then neither max_epochs nor max_updates is needed."
+    min_epochs: int | None = None
+    "Epochs before which neither early_stop nor max_time ends the run."
+    min_updates: int | None = None
+    "Updates before which neither early_stop nor max_time ends the run."
+    validate_first: bool = False
+    "Validate before the first update."
+    smoke: bool = False
+    "Run two batches of everything, and keep nothing: to see whether it runs at all."
 
     def __post_init__(self) -> None:
-        for name in ("max_epochs", "max_updates", "log_every"):
+        for name in ("max_epochs", "max_updates", "min_epochs", "min_updates", "log_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ForgeError(f"{name}={value!r}: it must be a whole number of at least 1.")
         self.seed = None if self.seed is None else int(self.seed)
         self.device = str(self.device)
+        kept = {"run_dir": self.run_dir or None, "resume": self.resume or None}
+        if self.smoke and any(kept.values()):
+            given = next(name for name, value in kept.items() if value)
+            raise ForgeError(f"smoke keeps nothing, so there is no {given}: leave {given} out, or smoke.")
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -96,6 +124,7 @@ class Settings:
             "log_every": self.log_every,
             "deterministic": self.deterministic,
             "group_access": self.group_access,
+            **{name: getattr(self, name) for name in (*SWITCHES, "smoke") if getattr(self, name)},
         }
 
 

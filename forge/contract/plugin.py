@@ -53,6 +53,8 @@ class Plugin:
     """Promises that its step hooks may run inside a CUDA graph."""
     replays: bool = False
     """An owner of forge_train_step that runs the window more than once: batches and RNG are kept for it."""
+    ends_run: bool = False
+    """Promises to end the run at some time: then neither max_epochs nor max_updates is needed."""
     charts: Mapping[str, str] = {}
     """Charts of the metrics that it logs: `section/title` to a regular expression of their names."""
 

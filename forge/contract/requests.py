@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("forge")
 
+SIGNAL = "signal"
+"""The name under which a signal requests a stop."""
 KINDS = ("stop", "validation", "checkpoint", "rewind")
 """The kinds that are granted at the end of an update."""
 

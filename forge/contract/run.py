@@ -37,7 +37,7 @@ class Run:
     """One run of one verb, as plugins and tasks see it: attributes to read, metrics to publish, requests to make."""
 
     WRITABLE: ClassVar[frozenset[str]] = frozenset(
-        {"max_epochs", "max_updates", "recipe", "resume", "trace", "instrument", "mesh_axes", "means"}
+        "max_epochs max_updates planned_updates recipe resume trace instrument mesh_axes means".split()  # noqa: SIM905
     )
     """The attributes that code outside the engine may set; all others are read only."""
 
@@ -103,7 +103,7 @@ class Run:
     updates_per_epoch: int | None
     "Updates in an epoch, or None for a loader without a length."
     planned_updates: int | None
-    "Updates that the run is planned for, or None if unknown."
+    "Updates that the run is planned for, or None if unknown. Writable before `forge_build_optimizers`."
     keep_batches: bool
     "Whether prepared batches are kept for the step: several optimizers, or a window that runs more than once."
     keep_rng: bool

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from forge.data.accumulation_windows import batch_size, is_stateful, length_of, set_epoch
 from forge.data.iterable import StreamLoader
+from forge.data.limited import Limited
 from forge.data.loader import Loader
 from forge.data.order import Indices, Order, Sequential, Shuffled, Weighted, digest, epoch_generator, epoch_order
 from forge.data.prefetch import DevicePrefetch
@@ -72,7 +73,7 @@ def _refuse_several(given: Sequence[Any], stage: str) -> None:
 def resumable_reason(loader: Any) -> str | None:
     """Return why a run over this loader cannot resume exactly, and what to use instead; None if it can."""
     name = type(loader).__name__
-    if isinstance(loader, RankLoader):
+    if isinstance(loader, (RankLoader, Limited)):
         return resumable_reason(loader.loader)
     if isinstance(loader, Reread):
         return loader.reason
@@ -95,7 +96,7 @@ def resumable_reason(loader: Any) -> str | None:
 
 def has_single_position(loader: Any) -> bool:
     """Whether one object cannot serve two stages: it has a single position, which a validation would change."""
-    if isinstance(loader, (DevicePrefetch, Reread, RankLoader)):
+    if isinstance(loader, (DevicePrefetch, Limited, Reread, RankLoader)):
         return has_single_position(loader.loader)
     if isinstance(loader, (StreamLoader, Iterator)):
         return True

@@ -48,7 +48,7 @@ class Session:
         if trainer.verb is not None:
             raise ForgeError(f"This Trainer is running {trainer.verb} already; use another one for {verb}.")
         checks.check_task(task, loaders)
-        self.trainer, self.weights = trainer, weights
+        self.trainer, self.weights = trainer, choose.named_weights(trainer, weights, name_of(task))
         self.plugins = list(trainer.stack)
         self.outer_trainer = task.trainer
         self.checkpoint: StoredCheckpoint | None = None

@@ -11,15 +11,12 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from forge.contract.requests import Request
+from forge.contract.requests import SIGNAL, Request
 from forge.errors import Interrupted
 from forge.util.signal_waits import ECHO, NAMES
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
-
-SIGNAL = "signal"
-"""The name under which a signal requests a stop."""
 
 
 class Signals:

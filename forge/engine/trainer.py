@@ -33,17 +33,18 @@ from forge.checkpoint import check_savable, wait_until_written
 from forge.config.arguments import Plugins, resolve
 from forge.config.recipe import Recipe
 from forge.config.trainer_defaults import GivenSettings, signature
+from forge.contract.requests import SIGNAL
 from forge.contract.run import Run
 from forge.contract.stack import Stack
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
 from forge.data.accumulation_windows import batch_size, count_samples
 from forge.data.sharding import Portion, RankWindow, rank_window
+from forge.diagnose import checks
 from forge.distributed.agreement import Agreement
 from forge.distributed.consistency import refuse_different_windows
 from forge.engine.session import Session
-from forge.engine.signals import SIGNAL, Signals
-from forge.errors import ForgeError
+from forge.engine.signals import Signals
 from forge.metrics.means import PendingMeans
 from forge.progress import Interval
 from forge.rng import seed
@@ -93,10 +94,9 @@ class Trainer(Run):
         self.has_plugins_in_code = plugins is not None
         self.settings = settings.as_data()
         self.max_epochs, self.max_updates = settings.max_epochs, settings.max_updates
-        self.log_every = settings.log_every
+        self.log_every, self.allow_inexact = settings.log_every, settings.allow_inexact
         self.seed, self.device, self.deterministic = settings.seed, settings.device, settings.deterministic
         self.resume = "auto" if settings.resume is True else settings.resume or None
-        self.allow_inexact = settings.allow_inexact
         self.validate_every = Interval(settings.validate_every) if settings.validate_every else None
         self.wanted_run_dir = settings.run_dir
         self.trace = self.instrument = None
@@ -124,8 +124,7 @@ class Trainer(Run):
 
         `weights` is a file to start from. The trained weights end up in RUN/weights.safetensors.
         """
-        if self.max_epochs is None and self.max_updates is None:
-            raise ForgeError("Neither max_epochs nor max_updates is set: say how long to train.")
+        checks.refuse_endless(self)
         with Signals(self) as signals, Session(self, "fit", task, {"train": train, "val": val}, weights):
             self._signals = signals
             self._validates = "val" in self.loaders

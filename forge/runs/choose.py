@@ -106,6 +106,26 @@ def find(choice: RunChoice, env: Env) -> StoredCheckpoint | None:
     return found
 
 
+def named_weights(trainer: Run, weights: Any, task: str) -> Any:
+    """Return the path of "best": the best checkpoint of the run just made, else of the newest of its group; any other
+    value unchanged."""
+    if weights != "best" or Path(weights).exists():
+        return weights
+    wanted: Any = trainer.run_dir or trainer.wanted_run_dir
+    group = absolute(Path("runs") / group_of(trainer.recipe, task))
+    runs = [absolute(wanted)] if wanted else [run.path for run in newest_first(group)]
+    links = (checkpoints_of(run).folder / "best" for run in runs)
+    found = next((link.resolve() for link in links if link.exists()), None)
+    if found is None:
+        where = f"{short_path(runs[0])} has no best checkpoint" if runs else f"no run is in {short_path(group)}"
+        raise CheckpointError(
+            f'weights="best": {where}. Train with checkpoint.best={{monitor: val/loss, mode: min}}, or name a run, a '
+            "checkpoint or a file."
+        )
+    logger.info("The best weights are those of %s.", short_path(found))
+    return found
+
+
 def newest(trainer: Run) -> StoredCheckpoint:
     """Return the newest valid checkpoint of the running fit, after waiting for one being written."""
     run_dir = trainer.run_dir

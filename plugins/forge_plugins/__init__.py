@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forge_plugins.compile import Compile
     from forge_plugins.cuda_graph import CudaGraph
     from forge_plugins.ddp import DDP
+    from forge_plugins.duration import Duration
     from forge_plugins.early_stop import EarlyStop
     from forge_plugins.ema import EMA
     from forge_plugins.fp8 import FP8
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from forge_plugins.jsonl import JSONL
     from forge_plugins.kernels import Kernels
     from forge_plugins.ledger import Ledger
+    from forge_plugins.limit import Limit
     from forge_plugins.monitor import Monitor
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from forge_plugins.tensor_parallel import TensorParallel
     from forge_plugins.tensorboard import Tensorboard
     from forge_plugins.throughput import Throughput
+    from forge_plugins.validate_first import ValidateFirst
 
 __all__ = [
     "AMP",
@@ -62,12 +65,14 @@ __all__ = [
     "Clip",
     "Compile",
     "CudaGraph",
+    "Duration",
     "EarlyStop",
     "Freeze",
     "FusedOptimizer",
     "Guard",
     "Kernels",
     "Ledger",
+    "Limit",
     "Monitor",
     "Prefetch",
     "Profiler",
@@ -77,6 +82,7 @@ __all__ = [
     "TensorParallel",
     "Tensorboard",
     "Throughput",
+    "ValidateFirst",
 ]
 
 

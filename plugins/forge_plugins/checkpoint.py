@@ -25,7 +25,7 @@ class Best:
     """The best checkpoints, kept whatever their age."""
 
     monitor: str
-    "The validation metric to compare by, by its logged name: val/accuracy."
+    "The metric to compare by, by its logged name: val/accuracy, train/loss_epoch."
     mode: Literal["max", "min"]
     "Whether a larger or a smaller value is better."
     keep: int = 1
@@ -36,10 +36,11 @@ class Checkpoint(forge.Plugin):
     """Save the run's whole state to RUN/checkpoints/update-XXXXXXXX, from which `--resume` continues bit for bit.
 
     It saves at the interval `every`, when a validation is among the best (`best`), when a signal or a plugin stops the
-    run, and at the end of the run. It keeps the last `keep` checkpoints and the best. An older one is removed only when
-    the new one is complete on disk. Without a run folder nothing is saved.
+    run, and at the end of the run. It keeps the last `keep` checkpoints (all with `keep=all`) and the best. An older
+    one is removed only when the new one is complete on disk. Without a run folder nothing is saved.
 
-    When to use it: always; it is part of the recipe `default`.
+    When to use it: always; it is part of the recipe `default`. `--weights best`, and `weights="best"` in Python, take
+    the best checkpoint of the newest run, or of the run that the Trainer has just made.
 
     With `background`, training continues as soon as the state is copied to host memory; hashing and writing follow in a
     thread. If a write fails, earlier checkpoints stay intact.
@@ -60,8 +61,8 @@ class Checkpoint(forge.Plugin):
     class Config:
         every: str | list[str] | None = "1 epoch"
         "How often to save: 500 updates, 1 epoch, 10 min, or a list of these; null: only the best, and at the end."
-        keep: int = 2
-        "Number of latest checkpoints to keep."
+        keep: int | Literal["all"] = 2
+        "Number of latest checkpoints to keep, or all."
         best: Best | str | None = None  # a str only to answer with the right form
         "Keep the best too: {monitor: val/accuracy, mode: max}, mode min for a loss; keep: 3 for the best three."
         background: bool = True
@@ -80,10 +81,13 @@ class Checkpoint(forge.Plugin):
         self._every = [forge.Interval(text) for text in every]
         self._watched = watched(config.best)
         for name, count in (("keep", config.keep), ("best.keep", self._watched.keep if self._watched else 1)):
-            if count < 1:
+            if isinstance(count, int) and count < 1:
                 raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
-        if self._watched is None:
+        self._by_validation = self._watched is not None and self._watched.monitor.startswith("val/")
+        if not self._by_validation:
             self.forge_evaluate = None  # pyright: ignore[reportAttributeAccessIssue]
+        if self._watched is None or self._by_validation:
+            self.forge_log = None  # pyright: ignore[reportAttributeAccessIssue]
         self._forget()
 
     def _forget(self) -> None:
@@ -112,9 +116,12 @@ class Checkpoint(forge.Plugin):
             if trainer.env.is_main:
                 logger.warning("checkpoint: this fit has no run folder, so nothing will be saved.")
             return
-        if self._watched is not None and "val" not in trainer.loaders:
-            raise StackError(f"checkpoint.best watches {self._watched.monitor!r}, but this fit has no val loader.")
-        if self._watched is not None:
+        if self._watched is not None and self._by_validation and "val" not in trainer.loaders:
+            raise StackError(
+                f"checkpoint.best watches {self._watched.monitor!r}, but this fit has no val loader. Pass one, or "
+                "watch a training metric such as train/loss_epoch."
+            )
+        if self._by_validation:
             warn_of_none_planned(trainer, "checkpoint.best")
         self._folder = Checkpoints(trainer.run_dir / "checkpoints")
         self._writers = writers_of(trainer.env)
@@ -140,9 +147,14 @@ class Checkpoint(forge.Plugin):
     @forge.hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: forge.Run, stage: str) -> Generator[None, Any, Any]:
         metrics = yield
-        if self._folder is not None and stage == "val":
+        if self._folder is not None and stage == "val" and trainer.progress.update:  # not before training
             self._compare(trainer, metrics)
         return metrics
+
+    @forge.hookimpl
+    def forge_log(self, trainer: forge.Run, metrics: dict[str, Any]) -> None:
+        if self._folder is not None and self._watched is not None and self._watched.monitor in metrics:
+            self._compare(trainer, metrics)
 
     def _compare(self, trainer: forge.Run, metrics: dict[str, Any]) -> None:
         """Request a checkpoint of this update if it is among the best; of equal values the earlier wins."""
@@ -213,7 +225,8 @@ class Checkpoint(forge.Plugin):
         # checkpoints neither of this attempt nor from before its restore belong to an abandoned course
         lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
         best = self._best()
-        folder, keep = self._folder, {*[*lineage, update][-self.config.keep :], *best}
+        latest = 0 if self.config.keep == "all" else -self.config.keep
+        folder, keep = self._folder, {*[*lineage, update][latest:], *best}
         return lambda: tidy(folder, update, best[:1], keep)
 
     def _write(self, path: Path, capture: dict[str, Any], then: Callable[[], None] | None) -> None:
@@ -233,7 +246,8 @@ class Checkpoint(forge.Plugin):
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
         if self._folder is not None and self._watched is not None and not (self._compared or self._failing):
-            warn_of_nothing_compared(trainer, "checkpoint.best", self._never_finite)
+            never = None if self._by_validation else f"{self._watched.monitor} was never logged."
+            warn_of_nothing_compared(trainer, "checkpoint.best", self._never_finite or never)
         try:
             if self._writer is not None:
                 self._check(self._writer.close)

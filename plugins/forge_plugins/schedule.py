@@ -110,7 +110,7 @@ class Schedule(forge.Plugin):
                 "with a length and max_epochs."
             )
         warmup = updates_of(config.warmup, trainer, "schedule.warmup")
-        if planned is not None and warmup > planned:
+        if planned is not None and warmup > planned and not trainer.settings.get("smoke"):
             warnings.warn(
                 f"schedule.warmup is {warmup} updates, but the run has only {planned}: the peak is never reached.",
                 stacklevel=2,

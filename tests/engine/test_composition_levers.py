@@ -32,6 +32,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "early_stop": [{"patience": 1, "min_delta": 1e9}],
     "ema": [{"decay": 0.9}],
     "fused_optimizer": [{}],
+    "limit": [{"train": 1.0, "val": 9}],
     "freeze": [{"modules": ["net.0", "net.1"], "thaw": "3 updates"}, {"modules": ["net.0", "net.1"]}],
     "qat": [{}, {"momentum": 0.5}],
     "remat": [{"modules": ["net.1", "net.3"]}, {"modules": "net"}],
@@ -46,6 +47,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "channels_last": {},
     "cuda_graph": {},
     "fp8": {},
+    "duration": {"max_time": "1 h", "min_updates": 2},
     "jsonl": {},
     "kernels": {},
     "ledger": {},
@@ -55,6 +57,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "progress": {},
     "tensorboard": {},
     "throughput": {},
+    "validate_first": {},
     "guard": {},
 }
 """What only looks, guard among them: with finite numbers it changes nothing; nor do backends, cuda_graph,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import forge
 from forge.errors import RecipeError
-from forge_plugins import Accumulate, Clip
+from forge.testing import assert_same_weights
+from forge_plugins import Accumulate, Checkpoint, Clip
+from tests.snapshot.test_resume import die, live
 from tests.support.tasks import Classifier, fit, make_batches
 
 Batch = tuple[Tensor, Tensor]
@@ -133,3 +136,44 @@ def test_the_logged_loss_is_the_mean_over_samples() -> None:
 def test_a_window_below_one_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"accumulate\.window is 0; it must be at least 1"):
         Accumulate(0)
+
+
+# -- windows by epoch -------------------------------------------------------------------------------------------------
+
+
+def test_a_window_by_epoch_equals_other_batches_by_epoch() -> None:
+    micros, task = batches(4, 4, 4, 4, 4), Exact()
+    other = copy.deepcopy(task)
+    result = fit(task, train=micros, max_epochs=4, plugins=[Accumulate({0: 5, 1: 2, 3: 1})])
+    optimizer = other.configure_optimizers()
+    for window in (5, 2, 2, 1):
+        for batch in big(micros, window):
+            optimizer.zero_grad()
+            other.training_step(batch).backward()
+            optimizer.step()
+    assert result.updates == 1 + 3 + 3 + 5
+    torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("epochs", "most", "planned"), [(2, None, 4), (4, None, 12), (4, 7, 7)])
+def test_windows_by_epoch_are_planned(epochs: int, most: int | None, planned: int) -> None:
+    trainer = forge.Trainer(
+        max_epochs=epochs, max_updates=most, plugins=[Accumulate({0: 5, 1: 2, 3: 1})], run_dir=False
+    )
+    assert trainer.fit(Exact(), batches(4, 4, 4, 4, 4)).updates == trainer.planned_updates == planned
+
+
+@pytest.mark.parametrize("window", [{}, {1: 2}, {0: 0}, {0: 2, 3: -1}])
+def test_windows_by_epoch_that_say_too_little_are_refused(window: dict[int, int]) -> None:
+    with pytest.raises(RecipeError, match=r"accumulate\.window is"):
+        Accumulate(window)
+
+
+def test_windows_by_epoch_resume_in_the_same_bits(tmp_path: Path) -> None:
+    plugins = lambda: [Accumulate({0: 3, 1: 2}), Checkpoint("1 updates", background=False)]  # noqa: E731
+    straight, _ = live(tmp_path / "straight", plugins())
+    for update in (1, 4, 6):
+        die(tmp_path / "cut", plugins(), update)
+    resumed, result = live(tmp_path / "cut", plugins())
+    assert result.updates == 2 + 3 + 3
+    assert_same_weights(resumed, straight)

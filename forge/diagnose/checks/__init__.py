@@ -6,7 +6,12 @@ Certain mistakes are refused, likely ones cause a warning. Every check runs once
 from __future__ import annotations
 
 from forge.diagnose.checks.first_batch import check_metrics, check_training_output, first_forward
-from forge.diagnose.checks.loaders import refuse_inexact_data, refuse_plateau_without_val, refuse_unusable_loaders
+from forge.diagnose.checks.loaders import (
+    refuse_endless,
+    refuse_inexact_data,
+    refuse_plateau_without_val,
+    refuse_unusable_loaders,
+)
 from forge.diagnose.checks.losses import LossWatch
 from forge.diagnose.checks.non_finite_metrics import warn_of_non_finite
 from forge.diagnose.checks.optimizers import check_optimizers, configured
@@ -29,6 +34,7 @@ __all__ = [
     "first_forward",
     "is_lightning",
     "look_at_weights",
+    "refuse_endless",
     "refuse_inexact_data",
     "refuse_plateau_without_val",
     "refuse_unusable_loaders",

@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forge.data.adapt import has_single_position, resumable_reason
-from forge.errors import DataError, TaskError
+from forge.errors import DataError, ForgeError, TaskError
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
+
+
+def refuse_endless(trainer: Run) -> None:
+    """Refuse a fit that nothing would end."""
+    endless = trainer.max_epochs is None and trainer.max_updates is None
+    if endless and not any(plugin.ends_run for plugin in trainer.stack):
+        raise ForgeError(
+            "Neither max_epochs nor max_updates is set: say how long to train. With another end, such as max_time or "
+            "the plugin early_stop, neither is needed."
+        )
 
 
 def refuse_unusable_loaders(trainer: Run) -> None:
