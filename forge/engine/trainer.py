@@ -289,7 +289,7 @@ class Trainer(Run):
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
         if self.means.empty and self.env.world == 1:
             return
-        pending = self.means.read()
+        pending = self.means.read(self.step is not None and self.step.ends_epoch)
         if pending.empty:
             return
         if not publish:

@@ -46,6 +46,7 @@ class Means:
         self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Any], list[Any]]] = {}  # on a device: values, weights; each a tensor or number
+        self._history: History | None = None
         self._flush: Callable[[], None] | None = None
         self.task_metrics: TaskMetrics | None = None
         "The task's torchmetrics objects; None if those that a step returns are ignored."
@@ -92,7 +93,8 @@ class Means:
                 self.append(prefix + name, value, weight)
 
     def track(self, task: nn.Module) -> None:
-        """Reset the task's torchmetrics objects, and include them in these means."""
+        """Reset the task's torchmetrics objects, and include them in these means; from now on count epochs too."""
+        self._history = History(self.device, epochs=getattr(task, "logs_epochs", True))
         self.task_metrics = TaskMetrics(task, "train/")
         self.task_metrics.reset()
 
@@ -110,6 +112,8 @@ class Means:
             return
         counts = self._env is None or self._env.is_main  # every rank has the value of all
         for name, value in self.task_metrics.compute(self._env, only_returned).items():
+            if self._history is not None:
+                self._history.computed.add(name)
             number: Any = value if counts else 0.0
             if self.on_host:
                 self._sums[name] = [float(number), int(counts)]
@@ -169,34 +173,38 @@ class Means:
             return {name: list(pair) for name, pair in counted.items()}
         return {name: (list(values), list(weights)) for name, (values, weights) in counted.items()}
 
-    def read(self) -> PendingMeans:
+    def read(self, ends_epoch: bool = False) -> PendingMeans:
         """Return the means since the last read, and start again; from an accelerator they arrive asynchronously.
 
+        In training (`track`), a short interval includes the one before, and `ends_epoch` adds the means of the epoch.
         On several ranks they are the means over all ranks, and all must call.
         """
         self.flush()
         self.compute_task_metrics()
         if self._env is not None:
-            return self._read_together(self._env)
-        if self.on_host:
-            sums, self._sums = self._sums, {}
-            return PendingMeans(list(sums), [number for pair in sums.values() for number in pair])
-        kept, self._kept = self._kept, {}
-        if not kept:
-            return PendingMeans([], [])
-        return PendingMeans(list(kept), torch.stack([part for pair in kept.values() for part in self._reduce(*pair)]))
+            pairs = self._read_together(self._env)
+        elif self.on_host:
+            pairs, self._sums = self._sums, {}
+        else:
+            pairs, self._kept = {name: list(self._reduce(*pair)) for name, pair in self._kept.items()}, {}
+        if self._history is not None:
+            pairs = self._history.include(pairs, ends_epoch)
+        parts: list[Any] = [part for pair in pairs.values() for part in pair]
+        return PendingMeans(list(pairs), parts if self.on_host or not parts else torch.stack(parts))
 
-    def _read_together(self, env: Env) -> PendingMeans:
+    def _read_together(self, env: Env) -> dict[str, list[Any]]:
         sums, self._sums = self._sums, {}
         kept, self._kept = self._kept, {}
         names = sorted(sums.keys() | kept.keys())
         check_same_names(env, names)
         if not names:
-            return PendingMeans([], [])
+            return {}
         if self.on_host:
             own = torch.tensor([sums[name] for name in names], dtype=torch.float64).flatten()
-            return PendingMeans(names, env.sum(own).tolist())
-        return PendingMeans(names, env.sum(torch.stack([part for name in names for part in self._reduce(*kept[name])])))
+            flat = env.sum(own).tolist()
+        else:
+            flat = env.sum(torch.stack([part for name in names for part in self._reduce(*kept[name])])).unbind()
+        return {name: list(flat[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return every value counted since the last read, unreduced, so that a restored mean has the same bits."""
@@ -204,7 +212,8 @@ class Means:
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
         metrics = self.task_metrics.state_dict() if self.task_metrics else {}
         counted = {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
-        return {**counted, "held": metrics} if metrics else counted
+        past = self._history.state_dict() if self._history is not None else {}
+        return {**counted, **({"held": metrics} if metrics else {}), **({"past": past} if past else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from a state; one from the other kind of device is converted."""
@@ -214,6 +223,8 @@ class Means:
             return
         if self.task_metrics:
             self.task_metrics.load_state_dict(state.get("held", {}))
+        if self._history is not None:
+            self._history.load_state_dict(state.get("past", {}))
         self._sums = {name: list(pair) for name, pair in state["sums"].items()} if self.on_host else {}
         self._kept = {}
         for name, (values, weights) in state["kept"].items():
@@ -252,6 +263,8 @@ class Means:
                     together._sums[name] = [before[0] + total, before[1] + mass]
             together._sums = {name: pair for name, pair in together._sums.items() if pair[1]}
             self.load_state_dict(together.state_dict())
+        if self._history is not None and states:
+            self._history.load_state_dict(states[0].get("past", {}))  # sums over all ranks, the same on each
 
     def _reduce(self, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
         value, weight = self._vector(values), self._vector(weights)
@@ -263,6 +276,66 @@ class Means:
             return torch.tensor(items, dtype=torch.float32).to(self.device, non_blocking=True)
         scalars = [i if isinstance(i, Tensor) else torch.tensor(float(i)) for i in items]
         return torch.stack([s.to(self.device, torch.float32, non_blocking=True).reshape(()) for s in scalars])
+
+
+class History:
+    """The sums of the epoch so far, and of the last interval; on several ranks, over all of them."""
+
+    SHORT = 4
+    """An interval of less than a quarter of the one before includes it: the mean of a few updates beside that of many
+    looks like a cliff."""
+
+    def __init__(self, device: torch.device, epochs: bool):
+        self._device, self._on_host, self._epochs = device, device.type == "cpu", epochs
+        self._epoch: dict[str, list[Any]] = {}
+        self._before: dict[str, list[Any]] = {}
+        self.computed: set[str] = set()
+        "Names of torchmetrics objects, whose values are no means."
+
+    def include(self, pairs: Mapping[str, list[Any]], ends_epoch: bool) -> dict[str, list[Any]]:
+        """Count an interval's sums, and return what to log for it; at the end of an epoch, its sums as well."""
+        shown: dict[str, list[Any]] = {}
+        for name, (total, mass) in pairs.items():
+            if name in self.computed:
+                shown[name] = [total, mass]
+                continue
+            if self._epochs and name.startswith("train/") and not name.endswith("_epoch"):
+                sums = self._epoch.get(name, (0.0, 0))
+                self._epoch[name] = [sums[0] + total, sums[1] + mass]
+            shown[name] = self._before[name] = self._pooled(total, mass, self._before.get(name))
+        if ends_epoch:
+            epoch, self._epoch = self._epoch, {}
+            shown |= {f"{name}_epoch": sums for name, sums in epoch.items() if f"{name}_epoch" not in shown}
+        return shown
+
+    def _pooled(self, total: Any, mass: Any, before: list[Any] | None) -> list[Any]:
+        if before is None:
+            return [total, mass]
+        if self._on_host:
+            return [total + before[0], mass + before[1]] if mass * self.SHORT < before[1] else [total, mass]
+        is_short = mass * self.SHORT < before[1]
+        return [torch.where(is_short, here + there, here) for here, there in zip((total, mass), before, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as numbers, or as tensors of two."""
+        past = {"epoch": self._epoch, "before": self._before}
+        return {
+            kind: {name: list(pair) if self._on_host else torch.stack(pair) for name, pair in sums.items()}
+            for kind, sums in past.items()
+            if sums
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; one from the other kind of device is converted."""
+        self._epoch, self._before = (
+            {name: [self._part(part) for part in pair] for name, pair in state.get(kind, {}).items()}
+            for kind in ("epoch", "before")
+        )
+
+    def _part(self, part: Any) -> Any:
+        if self._on_host:
+            return part if isinstance(part, (int, float)) else float(part)
+        return torch.as_tensor(part, dtype=torch.float32, device=self._device)
 
 
 def check_same_names(env: Env, names: list[str]) -> None:

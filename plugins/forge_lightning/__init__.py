@@ -34,6 +34,8 @@ class LightningAdapter(Trains, Evaluates):
     the module (see docs/from-lightning.md).
     """
 
+    logs_epochs = False  # as under Lightning: only what is logged with on_epoch=True
+
     @property
     def task_name(self) -> str:
         """The name of runs: the module's class, or that of a subclass of the adapter."""

@@ -110,7 +110,8 @@ class Status:
     def log(self, update: int, metrics: Mapping[str, Any]) -> bool:
         """Store the newest scalars; return whether to show them at once."""
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and not is_diagnostic(name, self.plugins):
+            is_epochs = name.endswith("_epoch") and name.removesuffix("_epoch") in metrics  # for charts
+            if isinstance(value, (int, float)) and not is_epochs and not is_diagnostic(name, self.plugins):
                 self.metrics[visible(name)] = value
                 self._compare(update, visible(name), value)
         evaluated = any(name.startswith(("val/", "test/")) for name in metrics)
