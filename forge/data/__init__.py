@@ -5,6 +5,7 @@ from __future__ import annotations
 from forge.data.accumulation_windows import Feed, batch_size, length_of
 from forge.data.adapt import adopt, resumable_reason
 from forge.data.collate import pad_collate
+from forge.data.combined import CombinedLoader
 from forge.data.loader import Loader
 from forge.data.order import Bucketed, Order, Weighted, epoch_order
 from forge.data.prefetch import DevicePrefetch
@@ -15,6 +16,7 @@ from forge.data.tokens import TokenStream
 
 __all__ = [
     "Bucketed",
+    "CombinedLoader",
     "DevicePrefetch",
     "Feed",
     "Loader",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from forge.data.own_generators import data_roots, data_states, states_of
 from forge.data.sample_rng import restored_generators, seed_generators
@@ -70,9 +70,15 @@ def is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
+def holds_dataloader(loader: Any) -> bool:
+    """Whether this is a pipeline over a DataLoader, as webdataset's WebLoader is: torch takes it for a dataset."""
+    stages = getattr(loader, "pipeline", None)
+    return isinstance(stages, list) and bool(stages) and isinstance(stages[0], DataLoader)
+
+
 def check_loader(loader: Any, stage: str) -> None:
     """Raise DataError for an object that is not a loader, or an empty one."""
-    if isinstance(loader, Dataset):
+    if isinstance(loader, Dataset) and not holds_dataloader(loader):
         raise DataError(
             f"{stage} got the dataset {type(loader).__name__} itself. Wrap it in a loader: "
             f"forge.data.Loader({type(loader).__name__.lower()}, batch_size=..., shuffle={stage == 'train'})."

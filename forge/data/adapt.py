@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     IterDataPipe,
@@ -22,7 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from forge.data.accumulation_windows import batch_size, is_stateful, length_of, set_epoch
+from forge.data.accumulation_windows import batch_size, holds_dataloader, is_stateful, length_of, set_epoch
+from forge.data.combined import CombinedLoader
 from forge.data.iterable import StreamLoader
 from forge.data.limited import Limited
 from forge.data.loader import Loader
@@ -44,6 +47,10 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     torch DataLoader are wrapped. For any other, `resumable_reason` returns why it cannot resume; with `allow_inexact`
     it is read again from its beginning instead, and the consumed batches are dropped.
     """
+    if isinstance(loader, CombinedLoader):
+        return CombinedLoader(
+            {name: adopt(inner, stage, allow_inexact) for name, inner in loader.loaders.items()}, loader.mode
+        )
     if hasattr(loader, "seek") or is_stateful(loader):
         return loader
     if isinstance(loader, (list, tuple)):
@@ -57,17 +64,35 @@ def adopt(loader: Any, stage: str, allow_inexact: bool = False) -> Any:
     return Reread(loader, stage, reason)
 
 
-def _refuse_several(given: Sequence[Any], stage: str) -> None:
-    """Refuse a list of loaders, as Lightning takes: a list holds batches, and the loaders have no names."""
-    if not given or not all(isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch)) for item in given):
-        return
-    count = "1 loader" if len(given) == 1 else f"{len(given)} loaders"
+def by_name(given: Any, stage: str) -> Any:
+    """Return several loaders of an evaluation as a dict, those of a list by their number, and those of training as one
+    loader; anything else unchanged."""
     if stage == "train":
-        fix = "Training takes one: join their datasets with torch.utils.data.ConcatDataset."
-    else:
+        return CombinedLoader(given) if isinstance(given, dict) else given
+    if not isinstance(given, (list, tuple)) or not given or not all(map(is_loader, given)):
+        return given
+    return given[0] if len(given) == 1 else {str(number): loader for number, loader in enumerate(given)}
+
+
+def is_loader(item: Any) -> bool:
+    """Whether an item of a list is a loader, rather than a batch."""
+    if isinstance(item, (DataLoader, OwnSeed, SampledLoader, DevicePrefetch, CombinedLoader)) or holds_dataloader(item):
+        return True
+    data = (torch.Tensor, str, bytes, Mapping, list, tuple, Dataset)
+    is_data = isinstance(item, data) or is_dataclass(item) or any(hasattr(item, name) for name in ("to", "__array__"))
+    return hasattr(item, "__iter__") and not is_data
+
+
+def _refuse_several(given: Sequence[Any], stage: str) -> None:
+    """Refuse a list of train loaders, as Lightning takes: a list holds batches."""
+    if given and all(map(is_loader, given)):
+        count = "1 loader" if len(given) == 1 else f"{len(given)} loaders"
         names = ", ".join(f"{chr(97 + i)!r}: ..." for i in range(min(len(given), 3)))
-        fix = f"Pass a dict, whose names go into the metrics: {{{names}}}."
-    raise DataError(f"{stage} got a {type(given).__name__} of {count}, but a list must hold batches. {fix}")
+        raise DataError(
+            f"{stage} got a {type(given).__name__} of {count}, but a list must hold batches. Pass a dict: "
+            f"{{{names}}} gives dicts of their batches (forge.data.CombinedLoader). Or join their datasets with "
+            "torch.utils.data.ConcatDataset."
+        )
 
 
 def resumable_reason(loader: Any) -> str | None:
@@ -75,6 +100,8 @@ def resumable_reason(loader: Any) -> str | None:
     name = type(loader).__name__
     if isinstance(loader, (RankLoader, Limited)):
         return resumable_reason(loader.loader)
+    if isinstance(loader, CombinedLoader):
+        return next((reason for inner in loader.loaders.values() if (reason := _inner_reason(inner))), None)
     if isinstance(loader, Reread):
         return loader.reason
     if hasattr(loader, "seek") or is_stateful(loader):
@@ -94,10 +121,19 @@ def resumable_reason(loader: Any) -> str | None:
     )
 
 
+def _inner_reason(loader: Any) -> str | None:
+    """Return why a part of a CombinedLoader cannot resume exactly; a state is not enough."""
+    if not hasattr(loader, "seek") and is_stateful(loader):
+        return f"{type(loader).__name__} has a state but no seek(epoch, samples), as a CombinedLoader needs."
+    return resumable_reason(loader)
+
+
 def has_single_position(loader: Any) -> bool:
     """Whether one object cannot serve two stages: it has a single position, which a validation would change."""
     if isinstance(loader, (DevicePrefetch, Limited, Reread, RankLoader)):
         return has_single_position(loader.loader)
+    if isinstance(loader, CombinedLoader):
+        return any(map(has_single_position, loader.loaders.values()))
     if isinstance(loader, (StreamLoader, Iterator)):
         return True
     return is_stateful(loader) and not hasattr(loader, "seek")

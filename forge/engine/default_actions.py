@@ -12,7 +12,7 @@ from forge.contract.hooks import hookimpl
 from forge.contract.plugin import Plugin
 from forge.contract.step import Step
 from forge.data.accumulation_windows import check_loader
-from forge.data.adapt import adopt
+from forge.data.adapt import adopt, by_name
 from forge.data.sharding import RankLoader
 from forge.diagnose import checks
 from forge.diagnose.first_look import FirstLook
@@ -40,7 +40,7 @@ class Core(Plugin):
 
     @default
     def forge_build_loader(self, trainer: Run, stage: str) -> Any:
-        given = trainer.given_loaders.get(stage)
+        given = by_name(trainer.given_loaders.get(stage), stage)
         if isinstance(given, dict):
             return {name: self._adopted(trainer, loader, stage) for name, loader in given.items()}
         return None if given is None else self._adopted(trainer, given, stage)

@@ -120,7 +120,7 @@ class Trainer(Run):
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
     def fit(self, task: TaskModule, train: Any, val: Any = None, *, weights: str | Path | None = None) -> FitResult:
-        """Train `task` on `train`, validating on `val` (a loader, or a dict of loaders by name).
+        """Train `task` on `train`, validating on `val`: loaders, or dicts of loaders by name.
 
         `weights` is a file to start from. The trained weights end up in RUN/weights.safetensors.
         """

@@ -212,8 +212,8 @@ class Means:
         kept = {name: [self._vector(values), self._vector(weights)] for name, (values, weights) in self._kept.items()}
         metrics = self.task_metrics.state_dict() if self.task_metrics else {}
         counted = {"sums": {name: list(pair) for name, pair in self._sums.items()}, "kept": kept}
-        past = self._history.state_dict() if self._history is not None else {}
-        return {**counted, **({"held": metrics} if metrics else {}), **({"past": past} if past else {})}
+        past = {} if self._history is None else {"past": self._history.state_dict()}
+        return {**counted, **({"held": metrics} if metrics else {}), **past}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from a state; one from the other kind of device is converted."""
@@ -289,6 +289,8 @@ class History:
         self._device, self._on_host, self._epochs = device, device.type == "cpu", epochs
         self._epoch: dict[str, list[Any]] = {}
         self._before: dict[str, list[Any]] = {}
+        self._is_partial = False
+        "Whether the run was resumed from a state of an earlier version, without the sums of its epoch."
         self.computed: set[str] = set()
         "Names of torchmetrics objects, whose values are no means."
 
@@ -304,7 +306,7 @@ class History:
                 self._epoch[name] = [sums[0] + total, sums[1] + mass]
             shown[name] = self._before[name] = self._pooled(total, mass, self._before.get(name))
         if ends_epoch:
-            epoch, self._epoch = self._epoch, {}
+            epoch, self._epoch, self._is_partial = {} if self._is_partial else self._epoch, {}, False
             shown |= {f"{name}_epoch": sums for name, sums in epoch.items() if f"{name}_epoch" not in shown}
         return shown
 
@@ -322,11 +324,11 @@ class History:
         return {
             kind: {name: list(pair) if self._on_host else torch.stack(pair) for name, pair in sums.items()}
             for kind, sums in past.items()
-            if sums
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; one from the other kind of device is converted."""
+        self._is_partial = "epoch" not in state
         self._epoch, self._before = (
             {name: [self._part(part) for part in pair] for name, pair in state.get(kind, {}).items()}
             for kind in ("epoch", "before")

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import forge
 from forge.data import DevicePrefetch, Loader, TensorLoader, adopt, resumable_reason
-from forge.data.adapt import has_single_position
+from forge.data.adapt import by_name, has_single_position
 from tests.support.profiles import few
 
 DATA = TensorDataset(torch.arange(10))
@@ -383,18 +383,18 @@ class TestOthers:
 @pytest.mark.parametrize(
     "make", [lambda: DataLoader(DATA, 2), lambda: TensorLoader(torch.arange(4), batch_size=2), lambda: Loader(DATA, 2)]
 )
-def test_a_list_of_loaders_is_refused_with_the_dict_to_pass(make: Any) -> None:
+def test_a_list_of_train_loaders_is_refused_with_the_dict_to_pass(make: Any) -> None:
     with pytest.raises(
-        forge.DataError, match=r"val got a list of 2 loaders.* Pass a dict.*\{'a': \.\.\., 'b': \.\.\.\}"
+        forge.DataError, match=r"train got a list of 2 loaders.* Pass a dict: \{'a': \.\.\., 'b': .*Concat"
     ):
-        adopt([make(), make()], "val")
-    with pytest.raises(forge.DataError, match=r"test got a tuple of 1 loader,.* Pass a dict"):
-        adopt((make(),), "test")
-    with pytest.raises(forge.DataError, match=r"train got a list of 2 loaders.* Training takes one.*ConcatDataset"):
         adopt([make(), make()], "train")
+    loaders = [make(), make()]
+    assert by_name(loaders, "val") == {"0": loaders[0], "1": loaders[1]}
+    assert by_name((loaders[0],), "test") is loaders[0]
 
 
 def test_lists_of_batches_are_no_lists_of_loaders() -> None:
     pairs = [(torch.zeros(2), torch.zeros(2))] * 2
     for each in (pairs, tuple(pairs), [[torch.zeros(2)]], [{"x": torch.zeros(2)}], [torch.zeros(2)], [DATA[:2]]):
         assert list(adopt(each, "val")) == list(each)
+        assert by_name(each, "val") is each

@@ -210,8 +210,8 @@ class TestData:
     def test_what_cannot_be_iterated_is_refused(self) -> None:
         assert_refused(None, "train got a int, which cannot be iterated", 3, forge.DataError)
 
-    def test_a_dict_of_training_loaders_is_refused(self) -> None:
-        assert_refused(None, "training takes one loader", {"a": make_batches()}, forge.DataError)
+    def test_an_empty_loader_among_several_is_refused(self) -> None:
+        assert_refused(None, "CombinedLoader: 'b' is empty", {"a": make_batches(), "b": []}, forge.DataError)
 
     def test_persistent_workers_cannot_train_and_validate_at_once(self) -> None:
         data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))

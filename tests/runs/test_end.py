@@ -17,6 +17,9 @@ from forge.runs.folder import RunFolder
 from forge_plugins import JSONL, Checkpoint, Clip
 from tests.support.tasks import Classifier, fit, make_batches, second_rank
 
+TRAINED = {"train/loss", "train/accuracy"}
+LOGGED = {*TRAINED, *(f"{name}_epoch" for name in TRAINED), "val/loss", "val/accuracy", "lr"}
+
 
 class Raises(Classifier):
     """Ends in its second update."""
@@ -185,7 +188,7 @@ def test_the_end_of_an_earlier_life_is_not_believed(tmp_path: Path) -> None:
 def test_metrics_nobody_logs_any_more_are_no_results(tmp_path: Path, plugins: list[Any]) -> None:
     result = twice(tmp_path, [JSONL(), Clip(0.5)], plugins)
     assert "grad_norm/before" in result.metrics  # a resume is exact: what was restored is not forgotten
-    assert set(RunFolder(tmp_path).final) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
+    assert set(RunFolder(tmp_path).final) == LOGGED
 
 
 def test_a_killed_life_and_a_test_after_the_end_are_alike(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_a_rewind_keeps_what_this_life_has_logged(tmp_path: Path) -> None:
 
     back.observer = True
     twice(tmp_path, [JSONL(), Clip(0.5)], [JSONL(), back], validate_every=None)
-    assert set(end_of(tmp_path)["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr"}
+    assert set(end_of(tmp_path)["metrics"]) == LOGGED
 
 
 def test_an_earlier_lifes_validation_counts_until_another(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def result_of(task: Exact, run_dir: Path) -> dict[str, Any]:
 
     exported = {name: value.tolist() for name, value in load_file(run_dir / "weights.safetensors").items()}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    logged = [{key: value for key, value in line.items() if key != "time"} for line in lines]
+    # the means of epochs came later
+    logged = [{k: value for k, value in line.items() if k != "time" and not k.endswith("_epoch")} for line in lines]
     trained = {name: value.tolist() for name, value in task.state_dict().items()}
     return {"trained": trained, "exported": exported, "logged": logged}

@@ -24,7 +24,7 @@ def refuse_endless(trainer: Run) -> None:
 def refuse_unusable_loaders(trainer: Run) -> None:
     """Refuse several training loaders, and one loader for training and validation that cannot serve both."""
     train = trainer.loaders["train"]
-    if None not in train:
+    if None not in train:  # of a plugin that builds loaders: those of a user are combined
         raise DataError(f"train is a dict of loaders ({', '.join(map(str, train))}); training takes one loader.")
     inner = _innermost(train[None])
     shared = any(_innermost(loader) is inner for loader in trainer.loaders.get("val", {}).values())
@@ -34,8 +34,9 @@ def refuse_unusable_loaders(trainer: Run) -> None:
             "epoch. Make a loader for each."
         )
     given = trainer.given_loaders
-    both = given["val"].values() if isinstance(given["val"], dict) else [given["val"]]
-    if any(loader is given["train"] for loader in both) and has_single_position(train[None]):
+    val = given["val"]
+    each = val.values() if isinstance(val, dict) else val if isinstance(val, (list, tuple)) else ()
+    if any(loader is given["train"] for loader in (val, *each)) and has_single_position(train[None]):
         raise DataError(
             f"train and val are one {type(train[None]).__name__}, which keeps its position: a validation would advance "
             "training. Make a loader for each."
