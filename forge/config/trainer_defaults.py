@@ -9,17 +9,8 @@ from typing import Any, Literal, Self, TypedDict
 
 from forge.errors import ForgeError, did_you_mean
 from forge.progress import Interval
+from forge.util.peer_hints import trainer_hint
 
-LIGHTNING = {
-    "max_steps": "max_updates",
-    "log_every_n_steps": "log_every",
-    "val_check_interval": "validate_every",
-    "check_val_every_n_epoch": "validate_every",
-    "accelerator": "device",
-    "callbacks": "plugins",
-    "logger": "plugins",
-}
-"""Arguments of Lightning's Trainer by their name here; docs/from-lightning.md has all of them."""
 SWITCHES = {
     "max_time": ("duration", "max_time"),
     "min_epochs": ("duration", "min_epochs"),
@@ -108,8 +99,7 @@ class Settings:
         """Check names and values, and build the settings."""
         known = [field.name for field in fields(cls)]
         for name in (name for name in given if name not in known):
-            near = did_you_mean(name, [*known, "recipe", "plugins"])
-            hint = f" Did you mean {LIGHTNING[name]}?" if name in LIGHTNING else near
+            hint = trainer_hint(name) or did_you_mean(name, [*known, "recipe", "plugins"])
             raise TypeError(f"forge.Trainer takes no argument {name!r}.{hint}")
         return cls(**given)
 
@@ -128,8 +118,9 @@ class Settings:
         }
 
 
-def signature(*more: inspect.Parameter) -> inspect.Signature:
-    """Return the signature of a function that takes every setting, and `more`, by name."""
+def signature(**more: str) -> inspect.Signature:
+    """Return the signature of a function that takes every setting by name, and `more` by name and type."""
     named = inspect.Parameter.KEYWORD_ONLY
     settings = [inspect.Parameter(f.name, named, default=f.default, annotation=f.type) for f in fields(Settings)]
-    return inspect.Signature([*settings, *more])
+    others = [inspect.Parameter(name, named, default=None, annotation=kind) for name, kind in more.items()]
+    return inspect.Signature([*settings, *others])

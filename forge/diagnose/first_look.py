@@ -162,40 +162,43 @@ class FirstLook:
         self._losses: list[weakref.ref[Tensor]] = []
 
     def __call__(self, step: Step, batch: Any) -> Any:
-        """Run the forward of a training batch."""
+        """Run the forward of a training batch, and look at it; in one function, to add one frame to it."""
+        forward, is_left_out = self._forward_of(step)
+        with saying(self._said):
+            if is_left_out:
+                return forward(step, batch)
+            task, is_first = step.trainer.task, self._patient is None and not self.waiting
+            graphs = self._graphs = self._graphs or graph.Graphs(task)
+            small = is_small(step.trainer, batch)
+            traces = graph.Traces(task, batch, cheaply=True) if is_first else None
+            watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
+            with ExitStack() as looks:
+                calls = looks.enter_context(outermost_calls(task)) if is_first and small and is_telling(batch) else []
+                off = looks.enter_context(graph.modes_noted(task))
+                looks.enter_context(graphs.watching())
+                for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
+                    looks.enter_context(mode)
+                output = forward(step, batch)
+            loss = loss_of(output)
+            if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
+                graphs.add(loss, batch)
+                if traces is not None:
+                    traces.look_again()
+                self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
+                if not small:  # its scores may be the largest tensors of the step
+                    self.judge(step)
+            return output
+
+    def _forward_of(self, step: Step) -> tuple[Callable[[Step, Any], Any], bool]:
+        """Return the forward to call, and whether it is not looked at."""
         count = self._counts[step.name] = self._counts.get(step.name, 0) + 1
-        forward = first_forward if count == 1 else step.trainer.hooks.forge_forward
         reason = why_not(step)
         if count == LOOKS or (reason and reason != LAZY):
             self.done.add(step.name)
         if reason:
             logger.debug("The first look at the steps is left out: %s.", reason)
         self._said |= set(step.trainer.task.expected)
-        with saying(self._said):
-            return forward(step, batch) if reason else self._watched(step, batch, forward)
-
-    def _watched(self, step: Step, batch: Any, forward: Callable[[Step, Any], Any]) -> Any:
-        task, is_first = step.trainer.task, self._patient is None and not self.waiting
-        graphs = self._graphs = self._graphs or graph.Graphs(task)
-        small = is_small(step.trainer, batch)
-        traces = graph.Traces(task, batch, cheaply=True) if is_first else None
-        watch, active = StepWatch(batch_size(batch)), start.ActivationWatch()
-        with ExitStack() as looks:
-            calls = looks.enter_context(outermost_calls(task)) if is_first and small and is_telling(batch) else []
-            off = looks.enter_context(graph.modes_noted(task))
-            looks.enter_context(graphs.watching())
-            for mode in [active] * (small and is_telling(batch)) + [watch] * is_first:
-                looks.enter_context(mode)
-            output = forward(step, batch)
-        loss = loss_of(output)
-        if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
-            graphs.add(loss, batch)
-            if traces is not None:
-                traces.look_again()
-            self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
-            if not small:  # its scores may be the largest tensors of the step
-                self.judge(step)
-        return output
+        return first_forward if count == 1 else step.trainer.hooks.forge_forward, bool(reason)
 
     def judge(self, step: Step) -> None:
         """Look at what the steps of an update did, and warn of what is found; later, if torch's profiler records it."""

@@ -20,7 +20,6 @@ end of a run in :mod:`forge.engine.session`.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 import time
@@ -51,6 +50,7 @@ from forge.rng import seed
 from forge.runs import choose
 from forge.snapshot.capture import capture
 from forge.snapshot.restore import load_for, restore
+from forge.util.peer_hints import answers_foreign_arguments
 
 logger = logging.getLogger("forge")
 
@@ -104,12 +104,7 @@ class Trainer(Run):
         if self.seed is not None:
             seed(self.seed)  # the task is often made next, and draws its weights
 
-    __signature__ = signature(
-        inspect.Parameter(
-            "recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | Path | Recipe | None"
-        ),
-        inspect.Parameter("plugins", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Plugins | None"),
-    )
+    __signature__ = signature(recipe="str | Path | Recipe | None", plugins="Plugins | None")
 
     def reset(self) -> None:
         super().reset()
@@ -119,6 +114,7 @@ class Trainer(Run):
 
     # -- the verbs ----------------------------------------------------------------------------------------------------
 
+    @answers_foreign_arguments
     def fit(self, task: TaskModule, train: Any, val: Any = None, *, weights: str | Path | None = None) -> FitResult:
         """Train `task` on `train`, validating on `val`: loaders, or dicts of loaders by name.
 
@@ -137,14 +133,17 @@ class Trainer(Run):
         numbers = {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
         return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
 
+    @answers_foreign_arguments
     def validate(self, task: TaskModule, val: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
         """Run one validation and return its metrics."""
         return self._evaluate_only("validate", "val", task, val, weights)
 
+    @answers_foreign_arguments
     def test(self, task: TaskModule, test: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
         """Run one test and return its metrics."""
         return self._evaluate_only("test", "test", task, test, weights)
 
+    @answers_foreign_arguments
     def predict(self, task: TaskModule, loader: Any, *, weights: str | Path | None = None) -> list[Any]:
         """Run `predict_step` on every batch and return the outputs, on the CPU."""
         return self._evaluate_only("predict", "predict", task, loader, weights)

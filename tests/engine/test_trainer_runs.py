@@ -79,7 +79,7 @@ def test_natural_types_for_settings_are_taken(tmp_path: Any) -> None:
     assert (trainer.settings["device"], trainer.settings["seed"]) == ("cpu", 3)
 
 
-@pytest.mark.parametrize(("given", "meant"), [("max_steps", "max_updates"), ("max_epoch", "max_epochs")])
+@pytest.mark.parametrize(("given", "meant"), [("max_update", "max_updates"), ("max_epoch", "max_epochs")])
 def test_a_wrong_argument_is_answered_with_the_one_meant(given: str, meant: str) -> None:
     settings: dict[str, Any] = {given: 3}
     with pytest.raises(TypeError, match=f"takes no argument '{given}'. Did you mean '?{meant}"):

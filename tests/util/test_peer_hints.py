@@ -1,0 +1,112 @@
+"""Arguments from Lightning, Hugging Face and accelerate are answered with what does the same here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forge
+from forge import options, registry
+from forge.config.trainer_defaults import Settings
+from forge.testing import TinyTask, tiny_batches
+from forge.util.lightning_hints import INSTEAD
+from forge.util.peer_hints import TRAINER, VERBS
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = {field.name for field in dataclasses.fields(Settings)} | {"recipe", "plugins"}
+
+
+def test_every_argument_of_lightnings_trainer_is_answered() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    theirs = [*inspect.signature(lightning.Trainer).parameters]
+    assert "gradient_clip_val" in theirs
+    for name in theirs:
+        if name not in OURS:
+            given: dict[str, Any] = {name: 1}
+            with pytest.raises(TypeError, match=rf"takes no argument '{name}'\. Use .+ \(docs/.+\.md\)\."):
+                forge.Trainer(**given)
+
+
+def test_every_argument_of_lightnings_verbs_is_answered() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    for verb in ("fit", "validate", "test", "predict"):
+        for name in [*inspect.signature(getattr(lightning.Trainer, verb)).parameters][1:]:
+            given: dict[str, Any] = {name: None}
+            with pytest.raises(TypeError, match=rf"Trainer\.{verb} takes no argument '{name}'\. Use .+ \(docs/"):
+                getattr(forge.Trainer(plugins=[]), verb)(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("gradient_clip_val", r"plugins=\{'clip': \{'max_norm': \.\.\.\}\} \(docs/plugins/clip\.md\)"),
+        ("per_device_train_batch_size", r"on the loader .* \(docs/data\.md\)"),
+        ("mixed_precision", r"'amp'.*\(docs/plugins/amp\.md\)"),
+        ("fast_dev_run", "smoke=True"),
+    ],
+)
+def test_an_answer_names_the_plugin_and_the_page(name: str, answer: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError, match=answer):
+        forge.Trainer(**given)
+
+
+def test_common_arguments_of_hugging_face_are_answered() -> None:
+    pytest.importorskip("transformers")
+    from transformers.training_args import TrainingArguments
+
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+    common = (
+        "output_dir num_train_epochs max_steps per_device_train_batch_size per_device_eval_batch_size learning_rate "
+        "gradient_accumulation_steps weight_decay max_grad_norm lr_scheduler_type warmup_steps logging_steps "
+        "save_strategy save_steps save_total_limit eval_strategy eval_steps load_best_model_at_end fp16 bf16 "
+        "metric_for_best_model greater_is_better gradient_checkpointing torch_compile optim report_to run_name "
+        "dataloader_num_workers deepspeed fsdp resume_from_checkpoint full_determinism data_seed push_to_hub"
+    )
+    assert not set(common.split()) - theirs
+    assert not set(common.split()) - TRAINER.keys()
+
+
+def test_answers_name_pages_and_options_that_exist() -> None:
+    for name, (answer, page) in {**TRAINER, **VERBS}.items():
+        assert (ROOT / page).is_file(), f"{name}: {page}"
+        for plugin, option in re.findall(r"plugins=\{'(\w+)': \{'(\w+)'", answer):
+            known = [o.name for o in options.of_config(registry.load("plugin", plugin).Config)]
+            assert option in known, f"{name}: {plugin}.{option}"
+        for plugin in re.findall(r"plugins=\['(\w+)'", answer):
+            assert plugin in registry.installed("plugin")
+
+
+def test_no_argument_of_forge_is_answered() -> None:
+    assert not OURS & TRAINER.keys()
+    verbs = {
+        name for verb in ("fit", "validate") for name in inspect.signature(getattr(forge.Trainer, verb)).parameters
+    }
+    assert {"task", "train", "val", "weights"} <= verbs
+    assert not verbs & VERBS.keys()
+
+
+def test_another_wrong_argument_is_pythons_own_error() -> None:
+    given: dict[str, Any] = {"colour": "red"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        forge.Trainer(plugins=[], max_epochs=1, run_dir=False).fit(TinyTask(), tiny_batches(), **given)
+
+
+def test_a_task_that_logs_is_answered_with_a_short_traceback() -> None:
+    class Logs(TinyTask):
+        def training_step(self, batch: Any) -> Any:
+            getattr(self, "log")("loss", 1.0)  # noqa: B009
+
+    with pytest.raises(AttributeError) as caught:
+        forge.Trainer(plugins=[], max_epochs=1, run_dir=False).fit(Logs(), tiny_batches())
+    assert any("return {" in note and "docs/from-lightning.md" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+def test_each_attribute_of_a_lightning_module_is_no_ones_here(name: str) -> None:
+    assert not hasattr(TinyTask, name)
