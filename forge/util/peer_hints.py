@@ -198,6 +198,10 @@ def answers_foreign_arguments(verb: Callable[Concatenate[Any, P], T]) -> Callabl
                         "{verb}", verb.__name__
                     )
                 )
-        return verb(trainer, *args, **kwargs)
+        try:
+            return verb(trainer, *args, **kwargs)
+        except BaseException as error:  # this frame says nothing to the user
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
 
     return call
