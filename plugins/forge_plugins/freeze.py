@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 import forge
@@ -32,14 +33,15 @@ class Freeze(forge.Plugin):
     `thaw` sets when frozen parts begin to train: one moment for all, or moments by pattern, for gradual unfreezing from
     the top. A parameter that matches several patterns thaws at the earliest of their moments; one that matches none
     stays frozen. Parameters to be thawed must be in an optimizer from the start: pass it all of `self.parameters()`;
-    parameters without a gradient are skipped. The learning rate at the thaw is the schedule's at that update.
+    parameters without a gradient are skipped. The learning rate at the thaw is the schedule's at that update; with
+    `warmup` that of the thawed parameters rises to it from 0, over so many updates.
 
     It acts in `fit` only, and restores the task's flags at the end. Thawed parameters are saved with the run, so a
     resume is exact; `thaw` may be changed for parts that are still frozen.
 
     ::
 
-        forge fit quickstart -p freeze freeze.modules=net.1 freeze.thaw='2 epochs'
+        forge fit quickstart -p freeze freeze.modules=net.1 freeze.thaw='2 epochs' freeze.warmup=20
         forge fit quickstart -p freeze freeze.modules='net.*' freeze.keep='net.7.*'
         forge fit quickstart -p freeze "freeze.modules='*.bias'" "freeze.thaw={net.7: 1 epoch, net.4: 2 epochs}"
     """
@@ -52,6 +54,8 @@ class Freeze(forge.Plugin):
         "Patterns of modules or parameters that stay trained."
         thaw: str | dict[str, str] | None = None
         "When to thaw: '3 epochs', '500 updates', or moments by pattern; null: never."
+        warmup: int = 0
+        "Updates over which the learning rate of thawed parameters rises to the schedule's."
         norm: bool = True
         "Keep frozen BatchNorm, and other modules with running statistics, in evaluation mode."
 
@@ -65,6 +69,10 @@ class Freeze(forge.Plugin):
             raise RecipeError("freeze.modules is empty, so nothing is frozen. Name some, such as backbone.*.")
         thaw = {"*": config.thaw} if isinstance(config.thaw, str) else config.thaw or {}
         self._thaw = {pattern: moment(text, "freeze.thaw") for pattern, text in thaw.items()}
+        if config.warmup < 0:
+            raise RecipeError(f"freeze.warmup is {config.warmup}; it must be at least 0.")
+        if not config.warmup:
+            self.forge_optimizer_step = None  # pyright: ignore[reportAttributeAccessIssue]
         if not self._thaw and not config.norm:
             self.forge_step_end = None  # pyright: ignore[reportAttributeAccessIssue]
         self._begin()
@@ -74,6 +82,8 @@ class Freeze(forge.Plugin):
         self._chosen: dict[str, list[forge.Interval]] = {}
         "Parameters and norms changed in the task, by name, with the moments at which they thaw."
         self._thawed: set[str] = set()
+        self._warming: dict[str, int] = {}
+        "Thawed parameters whose rate still rises, by name, with the number of updates at their thaw."
         self._ahead: list[forge.Interval] = []
         "Moments not reached yet."
         self._frozen_norms: list[nn.Module] = []
@@ -108,6 +118,29 @@ class Freeze(forge.Plugin):
             come = [at for at in self._ahead if reached(at, updates=step.index + 1, epochs=epochs, samples=samples)]
             if come:
                 self._thaw_now(come, step)
+
+    def due(self, step: forge.Step) -> bool:
+        return bool(self._warming)
+
+    @forge.hookimpl(wrapper=True)
+    def forge_optimizer_step(self, step: forge.Step) -> Generator[None, Any, Any]:
+        rising = self._rising(step) if self._warming else []
+        before = [parameter.detach().clone() for parameter, _ in rising]
+        result = yield
+        with torch.no_grad():
+            for (parameter, factor), old in zip(rising, before, strict=True):
+                parameter.copy_(old.lerp(parameter, factor))  # an update is in proportion to the rate
+        return result
+
+    def _rising(self, step: forge.Step) -> list[tuple[nn.Parameter, float]]:
+        """Return the parameters of this update whose rate still rises, with the share of it that they get."""
+        ours, length = {id(parameter) for parameter in step.parameters()}, self.config.warmup
+        self._warming = {name: at for name, at in self._warming.items() if step.index - at + 1 < length}
+        return [
+            (parameter, (step.index - self._warming[name] + 1) / length)
+            for name, parameter in step.trainer.task.named_parameters()
+            if name in self._warming and id(parameter) in ours
+        ]
 
     @forge.hookimpl
     def forge_end(self, trainer: forge.Run) -> None:
@@ -214,6 +247,8 @@ class Freeze(forge.Plugin):
             switch(step.trainer.task, due, on=True)
             self._frozen_norms = self._norms(step.trainer.task)
             thawed = {name: p for name, p in step.trainer.task.named_parameters() if name in due}
+            if self.config.warmup > 1:
+                self._warming |= dict.fromkeys(thawed, step.index + 1)
             logger.info(
                 "freeze: thawed %d parameter%s after update %d, %s values: %s.",
                 len(thawed),
@@ -252,7 +287,8 @@ class Freeze(forge.Plugin):
 
     @forge.hookimpl
     def forge_state_dict(self) -> dict[str, Any]:
-        return {"frozen": sorted(self._chosen), "thawed": sorted(self._thawed)}
+        warming = {"warming": dict(self._warming)} if self._warming else {}
+        return {"frozen": sorted(self._chosen), "thawed": sorted(self._thawed), **warming}
 
     @forge.hookimpl
     def forge_load_state_dict(self, trainer: forge.Run, state: dict[str, Any]) -> None:
@@ -266,6 +302,7 @@ class Freeze(forge.Plugin):
             )
         switch(trainer.task, then - self._chosen.keys(), on=True)
         self._thawed = self._chosen.keys() & set(state["thawed"])
+        self._warming = {name: at for name, at in state.get("warming", {}).items() if name in self._thawed}
         self._apply(trainer.task)
 
 

@@ -374,6 +374,15 @@ SCHEDULES = {
 }
 
 
+def test_a_schedule_that_ends_in_the_first_epoch_is_spent() -> None:
+    rates = [0.1] * 3 + [0.05] * 3 + [0.02] * 94
+    assert start.ends_within(rates, 20)
+    assert not start.ends_within(rates, 5)  # it still changes in the second epoch
+    assert not start.ends_within(rates, 60)  # there is no second epoch
+    assert not start.ends_within([0.01, 0.05] + [0.1] * 98, 20)  # a warm-up
+    assert not start.ends_within([0.1] * 100, 20)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_rehearsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduled, "make", staticmethod(SCHEDULES[name]))

@@ -251,8 +251,18 @@ def schedules(patient: Patient) -> Iterator[Finding]:
                 continue
             rates = rehearse(entry.optimizer, scheduled.schedule, steps)
             kind = type(scheduled.schedule).__name__
-            if rates:
+            epoch = patient.trainer.updates_per_epoch if scheduled.every is None else None
+            if rates and epoch is not None and ends_within(rates, epoch):
+                text = f"{kind} has done all that it does within the first epoch, of {epoch} of {steps} updates."
+                yield Finding("schedule_spent", text, kind, {"steps": steps, "epoch": epoch, "last": rates[-1]})
+            elif rates:
                 yield from judge(rates, kind, isinstance(scheduled.schedule, (CosineAnnealingWarmRestarts, CyclicLR)))
+
+
+def ends_within(rates: list[float], epoch: int) -> bool:
+    """Whether the rate falls to less than half of its peak within the first of several epochs, and then stays."""
+    changes = [i for i in range(1, len(rates)) if rates[i] != rates[i - 1]]
+    return len(rates) >= 3 * epoch and bool(changes) and changes[-1] < epoch and rates[-1] < 0.5 * max(rates)
 
 
 def rehearse(optimizer: Any, schedule: Any, steps: int) -> list[float]:
