@@ -202,9 +202,9 @@ def _hint(value: Any, kind: Any, where: str) -> str:
     choices = [a for a in typing.get_args(kind) if isinstance(a, str)] if typing.get_origin(kind) is Literal else []
     if isinstance(value, str) and choices:
         return did_you_mean(value, choices)
-    if isinstance(value, str) and kind in (int, float):
-        return " Write it without quotes." if value.replace(".", "", 1).isdigit() else ""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if isinstance(value, str) and str not in kinds and not {int, float}.isdisjoint(kinds):
+        return " Write it without quotes." if value.replace(".", "", 1).isdigit() else ""
     option = where.partition(" (")[0]  # without its source
     if type(value) is int and str in kinds and option.endswith(INTERVALS):
         return " An interval has a unit: '2 updates', '1 epoch'."

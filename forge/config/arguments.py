@@ -53,11 +53,10 @@ def _switched(settings: Settings, plugins: list[Plugin]) -> tuple[Settings, list
         value = getattr(settings, name)
         if value:
             asked.setdefault(plugin, {}).update({} if option is None else {option: value})
-    there = {plugin.name: plugin for plugin in plugins}
     for name, values in asked.items():
-        given = plugin_options(there[name]) if name in there else {}
-        there[name] = make_plugin(name, {**given, **values})
-    return settings, list(there.values())
+        given = next((plugin_options(plugin) for plugin in plugins if plugin.name == name), {})
+        plugins = [*(plugin for plugin in plugins if plugin.name != name), make_plugin(name, {**given, **values})]
+    return settings, plugins
 
 
 def _merged(recipe: Recipe, own: list[Plugin] | Options | None) -> list[Plugin]:

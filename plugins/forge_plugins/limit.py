@@ -51,7 +51,6 @@ class Limit(forge.Plugin):
 
     config: Config
     provides = ("limit",)
-    after = ("prefetch",)  # so that nothing beyond the limit is copied
 
     def __init__(self, *first: int | float, **values: int | float):
         super().__init__(*first, **values)

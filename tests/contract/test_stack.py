@@ -368,7 +368,8 @@ class TestCallbacks:
             seen.append(sorted(metrics))
 
         fit(plugins=[watch, sink], train=make_batches(4))
-        assert seen == [2, ["lr", "train/accuracy", "train/loss"], 4]
+        names = ["train/accuracy", "train/accuracy_epoch", "train/loss", "train/loss_epoch"]
+        assert seen == [2, ["lr", *names], 4]
 
     def test_it_observes_unless_it_says_that_it_changes_the_run(self) -> None:
         assert forge.on("step_end")(lambda step: None).observer

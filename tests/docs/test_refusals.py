@@ -196,7 +196,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "float labels": lambda: fit_step(lambda s, b: F.cross_entropy(s.net(b[0]), b[1].float())),
     "shapes that broadcast": lambda: fit_step(lambda s, b: F.mse_loss(s.net(b[0])[:, :1], b[1].float())),
     "a dataset instead of a loader": lambda: fit(None, torch.utils.data.TensorDataset(torch.zeros(4, 6))),
-    "a list of loaders": lambda: fit(None, [TensorLoader(torch.zeros(4, 6), batch_size=2)] * 2),
+    "a list of train loaders": lambda: fit(None, [TensorLoader(torch.zeros(4, 6), batch_size=2)] * 2),
     "a loader shorter than its length": lambda: fit(None, ShortLoader()),
     "`StopIteration` out of a step": raise_stop_iteration,
     "another seed, batch, data or model on resume": lambda: [save(3), save(4, resume="auto")],
