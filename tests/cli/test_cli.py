@@ -318,6 +318,21 @@ def test_a_run_below_its_floor_exits_with_1(forge, ring):
     assert "below early_stop.floor=1.5" in forge.capsys.readouterr().err
 
 
+def test_a_smoke_run_tries_every_stage_and_keeps_nothing(forge, ring):
+    said = forge("fit", "ring.py:Ring", "--smoke", "data.points=200")
+    for name in ("train/loss", "val/loss", "test/loss", "two batches of each stage"):
+        assert name in said
+    assert not Path("runs").exists()
+    assert "--smoke keeps nothing" in forge.refused("fit", "ring.py:Ring", "--smoke", "--resume")
+
+
+def test_the_closing_line_tests_the_best_weights(forge, ring):
+    words = ["ring.py:Ring", "trainer.max_epochs=2", "data.points=200", "-p", "no:tensorboard", "--run-dir", "run"]
+    said = forge("fit", *words, "checkpoint.best={monitor: val/loss, mode: min}")
+    assert "--weights run/checkpoints/best" in said
+    assert "test/loss" in forge("test", "ring.py:Ring", "data.points=200", "--weights", "run/checkpoints/best")
+
+
 def test_weights_of_other_options_say_which_and_what_to_type(forge, ring):
     forge("fit", "ring.py:Ring", "task.hidden=16", "trainer.max_updates=1", "-p", "no:tensorboard", "--run-dir", "run")
     given = ["ring.py:Ring", "data.points=200", "trainer.max_updates=1", "--weights", "run"]
