@@ -383,7 +383,7 @@ class TestOthers:
 @pytest.mark.parametrize(
     "make", [lambda: DataLoader(DATA, 2), lambda: TensorLoader(torch.arange(4), batch_size=2), lambda: Loader(DATA, 2)]
 )
-def test_a_list_of_train_loaders_is_refused_with_the_dict_to_pass(make: Any) -> None:
+def test_a_list_of_train_loaders_is_refused_with_a_dict_to_pass(make: Any) -> None:
     with pytest.raises(
         forge.DataError, match=r"train got a list of 2 loaders.* Pass a dict: \{'a': \.\.\., 'b': .*Concat"
     ):

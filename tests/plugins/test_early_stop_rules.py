@@ -116,6 +116,7 @@ def test_an_unknown_option_of_a_rule_is_refused() -> None:
         EarlyStop(rules=[{"patiens": 3}])
 
 
+@pytest.mark.slow
 def test_rules_resume(tmp_path: Path) -> None:
     plugins = lambda: [both(), Checkpoint("1 updates", background=False)]  # noqa: E731
     new = lambda: Scripted([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])  # noqa: E731

@@ -146,11 +146,24 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{"train": 4}, {"overfit": 4}], ids=["train", "overfit"])
-@pytest.mark.parametrize("kind", sorted(LOADERS))
-def test_a_limited_run_resumes_in_the_same_bits(kind: str, options: dict[str, int], tmp_path: Path) -> None:
-    if kind in ("stream", "stateful") and "overfit" in options:
-        pytest.skip("no epoch of a stream can be repeated")
+CASES = [
+    pytest.param(kind, option, id=f"{kind}-{option}", marks=() if quick else pytest.mark.slow)
+    for kind, option, quick in (
+        ("tensors", "overfit", True),
+        ("stream", "train", True),
+        ("stateful", "train", True),
+        ("tensors", "train", False),
+        ("batches", "train", False),
+        ("batches", "overfit", False),
+        ("workers", "train", False),
+        ("workers", "overfit", False),
+    )
+]
+
+
+@pytest.mark.parametrize(("kind", "option"), CASES)
+def test_a_limited_run_resumes_in_the_same_bits(kind: str, option: str, tmp_path: Path) -> None:
+    options = {option: 4}
     stack: Callable[[], list[Any]] = lambda: [Limit(**options), Checkpoint(every="1 updates", background=False)]  # noqa: E731
     straight, expected = live(tmp_path / "straight", stack(), task=Seen(), train=LOADERS[kind]())
     seen: list[float] = []
