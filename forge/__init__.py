@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge import data, testing
+    from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
     from forge.contract.hooks import hookimpl
@@ -112,13 +112,14 @@ __all__ = [
     "on",
     "seed",
     "testing",
+    "tuning",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
-    elif name in ("data", "testing"):
+    elif name in ("data", "testing", "tuning"):
         value = import_module(f"forge.{name}")
     else:
         raise AttributeError(f"module 'forge' has no attribute {name!r}")
