@@ -59,7 +59,8 @@ def tuned(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
     print("chosen:", json.dumps({**report.change.plugins}), file=sys.stderr, flush=True)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    return ours(logs=False, **report.change.plugins)(case, batches, tiny, folder)
+    chosen: dict[str, Any] = dict(report.change.plugins)
+    return ours(logs=False, **chosen)(case, batches, tiny, folder)
 
 
 ROWS: dict[str, tuple[str, Train]] = {
