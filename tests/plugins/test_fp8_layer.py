@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -180,3 +181,22 @@ def test_a_layer_is_compiled_whole_and_computes_the_same(dynamic: bool, tiled: N
         eager, ours = (torch.autograd.grad(y.float().sum(), [x, *layer.parameters()]) for y in outputs)
         assert torch.equal(*outputs)
         assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+@pytest.mark.parametrize("fast_sums", [False, True])
+def test_long_sums_are_exact_unless_told(fast_sums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+    plain = linear.product
+
+    def noted(*given: Any, fast: bool = False) -> Tensor:
+        seen.append((given[0].shape[1], fast))
+        return plain(*given, fast=fast)
+
+    monkeypatch.setattr(linear, "product", noted)
+    layer = layer_of()
+    linear.install(layer, fast_sums=fast_sums)
+    layer(drawn(48, 64).requires_grad_()).sum().backward()
+    features, outputs, rows = layer.in_features, layer.out_features, 48
+    assert seen == [(features, True), (outputs, True), (rows, fast_sums)]
+    linear.remove(layer)
+    assert not any(name.startswith("fp8") for name in vars(layer))
