@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_plugins.fp8 import linear
 from tests.support.float8 import emulate, reference_product
+from tests.support.profiles import some
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_a_wrong_input_is_refused_by_torch_itself(x: Tensor, tiled: None) -> Non
 # -- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", some([False, True]))
 def test_a_layer_is_compiled_whole_and_computes_the_same(dynamic: bool, tiled: None) -> None:
     torch._dynamo.reset()
     layer = in_float8(layer_of())
