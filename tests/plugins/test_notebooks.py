@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import types
@@ -55,8 +56,8 @@ class Cell:
         self.by_type: dict[type, Any] = {}
         self.display_formatter, self.kernel = self, object()
 
-    def for_type(self, kind: type, function: Any) -> None:
-        self.by_type[kind] = function
+    def for_type_by_name(self, module: str, name: str, function: Any) -> None:
+        self.by_type[getattr(importlib.import_module(module), name)] = function
 
     def display(self, page: str, display_id: bool) -> Cell:
         assert display_id

@@ -13,6 +13,8 @@ from forge_plugins.progress.status import NEVER, Status
 
 REFRESH = 0.5
 """Seconds between two redraws."""
+RESULT = ("forge.engine.trainer", "FitResult")
+"""The type of a fit's result, by name."""
 POINTS = 400
 """The most points of a curve; with more, every second one is dropped."""
 WIDTH, HEIGHT = 240, 90
@@ -32,7 +34,7 @@ class Page:
         self.series: dict[str, list[tuple[int, float]]] = {}
         self._seen: dict[str, float] = {}
         self._next = 0.0
-        shell.display_formatter.formatters["text/html"].for_type(forge.FitResult, result_html)
+        shell.display_formatter.formatters["text/html"].for_type_by_name(*RESULT, result_html)
         self._handle: Any = display(HTML(self._drawn()), display_id=True)
 
     def look(self, step: forge.Step) -> float:
@@ -125,7 +127,7 @@ def curve(name: str, points: list[tuple[int, float]]) -> str:
     )
 
 
-def result_html(result: forge.FitResult) -> str:
+def result_html(result: Any) -> str:
     """Return the result of a fit as a table."""
     interrupted = result.stop_reason.startswith("signal") and result.run_dir is not None
     more = f'; continue with forge.Trainer(run_dir={str(result.run_dir)!r}, resume="auto")' if interrupted else ""
