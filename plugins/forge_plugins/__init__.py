@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
+    from forge_plugins.csv import CSV
     from forge_plugins.cuda_graph import CudaGraph
     from forge_plugins.ddp import DDP
     from forge_plugins.early_stop import EarlyStop
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from forge_plugins.jsonl import JSONL
     from forge_plugins.kernels import Kernels
     from forge_plugins.ledger import Ledger
+    from forge_plugins.mlflow import Mlflow
     from forge_plugins.monitor import Monitor
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
@@ -43,9 +45,11 @@ if TYPE_CHECKING:
     from forge_plugins.tensor_parallel import TensorParallel
     from forge_plugins.tensorboard import Tensorboard
     from forge_plugins.throughput import Throughput
+    from forge_plugins.wandb import Wandb
 
 __all__ = [
     "AMP",
+    "CSV",
     "DDP",
     "EMA",
     "FP8",
@@ -68,6 +72,7 @@ __all__ = [
     "Guard",
     "Kernels",
     "Ledger",
+    "Mlflow",
     "Monitor",
     "Prefetch",
     "Profiler",
@@ -77,6 +82,7 @@ __all__ = [
     "TensorParallel",
     "Tensorboard",
     "Throughput",
+    "Wandb",
 ]
 
 
