@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from forge.rng import seed
     from forge.shipping.export import export
     from forge.shipping.source import load
+    from forge.sweeping.sweep import sweep
     from forge_lightning import LightningAdapter
 
 
@@ -78,6 +79,7 @@ _HOME = {
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "seed": "forge.rng",
+    "sweep": "forge.sweeping.sweep",
 }
 
 __all__ = [
@@ -111,6 +113,7 @@ __all__ = [
     "load_weights",
     "on",
     "seed",
+    "sweep",
     "testing",
     "tuning",
 ]
