@@ -54,6 +54,9 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choices (default: 0)")
     parser.add_argument("--dir", metavar="DIR", help="folder of the sweep (default: runs/sweeps/RECIPE-ID)")
+    parser.add_argument(
+        "--storage", metavar="URL", help=f"a database for the trials; an address with a password belongs in {STORAGE}"
+    )
     return parser
 
 
@@ -75,8 +78,9 @@ def run(args: Namespace) -> int:
         return target.same_target(args, overrides=[*fixed, *more])
 
     aim = SweepTarget(_name(args), load, OwnProcess(words, args.metric), words(()))
-    trials = args.trials or (10**9 if args.sampler == "grid" else 20)
-    result = run_sweep(aim, plan, trials, args.jobs, args.dir, os.environ.get(STORAGE) or None, _tell(plan))
+    trials = args.trials if args.trials is not None else 10**9 if args.sampler == "grid" else 20
+    storage = args.storage or os.environ.get(STORAGE) or None
+    result = run_sweep(aim, plan, trials, args.jobs, args.dir, storage, _tell(plan))
     _print(result, plan, args, load(()))
     if result.best is None:
         raise NegativeVerdict("No trial gave a result: the reasons are above.")

@@ -54,7 +54,7 @@ def parallel_coordinates(
     best: int | None = None,
     smaller_is_better: bool = False,
 ) -> str:
-    """Draw one line across the axes for each (values, title, number); the last axis decides how dark it is."""
+    """Draw one line across the axes for each (values, title, number); the last axis decides how strong it is."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="forge-chart" role="img" aria-label="parallel coordinates" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
@@ -92,11 +92,11 @@ def parallel_coordinates(
         side = ('end"', -8) if i < len(drawn) - 1 else ('start"', 8)
         for at, word in axis.ticks():
             parts.append(
-                f'<text class="tick" x="{x + side[1]:.1f}" y="{_y(at) + 4:.1f}" text-anchor="{side[0]}>'
+                f'<text class="tick halo" x="{x + side[1]:.1f}" y="{_y(at) + 4:.1f}" text-anchor="{side[0]}>'
                 f"{escape(_cut(word, 14))}</text>"
             )
             parts.append(f'<path class="axis" d="M{x - 3:.1f} {_y(at):.1f}h6"/>')
-    note = "The best trial is orange; of the others, the better, the darker."
+    note = "The best trial is orange; of the others, the better, the stronger."
     parts.append(f'<text class="tick" x="{LEFT:.1f}" y="{HEIGHT - 12}">{note}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

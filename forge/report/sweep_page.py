@@ -84,7 +84,7 @@ def tiles(sweep: SweepSummary, best: TrialLine | None) -> dict[str, str]:
 
 
 def coordinates(sweep: SweepSummary) -> str:
-    """Draw every trial that has a value across its options; the better, the darker."""
+    """Draw every trial that has a value across its options."""
     shown = [trial for trial in sweep.trials if _has_value(trial) and sweep.options.keys() <= trial.params.keys()]
     lines = [({**trial.params, sweep.metric: trial.value}, f"trial {trial.number}", trial.number) for trial in shown]
     axes = [*sweep.options, sweep.metric]
