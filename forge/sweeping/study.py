@@ -133,6 +133,10 @@ class SweepStudy:
             for frozen in (trial for trial in known if trial.state == running):
                 lock = self._lock_if_left(frozen.number)
                 if lock is not None:
+                    now = self._study.get_trials(deepcopy=False)[frozen.number]
+                    if now.state != running:  # its process has just recorded its end
+                        lock.release()
+                        continue
                     self._given.values = self._suggestion(frozen.number)  # before Trial() asks the sampler
                     return self._claimed(self._optuna.trial.Trial(self._study, frozen._trial_id), lock)
             if len(known) >= limit:

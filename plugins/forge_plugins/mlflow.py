@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forge
+from forge.checkpoint import wait_until_written
 from forge.errors import RecipeError
 from forge.metrics import drawing
 from forge.util.files import atomic_write, make_folder
@@ -65,7 +66,6 @@ class Mlflow(forge.Plugin):
 
     config: Config
     observer = True
-    before = ("checkpoint",)  # ends after whoever writes checkpoints, once they are on disk
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -176,6 +176,7 @@ class Mlflow(forge.Plugin):
             return
         with self._failures.noted():
             if self.config.checkpoints and trainer.verb == "fit":
+                wait_until_written()
                 folder = trainer.run_dir / "checkpoints"
                 for alias in ("latest", "best"):
                     if (folder / alias).is_dir():

@@ -19,6 +19,7 @@ from forge.runs.find import runs_in
 from forge.sweeping.space import parse_spaces
 from forge.sweeping.study import SweepPlan, SweepStudy
 from forge.sweeping.sweep import SweepResult
+from tests.conftest import REPO
 from tests.support import forked
 from tests.support.logger_runs import bytes_below
 from tests.support.tasks import Classifier, make_batches
@@ -192,6 +193,39 @@ def test_a_trial_is_taken_on_by_one_process_alone(tmp_path: Path) -> None:
     again = here.claim(2)
     assert again is not None
     assert (again.number, again.params) == (1, other.params)
+
+
+def test_a_trial_that_just_ended_is_not_taken_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after another process has listed it as running, and before that process looks at its lock."""
+    plan = SweepPlan(parse_spaces(SPACE), "val/loss", "min")
+    here, there = SweepStudy(tmp_path, plan), SweepStudy(tmp_path, plan)
+    claim = here.claim(2)
+    assert claim is not None
+    look = there._lock_if_left
+
+    def end_first(number: int) -> Any:
+        here.finish(claim, 1.0)
+        return look(number)
+
+    monkeypatch.setattr(there, "_lock_if_left", end_first)
+    other = there.claim(2)
+    assert other is not None
+    assert other.number == 1
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_trials_of_a_sweep(tmp_path: Path, empty_folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.sweeping.test_sweep import sweep\n"
+        f"sweep(Path({str(tmp_path)!r}), trials=10)"
+    )
+    paths = os.pathsep.join([str(REPO), *sys.path])
+    both = [forked.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}) for _ in range(2)]
+    assert [process.wait(300) for process in both] == [0, 0]
+    found = sweep(tmp_path, trials=10)
+    assert [(row.number, row.state) for row in found.trials] == [(n, "complete") for n in range(10)]
+    holders = {run.path.name: len(run.attempts) for run in runs_in(tmp_path)}
+    assert holders == {f"trial-{n:04d}": 0 for n in range(10)}, "no trial ran twice"
 
 
 def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path) -> None:

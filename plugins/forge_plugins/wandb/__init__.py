@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import forge
+from forge.checkpoint import wait_until_written
 from forge.errors import StackError
 from forge.report.markdown import as_html
 from forge.util.files import atomic_write, make_folder
@@ -70,7 +71,6 @@ class Wandb(forge.Plugin):
 
     config: Config
     observer = True
-    before = ("checkpoint",)  # ends after whoever writes checkpoints, once they are on disk
 
     def __init__(self, *first: str, **values: Any):
         super().__init__(*first, **values)
@@ -182,6 +182,7 @@ class Wandb(forge.Plugin):
             return
         with self._failures.noted():
             if self.config.checkpoints and trainer.verb == "fit":
+                wait_until_written()
                 log_checkpoints(run, trainer.run_dir / "checkpoints")
             run.finish(exit_code=int(self._failed))
 
