@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,9 @@ class InProcess:
             recipe = self._load(overrides)
             return train(build, self._metric, report)
         except Exception as error:
+            make_folder(folder)
+            with (folder / OUTPUT).open("a", encoding="utf-8") as output:
+                output.writelines(traceback.format_exception(error))
             return TrialResult(reason=f"{type(error).__name__}: {error}")
 
     def stop(self) -> None:

@@ -160,7 +160,11 @@ class SweepStudy:
         if plan.sampler == "grid":
             return combinations(plan.spaces)[number]
         seed = combine_seeds(plan.seed, number) % 2**32
-        sampler = samplers.RandomSampler(seed) if plan.sampler == "random" else samplers.TPESampler(seed=seed)
+        sampler = (
+            samplers.RandomSampler(seed)
+            if plan.sampler == "random"
+            else samplers.TPESampler(seed=seed, constant_liar=True)
+        )
         scratch = optuna.create_study(direction=self._study.direction, sampler=sampler)
         before = [trial for trial in self._study.get_trials(deepcopy=False) if trial.number < number and trial.params]
         scratch.add_trials([self._plain(trial) for trial in before])

@@ -143,6 +143,7 @@ def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) ->
     assert [row.state for row in found.trials] == ["complete", "complete", "failed", "failed"]
     assert {row.reason for row in found.trials[2:]} == {"RuntimeError: the rate is too high"}
     assert "RuntimeError: the rate is too high" in (tmp_path / "report.html").read_text()
+    assert 'raise RuntimeError("the rate' in (tmp_path / "trial-0002" / "output.txt").read_text()
 
 
 def test_a_complete_sweep_grows_and_repeats_nothing(tmp_path: Path) -> None:
