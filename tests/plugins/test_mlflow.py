@@ -62,9 +62,10 @@ def test_a_run_has_its_metrics_parameters_and_pictures(tmp_path: Path) -> None:
     assert Path(path).read_text() == "**bold**"
 
 
-def test_a_killed_run_goes_on_with_each_update_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Mlflow, tmp_path / "straight")
-    live_twice(Mlflow, tmp_path / "cut")
+    live_twice(Mlflow, tmp_path / "cut", killed)
     assert [update for update, _ in series(tmp_path / "cut", "train/loss")] == list(range(1, LAST + 1))
     for name in ("train/loss", "val/loss", "val/accuracy", "lr"):
         assert series(tmp_path / "cut", name) == series(tmp_path / "straight", name)

@@ -103,9 +103,10 @@ def test_a_run_has_its_metrics_config_and_pictures(tmp_path: Path) -> None:
     assert "<strong>bold</strong>" in note
 
 
-def test_a_killed_run_goes_on_with_each_update_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: bool) -> None:
     live(Wandb, tmp_path / "straight")
-    live_twice(Wandb, tmp_path / "cut")
+    live_twice(Wandb, tmp_path / "cut", killed)
     rows = [{k: v for k, v in row.items() if k.startswith(("train", "_step"))} for row in history(tmp_path / "cut")]
     assert [row["_step"] for row in rows] == list(range(1, LAST + 1))
     for name in ("train/loss", "val/loss", "val/accuracy"):

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import forge
@@ -34,11 +35,16 @@ def kill(trainer: forge.Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def live(logger: Any, folder: Path, killed: bool = False, resume: Any = None, updates: int = LAST) -> forge.FitResult:
+def fail(trainer: forge.Run) -> None:
+    if trainer.progress.update == KILLED:
+        raise RuntimeError("on purpose")
+
+
+def live(logger: Any, folder: Path, end: Any = None, resume: Any = None, updates: int = LAST) -> forge.FitResult:
     """Fit 40 updates, log every update, validate every ten, save every fifteen."""
     plugins = [logger(), Checkpoint("15 updates")]
-    if killed:
-        plugins.append(forge.on("boundary")(kill))
+    if end is not None:
+        plugins.append(forge.on("boundary")(end))
     trainer = forge.Trainer(
         max_updates=updates,
         log_every=1,
@@ -52,10 +58,14 @@ def live(logger: Any, folder: Path, killed: bool = False, resume: Any = None, up
     return trainer.fit(Draws(), make_batches(8), make_batches(1))
 
 
-def live_twice(logger: Any, folder: Path) -> None:
-    """Have a run killed in a process of its own, then resume it here."""
-    gone = forked.call(partial(live, logger, folder, killed=True))
-    assert gone.returncode == -signal.SIGKILL, gone.stderr
+def live_twice(logger: Any, folder: Path, killed: bool = True) -> None:
+    """Have a run killed in a process of its own, or fail here, then resume it."""
+    if killed:
+        gone = forked.call(partial(live, logger, folder, end=kill))
+        assert gone.returncode == -signal.SIGKILL, gone.stderr
+    else:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            live(logger, folder, end=fail)
     live(logger, folder, resume=True)
 
 

@@ -107,6 +107,7 @@ def test_a_killed_sweep_goes_on_with_the_same_trials(tmp_path: Path, empty_folde
         assert gone.returncode == -signal.SIGKILL, gone.stderr
     cut = sweep(tmp_path / "cut", **options)
     assert table(cut) == table(straight)
+    assert len({row.params["task.lr"] for row in cut.trials}) == 13
     assert weights(tmp_path / "cut") == weights(tmp_path / "straight")
     resumed = {run.path.name: run.card["resumed_from"] for run in runs_in(tmp_path / "cut")}
     assert resumed[f"trial-{complete[-1]:04d}"] == 4
@@ -236,6 +237,7 @@ def test_a_line_that_a_kill_cut_short_is_removed(tmp_path: Path) -> None:
     assert table(sweep(tmp_path, trials=3))[:2] == table(first)
 
 
+@pytest.mark.slow
 def test_a_database_takes_the_trials_and_its_address_stays_out(tmp_path: Path, empty_folder: Path) -> None:
     url = f"sqlite:///{empty_folder / 'verysecret.db'}"
     found = sweep(tmp_path / "sweep", trials=2, storage=url)
