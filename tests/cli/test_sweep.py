@@ -65,6 +65,7 @@ def mine(empty_folder: Path) -> Path:
     return empty_folder
 
 
+@pytest.mark.slow
 def test_a_trial_is_a_fit_of_its_own_and_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, "--trials", "1", "--dir", "s"]) == 0
     said = capsys.readouterr()

@@ -38,6 +38,7 @@ def test_position_comes_first_and_new_metrics_to_the_right(tmp_path: Path) -> No
     assert all(columns.index(name) < first_of_validation for name in columns if name.startswith("train/"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_each_row_once(tmp_path: Path) -> None:
     live(CSV, tmp_path / "straight")
     live_twice(CSV, tmp_path / "cut")

@@ -114,6 +114,7 @@ def test_a_run_that_was_cut_short_has_each_update_once(tmp_path: Path, killed: b
     assert [step for step, _ in series(tmp_path / "cut", "val/picture")] == [10, 20, 30, 40]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_another_has_its_own(tmp_path: Path) -> None:
     ids = []
     for name, resume, updates in (("one", None, 16), ("one", True, 17), ("two", None, 16)):
@@ -122,6 +123,7 @@ def test_a_resumed_run_keeps_its_id_and_another_has_its_own(tmp_path: Path) -> N
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.slow
 def test_points_of_before_a_rewind_are_gone_offline(tmp_path: Path) -> None:
     class Bad(Classifier):
         def training_step(self, batch: Any) -> Any:
@@ -137,6 +139,7 @@ def test_points_of_before_a_rewind_are_gone_offline(tmp_path: Path) -> None:
     assert series(tmp_path, "lr") == logged(tmp_path, "lr")
 
 
+@pytest.mark.slow
 def test_a_test_is_logged_into_the_run_of_the_fit(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_epochs": 1, "plugins": [Wandb()], "run_dir": tmp_path, "device": "cpu"}
     trainer, task = forge.Trainer(**settings), Classifier()
@@ -146,6 +149,7 @@ def test_a_test_is_logged_into_the_run_of_the_fit(tmp_path: Path) -> None:
     assert len(series(tmp_path, "train/loss")) == 1
 
 
+@pytest.mark.slow
 def test_checkpoints_are_an_artifact_only_on_request(tmp_path: Path) -> None:
     best = Checkpoint("2 updates", best={"monitor": "val/loss", "mode": "min"})
     for asked in (False, True):

@@ -133,11 +133,13 @@ def test_a_trial_killed_while_it_is_pruned_stays_pruned(tmp_path: Path) -> None:
     assert [(row.state, row.value) for row in study.rows()] == [("complete", 1.0)] * 3 + [("pruned", 5.0)]
 
 
+@pytest.mark.slow
 def test_another_seed_tries_other_values(tmp_path: Path) -> None:
     tried = [[row.params for row in sweep(tmp_path / str(seed), trials=2, seed=seed).trials] for seed in (0, 1)]
     assert tried[0] != tried[1]
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_is_reported_and_the_sweep_goes_on(tmp_path: Path) -> None:
     space = {"task.lr": "choice(0.1,0.95)", "task.hidden": "choice(4,8)"}
     found = sweep(tmp_path, space, trials=9, sampler="grid", overrides=[*OVERRIDES, "task.fails=true"])
