@@ -7,7 +7,8 @@
 
 Every row is a process of its own, in bf16 under autocast with the same optimizer and batches; the rows of one model
 take turns, round after round, and the figure is the median of the rounds. Results are appended to FILE
-(runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with `kernels.use=auto`.
+(runs/strangers.jsonl), and a second call runs what is missing there. "kernels" is `compile` with `kernels.use=auto`;
+"tuned" is what `forge tune speed` chose within three minutes from the same precision.
 """
 
 from __future__ import annotations
@@ -15,20 +16,52 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import forge
 from benchmarks.command_line import some_of
-from benchmarks.gpu import Batches, Train, accelerated, bare, lightning, ours
+from benchmarks.gpu import Batches, Case, Train, accelerated, bare, device, lightning, ours
 from benchmarks.strangers_models import MODELS
+
+MINUTES = float(os.environ.get("FORGE_TUNE_MINUTES", "3"))
+"""The budget of `forge tune speed` for one model."""
+
+
+def tuned(case: Case, batches: Batches, tiny: bool, folder: Path) -> float:
+    """Train with what `forge tune speed --same-precision` chooses; the search is no part of the figure."""
+    base: dict[str, Any] = {"amp": {"dtype": "bf16"}} if case.bf16 else {}
+    base |= {"clip": {"max_norm": case.clip}} if case.clip else {}
+
+    def make_task() -> forge.TaskModule:
+        torch.manual_seed(0)
+        return case.build(tiny)
+
+    report = forge.tuning.speed_range(
+        make_task,
+        lambda: batches.kept,
+        numbers="rounding",
+        budget=MINUTES / 20 if tiny else MINUTES,
+        plugins=base,
+        device=device(),
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print("chosen:", json.dumps({**report.change.plugins}), file=sys.stderr, flush=True)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    chosen: dict[str, Any] = dict(report.change.plugins)
+    return ours(logs=False, **chosen)(case, batches, tiny, folder)
+
 
 ROWS: dict[str, tuple[str, Train]] = {
     "bare": ("hand-written loop, eager", bare(None)),
@@ -38,6 +71,7 @@ ROWS: dict[str, tuple[str, Train]] = {
     "forge": ("recipe default", ours(default=True)),
     "forge compiled": ("only compile", ours(logs=False, compiled=True)),
     "forge kernels": ("compile, kernels.use=auto", ours(logs=False, compiled=True, kernels={"cache": False})),
+    "forge tuned": ("what forge tune speed chose, in the same precision", tuned),
 }
 
 

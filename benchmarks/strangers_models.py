@@ -13,7 +13,7 @@ import forge
 from benchmarks.gpu import Case
 
 Batch = tuple[Tensor, Tensor]
-CLASSES, TOKENS = 1000, 32_000
+CLASSES, TOKENS, FEATURES = 1000, 32_000, 128
 
 
 class Stranger(forge.TaskModule):
@@ -152,6 +152,37 @@ def lstm(tiny: bool, **options: Any) -> Stranger:
     return Stranger(Reader(16, 1) if tiny else Reader(512, 2), classified)
 
 
+class Graph(nn.Module):
+    """torch_geometric's GraphSAGE over a graph, which comes as features and edges."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        from torch_geometric.nn.models import GraphSAGE  # pyright: ignore[reportMissingImports]
+
+        self.net = GraphSAGE(FEATURES, width, 3, CLASSES)
+
+    def forward(self, features: Tensor, edges: Tensor) -> Tensor:
+        return self.net(features, edges)
+
+
+def classified_nodes(model: nn.Module, batch: Any) -> Tensor:
+    features, edges, classes = batch
+    return F.cross_entropy(model(features, edges), classes)
+
+
+def graph(tiny: bool, **options: Any) -> Stranger:
+    return Stranger(Graph(16 if tiny else 256), classified_nodes)
+
+
+def edges(tiny: bool, make: torch.Generator) -> tuple[Tensor, ...]:
+    nodes, count = (50, 200) if tiny else (20_000, 200_000)
+    return (
+        torch.randn(nodes, FEATURES, generator=make),
+        torch.randint(nodes, (2, count), generator=make),
+        torch.randint(CLASSES, (nodes,), generator=make),
+    )
+
+
 def _case(name: str, what: str, build: Any, batch: Any, updates: int = 60) -> Case:
     return Case(name, what, build, batch, True, None, updates, 15)
 
@@ -163,12 +194,13 @@ MODELS = {
         _case("vit_b_16", "torchvision ViT-B/16, batch 64", of_torchvision("vit_b_16"), images(64)),
         _case("mobilenet_v3", "torchvision MobileNetV3 large", of_torchvision("mobilenet_v3_large"), images(64)),
         _case("deeplab", "torchvision DeepLabV3, ResNet-50, batch 16", unet_like, masks),
-        _case("gpt2", "transformers GPT-2 124M, 32 × 1,024", of_transformers("gpt2"), text(32, 1024, 50257), 30),
+        _case("hf_gpt2", "transformers GPT-2 124M, 32 × 1,024", of_transformers("gpt2"), text(32, 1024, 50257), 30),
         _case("llama", "transformers Llama 12 × 768, 32 × 1,024", of_transformers("llama"), text(32, 1024), 30),
         _case("bert", "transformers BERT base, 64 × 512", of_transformers("bert"), text(64, 512, 30522), 30),
         _case("t5", "transformers T5 small, 64 × 256", of_transformers("t5"), text(64, 256)),
         _case("whisper", "transformers Whisper encoder, 16 × 30 s", of_transformers("whisper"), sounds),
         _case("convnext", "timm ConvNeXt tiny, batch 64", convnext, images(64)),
+        _case("gnn", "torch_geometric GraphSAGE, 20,000 nodes, 200,000 edges", graph, edges),
         _case("lstm", "torch's LSTM, 2 × 512, 64 × 256", lstm, sentences),
     )
 }

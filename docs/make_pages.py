@@ -55,7 +55,10 @@ GROUPS = {
     "Logging and profiling": {
         "progress": "progress bar",
         "jsonl": "metrics as JSON lines",
+        "csv": "metrics as a table",
         "tensorboard": "TensorBoard logging",
+        "wandb": "Weights & Biases logging",
+        "mlflow": "MLflow logging",
         "monitor": "gradient, weight and activation statistics",
         "throughput": "throughput, MFU and memory",
         "profiler": "profiling",

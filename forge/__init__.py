@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forge.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from forge import data, testing
+    from forge import data, testing, tuning
     from forge.checkpoint import load_weights
     from forge.config import load_recipe
     from forge.contract.hooks import hookimpl
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from forge.rng import seed
     from forge.shipping.export import export
     from forge.shipping.source import load
+    from forge.sweeping.sweep import sweep
     from forge_lightning import LightningAdapter
 
 
@@ -78,6 +79,7 @@ _HOME = {
     "load_weights": "forge.checkpoint",
     "on": "forge.contract.plugin",
     "seed": "forge.rng",
+    "sweep": "forge.sweeping.sweep",
 }
 
 __all__ = [
@@ -111,14 +113,16 @@ __all__ = [
     "load_weights",
     "on",
     "seed",
+    "sweep",
     "testing",
+    "tuning",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
-    elif name in ("data", "testing"):
+    elif name in ("data", "testing", "tuning"):
         value = import_module(f"forge.{name}")
     else:
         raise AttributeError(f"module 'forge' has no attribute {name!r}")

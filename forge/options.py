@@ -282,3 +282,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else repr(value)[:200]
+
+
+def flat(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, bool | int | float | str]:
+    """Return the options of all groups as `group.option`, without those that are None; what is no number, as text."""
+    found = {f"{group}.{key}": plain(value) for group, values in groups.items() for key, value in values.items()}
+    return {
+        key: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }

@@ -15,7 +15,7 @@ from forge.util.text import format_bytes, short_path
 if TYPE_CHECKING:
     from forge.shipping.export import Export
 
-FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch", "safetensors", "pt", "triton-repository")
+FORMATS = ("pt2", "onnx", "aoti", "torchscript", "executorch", "safetensors", "pt", "pretrained", "triton-repository")
 QUANTIZE = ("int8-dynamic", "int8-static", "int8-weights", "int4-weights", "fp8")
 EXAMPLES = """\
 examples:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import nn
 
 from forge.contract.dispatch import Hooks, Instrument
+from forge.contract.plugin import plugin_options
 from forge.contract.requests import Requests
 from forge.contract.stack import Stack
 from forge.contract.step import Step
@@ -21,6 +22,7 @@ from forge.env import Env
 from forge.metrics.means import Means
 from forge.metrics.media import publishable
 from forge.optim.optimizers import Optimizers
+from forge.options import flat
 from forge.progress import Counters, Interval
 
 
@@ -158,6 +160,13 @@ class Run:
         self.at_boundary, self.agreed_time, self.evaluated, self.stop_reason = False, None, 0, None
         self.mesh_axes, self.padding = {}, []
         self._skip_next: set[int] = set()
+
+    @property
+    def hyperparameters(self) -> dict[str, bool | int | float | str]:
+        """The options that can differ between runs, by their names in a recipe (`task.lr`, `clip.max_norm`)."""
+        data = self.recipe.config.get("data") if self.recipe is not None else None
+        acting = {plugin.name: plugin_options(plugin) for plugin in self.stack if not plugin.observer}
+        return flat({"task": self.task.init_args, "data": data or {}, "trainer": self.settings, **acting})
 
     @property
     def limit_reached(self) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError, TaskError
+from forge.metrics.means import scalars_of
 from forge.options import bound_arguments, saved_arguments
 from forge.rng import RNGState
 from forge.util.lightning_hints import hint_for
@@ -166,10 +167,8 @@ class TaskModule(nn.Module, metaclass=_TaskMeta):
         step = self.trainer.eval_step if self.trainer is not None else None
         return step is not None and step.is_padding
 
-    @property
-    def borrowed(self) -> bool:
-        """The former name of `is_padding`."""
-        return self.is_padding
+    borrowed = is_padding
+    "The former name of `is_padding`."
 
     def evaluation_end(self, stage: str) -> dict[str, Any]:
         """Called after the last batch of an evaluation: return more scalars to log, or something to look at
@@ -203,9 +202,9 @@ class TaskCall(nn.Module):
         self.task = task
 
     def forward(self, batch: Any, stage: str, name: str | None = None) -> Any:
-        if stage == "train" and name is not None:
-            return self.task.training_step(batch, name)  # pyright: ignore[reportCallIssue]
-        return getattr(self.task, STAGE_METHODS[stage])(batch)
+        more = (name,) if stage == "train" and name is not None else ()
+        output = getattr(self.task, STAGE_METHODS[stage])(batch, *more)
+        return output if type(output) is Tensor or stage == "predict" else scalars_of(output)
 
 
 @dataclass(slots=True)

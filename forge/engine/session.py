@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from contextlib import ExitStack, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from forge.checkpoint import StoredCheckpoint, check_savable, load_weights
@@ -78,9 +77,7 @@ class Session:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Pass an error to every plugin, end every plugin, and raise the first cause."""
         trainer = self.trainer
         explained = first_cause(trainer, explain(trainer, error)) if error is not None else None
@@ -135,13 +132,16 @@ class Session:
             refuse_alone(trainer.env.world)
         trainer.means = Means(trainer.env.device, trainer.env)
         if trainer.env.world > 1:
-            self._meet()
+            consistency.refuse_different_models(trainer)
+            trainer.agreed_time = trainer.env.broadcast(time.monotonic())
         if self.weights is not None:
             self._load_weights()
         self._build_model()
         self._build_loaders()
         if trainer.env.world > 1:
-            self._compare_data()
+            consistency.refuse_different_data(trainer)
+            if trainer.verb == "fit":
+                consistency.log_batch_per_rank(trainer)
         if trainer.verb == "fit":
             self._prepare_training()
             with trainer.env.no_timeout():
@@ -163,11 +163,6 @@ class Session:
                 "task on the CPU (fsdp.meta=false) to start from weights."
             )
         load_weights(self.trainer.task, self.weights)
-
-    def _meet(self) -> None:
-        """On several ranks: compare the models, and share rank 0's clock."""
-        consistency.refuse_different_models(self.trainer)
-        self.trainer.agreed_time = self.trainer.env.broadcast(time.monotonic())
 
     def _build_model(self) -> None:
         trainer = self.trainer
@@ -199,11 +194,6 @@ class Session:
             for name, loader in named.items():
                 check_loader(loader, stage if name is None else f"{stage}/{name}")
             trainer.loaders[stage] = named
-
-    def _compare_data(self) -> None:
-        consistency.refuse_different_data(self.trainer)
-        if self.trainer.verb == "fit":
-            consistency.log_batch_per_rank(self.trainer)
 
     def _prepare_training(self) -> None:
         """Prepare what the loop needs: the feed, the number of updates, the optimizers."""

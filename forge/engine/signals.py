@@ -28,10 +28,9 @@ class Signals:
     def __init__(self, trainer: Run):
         self._trainer = trainer
         self._before: dict[int, Any] = {}
-        self._owner = os.getpid()
+        self._owner, self._agreed = os.getpid(), False
         self.received: signal.Signals | None = None
         self._at: float | None = None
-        self._agreed = False
 
     @property
     def interrupts(self) -> bool:
@@ -49,10 +48,12 @@ class Signals:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        heard = self.received is not None and self._trainer.step is not None
+        return heard and isinstance(error, SystemExit) and hasattr(sys, "ps1")  # a prompt or notebook outlives its fit
 
     def interruption(self, saved: bool) -> SystemExit:
         """What ends the fit, on all ranks: `Interrupted` (exit code 85) where it can be resumed, else what the shell
@@ -100,7 +101,7 @@ class Signals:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         """At once: nothing is torn, because nothing under a final name is ever half written."""
-        if number == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook outlives its fit
+        if number == signal.SIGINT and hasattr(sys, "ps1"):
             signal.default_int_handler(number, frame)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

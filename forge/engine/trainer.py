@@ -45,6 +45,7 @@ from forge.distributed.consistency import refuse_different_windows
 from forge.engine.session import Session
 from forge.engine.signals import Signals
 from forge.metrics.means import PendingMeans
+from forge.metrics.media import numbers_of
 from forge.progress import Interval
 from forge.rng import seed
 from forge.runs import choose
@@ -125,13 +126,13 @@ class Trainer(Run):
             self._signals = signals
             self._validates = "val" in self.loaders
             self._agreement = Agreement(self) if self.env.world > 1 else None
-            stop_reason = self._train()
+            self._train()
             if not signals.interrupts or self.limit_reached is not None:
                 self._finish()
             if signals.interrupts:
                 raise signals.interruption(self._is_saved())
-        numbers = {name: float(value) for name, value in self.metrics.items() if isinstance(value, (int, float))}
-        return FitResult(self.progress.update, self.progress.epoch, numbers, stop_reason, self.run_dir)
+        reason = self.stop_reason or self.limit_reached or ""
+        return FitResult(self.progress.update, self.progress.epoch, numbers_of(self.metrics), reason, self.run_dir)
 
     @answers_foreign_arguments
     def validate(self, task: TaskModule, val: Any, *, weights: str | Path | None = None) -> dict[str, Any]:
@@ -171,11 +172,11 @@ class Trainer(Run):
             result = self.hooks.forge_evaluate(self, stage)
             if stage != "predict":
                 self.log_metrics(self.progress.update, result)
-        return result
+        return result if stage == "predict" else numbers_of(result)
 
     # -- the rhythm ---------------------------------------------------------------------------------------------------
 
-    def _train(self) -> str:
+    def _train(self) -> None:
         hooks, progress, optimizers, requests = self.hooks, self.progress, self.optimizers, self.requests
         several = self.env.world > 1
         if "stop" in requests.open:  # by a restored plugin: the run had been stopped before
@@ -216,7 +217,6 @@ class Trainer(Run):
                 self._savable = True
             if requests.open or several:
                 self._grant_requests(step)
-        return self.stop_reason or self.limit_reached or ""
 
     def _steps(self) -> Iterator[Step]:
         """Windows as steps, epoch after epoch, until the run is done or a stop was granted."""

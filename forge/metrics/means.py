@@ -388,6 +388,13 @@ class PendingMeans:
         return {name: float(total / mass) for name, total, mass in pairs if mass}
 
 
+def scalars_of(output: Any) -> Any:
+    """Return the scalars of an output of transformers, with its loss; anything else as it is."""
+    if type(output) is dict or not (isinstance(output, Mapping) and "loss" in output and hasattr(output, "to_tuple")):
+        return output
+    return {name: value for name, value in output.items() if isinstance(value, Tensor) and value.ndim == 0}
+
+
 def check_scalars(metrics: Mapping[str, Any], where: str) -> None:
     """Raise TaskError for a metric that cannot be averaged."""
     for name, value in metrics.items():

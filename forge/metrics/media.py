@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -19,6 +19,15 @@ class Image:
 
     data: Tensor
     caption: str = ""
+
+    def __repr__(self) -> str:
+        return f"Image({tuple(self.data.shape)}, {str(self.data.dtype).removeprefix('torch.')}, {self.caption!r})"
+
+    def _repr_png_(self) -> bytes:
+        """The picture, for notebooks."""
+        from forge.metrics.drawing import png
+
+        return png(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,11 @@ class Embedding:
 
 DRAWN = (Image, Text, Histogram, Embedding)
 """Objects for sinks that draw; all others skip them."""
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, without what is there to look at."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
 
 
 def publishable(name: str, value: Any) -> Any:

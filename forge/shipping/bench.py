@@ -24,7 +24,7 @@ from forge.shipping.source import Source
 from forge.util import peak_memory
 
 HERE = ("eager", "compile")
-FILES = tuple(name for name in FORMATS if name not in ("safetensors", "pt", "triton-repository"))
+FILES = tuple(name for name in FORMATS if name not in ("safetensors", "pt", "pretrained", "triton-repository"))
 DEFAULT = ("eager", "compile", "pt2", "aoti", "onnx")
 WARMUP = 5
 LEAST_CALLS, MOST_CALLS = 30, 2000

@@ -220,8 +220,9 @@ def with_weights(task: TaskModule, tensors: Mapping[str, Tensor]) -> TaskModule:
     """Return a copy of a task whose weights come from a file alone."""
     fresh = copy.deepcopy(task)
     with torch.no_grad():
-        for value in [*fresh.parameters(), *fresh.buffers()]:
-            value.zero_()
+        for value in fresh.state_dict().values():  # not buffers that are never saved
+            if isinstance(value, Tensor):
+                value.zero_()
     missing, unexpected = fresh.load_state_dict(dict(tensors), strict=False)
     tied = {name for name, value in task.state_dict().items() if isinstance(value, Tensor)} - set(missing)
     kept = {task.state_dict()[name].data_ptr() for name in tied}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forge_plugins.checkpoint import Checkpoint
     from forge_plugins.clip import Clip
     from forge_plugins.compile import Compile
+    from forge_plugins.csv import CSV
     from forge_plugins.cuda_graph import CudaGraph
     from forge_plugins.ddp import DDP
     from forge_plugins.duration import Duration
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from forge_plugins.kernels import Kernels
     from forge_plugins.ledger import Ledger
     from forge_plugins.limit import Limit
+    from forge_plugins.mlflow import Mlflow
     from forge_plugins.monitor import Monitor
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
@@ -46,9 +48,11 @@ if TYPE_CHECKING:
     from forge_plugins.tensorboard import Tensorboard
     from forge_plugins.throughput import Throughput
     from forge_plugins.validate_first import ValidateFirst
+    from forge_plugins.wandb import Wandb
 
 __all__ = [
     "AMP",
+    "CSV",
     "DDP",
     "EMA",
     "FP8",
@@ -73,6 +77,7 @@ __all__ = [
     "Kernels",
     "Ledger",
     "Limit",
+    "Mlflow",
     "Monitor",
     "Prefetch",
     "Profiler",
@@ -83,6 +88,7 @@ __all__ = [
     "Tensorboard",
     "Throughput",
     "ValidateFirst",
+    "Wandb",
 ]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import time
 from contextlib import suppress
 from io import TextIOWrapper
@@ -13,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.runs.wording import counted
-from forge.util.files import atomic_write, make_folder, regular_only
+from forge.util.files import make_folder, regular_only
+from forge_plugins._sinks import as_json, counters_after, drop_after
 
 logger = logging.getLogger("forge")
 
 METRICS, TEXTS = "metrics.jsonl", "texts.jsonl"
-LONGEST = 64 * 2**20
-"""Bytes of the longest line that is read at once; the rest of a longer one is damaged."""
 
 
 class JSONL(forge.Plugin):
@@ -96,7 +91,7 @@ class JSONL(forge.Plugin):
         """Open the file, without the lines of an abandoned attempt."""
         make_folder(folder)
         for name in (METRICS, TEXTS) if trainer.resumed_from is not None else ():
-            drop_after(folder / name, trainer.resumed_from or 0)
+            drop_after(folder / name, trainer.resumed_from or 0, self.name)
         self._restores = trainer.restores
         return open(folder / METRICS, "a", buffering=1, encoding="utf-8", opener=regular_only)
 
@@ -127,53 +122,3 @@ def write_texts(path: Path, where: dict[str, Any], texts: dict[str, str]) -> Non
     """Append texts; they are few, so the file is opened each time."""
     with open(path, "a", encoding="utf-8", opener=regular_only) as file:
         file.writelines(as_json({**where, "name": name, "text": text}) + "\n" for name, text in texts.items())
-
-
-def drop_after(path: Path, update: int) -> None:
-    """Remove the lines of later updates from a file, and a last line that a kill has cut short.
-
-    Other lines that cannot be read are moved to a file beside it, with one warning.
-    """
-    if not os.path.lexists(path):
-        return
-    aside, damaged = path.with_name(f"{path.name}.damaged"), 0
-    with open(path, "rb", opener=regular_only) as file, atomic_write(path) as beside, beside.open("wb") as kept:
-        for line in iter(lambda: file.readline(LONGEST), b""):
-            made = update_of(line)
-            if made is not None and made <= update:
-                kept.write(line if line.endswith(b"\n") else line + b"\n")
-            elif made is None and (line.endswith(b"\n") or len(line) == LONGEST):
-                damaged += 1
-                with open(aside, "ab", opener=regular_only) as rest:
-                    rest.write(line)
-    if damaged:
-        what = counted(damaged, "damaged line")
-        logger.warning("jsonl: %s of %s moved to %s; the others stay.", what, path, aside.name)
-
-
-def update_of(line: bytes) -> int | None:
-    """Return the update of a line; None if the line is damaged."""
-    try:
-        found = json.loads(line.decode("utf-8"))["update"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return found if type(found) is int else None
-
-
-def counters_after(trainer: forge.Run, update: int) -> tuple[int, int]:
-    """Return (epochs, samples) done after `update`. A log can arrive one update late, within the step or after it."""
-    progress, step = trainer.progress, trainer.step
-    if step is None:
-        return progress.epoch, progress.sample
-    if update <= step.index:
-        return step.epoch, progress.sample - (step.samples if progress.update > step.index else 0)
-    return step.epoch + step.ends_epoch, progress.sample
-
-
-def as_json(record: dict[str, Any]) -> str:
-    """Return one line of valid JSON, with null for NaN and infinity."""
-    try:
-        return json.dumps(record, allow_nan=False)
-    except ValueError:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        return json.dumps(finite, allow_nan=False)

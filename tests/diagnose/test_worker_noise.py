@@ -17,6 +17,7 @@ from forge.data.adapt import adopt
 from forge.diagnose.doctor_probes import worker_noise
 from forge.diagnose.patient import NotApplicable
 from tests.support.patients import Healthy, found, loader, numbers
+from tests.support.profiles import some
 
 NAME = "workers_repeat_noise"
 
@@ -138,7 +139,7 @@ def names(dataset: Dataset[Any], foreign: bool = False, workers: int = 2, **opti
         return set()
 
 
-@pytest.mark.parametrize("dataset", [FromAttribute, FromTorch, MadeInTheWorker])
+@pytest.mark.parametrize("dataset", some([MadeInTheWorker, FromAttribute, FromTorch]))
 def test_workers_of_a_foreign_loader_that_draw_alike(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset(), foreign=True) == {NAME}
 
@@ -159,12 +160,12 @@ def test_a_generator_that_forge_has_not_seen_yet() -> None:
     assert finding.evidence["workers"] == 2
 
 
-@pytest.mark.parametrize("dataset", [FromAttribute, FromTorch, FromNumpy, MadeByWorker, ByIndex, Counts])
+@pytest.mark.parametrize("dataset", some([FromTorch, FromAttribute, FromNumpy, MadeByWorker, ByIndex, Counts]))
 def test_workers_that_forge_seeds_differ(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset()) == set()
 
 
-@pytest.mark.parametrize("dataset", [FromNumpy, MadeByWorker, ByIndex, Counts])
+@pytest.mark.parametrize("dataset", some([MadeByWorker, FromNumpy, ByIndex, Counts]))
 def test_foreign_workers_that_differ(dataset: Callable[[], Dataset[Any]]) -> None:
     assert names(dataset(), foreign=True) == set()
 

@@ -70,6 +70,7 @@ def test_a_fit_is_a_plain_loop_in_float8(window: int, emulated: None) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(task.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_fit_equals_an_eager_one(emulated: None) -> None:
     torch._dynamo.reset()
     ours, result = fit_tiny([FP8("all"), Compile(backend="aot_eager")], task=TinyTask(dropout=0.0), max_epochs=1)

@@ -32,7 +32,8 @@ OF_TENSORS = {"_cdata", "_version"}
 OF_OPERATORS = {"_overloadpacket", "_schema", "_sequence_nr"}
 OF_OPTIMIZERS = {"_found_inf_per_device", "_per_optimizer_states", "_step_supports_amp_scaling"}
 OF_OTHERS = {"_fields", "_get_file_writer", "_module_state_mapping"}
-ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_OTHERS
+OF_SCHEDULES = {"_schedulers"}
+ALLOWED = OF_MODULES | OF_TENSORS | OF_OPERATORS | OF_OPTIMIZERS | OF_SCHEDULES | OF_OTHERS
 """Underscore names of torch's objects, and `_fields` of a namedtuple: not forge's to publish."""
 
 RUNS = {"trainer", "step.trainer", "self.trainer", "self._trainer", "run", "self.run", "self._run"}

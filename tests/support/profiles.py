@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tests.conftest import PROFILE
 
-few = settings(max_examples=4 if PROFILE == "quick" else 500)
+few = settings(max_examples=3 if PROFILE == "quick" else 500)
 """For tests that train, start processes or draw with every example."""
 
 
@@ -24,3 +24,8 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
         for each in itertools.product(*(range(len(axis)) for axis in values))
     ]
     return [pytest.param(*each, marks=() if quick else pytest.mark.slow) for each, quick in chosen]
+
+
+def some(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Parameters, of which the quick profile runs the first few."""
+    return [pytest.param(value, marks=() if at < quick else pytest.mark.slow) for at, value in enumerate(values)]

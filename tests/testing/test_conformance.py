@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -55,8 +56,23 @@ THOROUGH = {"amp", "clip", "ema", "freeze"}
 """Also checked with two optimizers and with exceptions in the quick profile, which has one optimizer for the others."""
 
 
-WRITE = {"anomaly", "checkpoint", "jsonl", "ledger", "monitor", "profiler", "progress", "tensorboard", "throughput"}
+WRITE = {
+    "anomaly",
+    "checkpoint",
+    "csv",
+    "jsonl",
+    "ledger",
+    "monitor",
+    "profiler",
+    "progress",
+    "tensorboard",
+    "throughput",
+}
 """Which files are written is checked for these in the quick profile, which leaves the others to the full one."""
+
+
+PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
+"""Plugins that need a package of others."""
 
 
 LONG = {"compile", "kernels"}
@@ -71,7 +87,12 @@ tests/plugins/test_kernels.py for kernels."""
         for name in sorted(registry.installed("plugin").keys() - NOT_ALONE)
     ],
 )
-def test_every_installed_plugin_keeps_the_contract(name: str) -> None:
+def test_every_installed_plugin_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     leave_out: list[str] = []
     if PROFILE == "quick":  # that the order of a stack makes no difference is a law of tests/engine/test_composition.py
         leave_out = [*LEFT_OUT, "order"] if name in THOROUGH else [*PLAINEST, "order", "exceptions", "graphs"]

@@ -17,6 +17,7 @@ FORMATS = {
     "executorch": "ExecuTorch: phones and small devices",
     "safetensors": "weights alone, without code",
     "pt": "weights alone as torch.save writes them; a pickle is inside",
+    "pretrained": "a folder of transformers' save_pretrained, with the tokenizer",
     "triton-repository": "a model repository for NVIDIA Triton Inference Server",
 }
 

@@ -32,7 +32,7 @@ class FP8(forge.Plugin):
     """Compute the products of large linear layers in float8: faster steps and less memory on recent GPUs.
 
     The three products of an nn.Linear in training (forward, gradient of the input, gradient of the weight) run in
-    float8 (`torch._scaled_mm`): inputs and weights in e4m3, gradients in e5m2. Each tensor has one scale, found anew in
+    float8 (`torch._scaled_mm`): all of them in e4m3. Each tensor has one scale, found anew in
     every call from its largest value, so there is nothing to calibrate and nothing to save. Results are bfloat16.
     Weights and optimizer keep their type, and layers, parameters and checkpoints their names: a run can be resumed
     without the plugin, and the other way round.
@@ -70,6 +70,8 @@ class FP8(forge.Plugin):
         "Which linear layers: auto (those large enough to gain), all, or patterns of names, such as 'blocks.*'."
         leave_out: str | list[str] = field(default_factory=list)
         "Patterns of layers to leave as they are."
+        fast_sums: bool = False
+        "Sum the gradients of weights in fewer bits: a GPT of width 2048 gains another 2 %, and losses rise a little."
 
     config: Config
     provides = ("float8",)
@@ -109,7 +111,7 @@ class FP8(forge.Plugin):
             return
         self._layers = chosen
         for layer in chosen.values():
-            install(layer, least_rows(layer) if self.config.layers == AUTO else TILE)
+            install(layer, least_rows(layer) if self.config.layers == AUTO else TILE, self.config.fast_sums)
         logger.info("fp8 computes %d linear layers in float8: %s.", len(chosen), listed(chosen, MANY))
         if device.type == "cuda" and not any("compile" in plugin.provides for plugin in trainer.stack):
             logger.warning("fp8 without compile is slower than bfloat16: its casts are not fused. Add -p compile.")

@@ -12,26 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-"""Inputs and weights need precision, gradients need range."""
+FLOAT8 = torch.float8_e4m3fn
+"""The type of inputs, weights and gradients. A scale found anew in every call gives gradients the range they need; with
+the two bits of e5m2 losses stay above those of bfloat16."""
+TOP = torch.finfo(FLOAT8).max
 TILE = 16
 """`torch._scaled_mm` takes matrices whose sides are multiples of this."""
 SMALLEST = 1e-30
 """The least value that counts as a tensor's largest: both scale and its inverse are ordinary float32 numbers."""
-LEAST_ROWS = "fp8_least_rows"
-"""The attribute of an installed layer: inputs of fewer rows are computed as written."""
+LEAST_ROWS, FAST_SUMS = "fp8_least_rows", "fp8_fast_sums"
+"""Attributes of an installed layer: inputs of fewer rows are computed as written; whether the gradient of the weight is
+summed in fewer bits too."""
 
 
-def install(layer: nn.Linear, least_rows: int = TILE) -> None:
+def install(layer: nn.Linear, least_rows: int = TILE, fast_sums: bool = False) -> None:
     """Make a layer compute in float8 while it trains; `remove` undoes it."""
-    vars(layer)[LEAST_ROWS] = least_rows
+    vars(layer)[LEAST_ROWS], vars(layer)[FAST_SUMS] = least_rows, fast_sums
     # a bound method: a copy of the layer gets one bound to the copy
     vars(layer)["forward"] = MethodType(forward, layer)
 
 
 def remove(layer: nn.Module) -> None:
     """Restore a layer's own forward."""
-    for name in ("forward", LEAST_ROWS):
+    for name in ("forward", LEAST_ROWS, FAST_SUMS):
         vars(layer).pop(name, None)
 
 
@@ -40,7 +43,7 @@ def forward(self: Any, x: Tensor) -> Tensor:
     autocast = torch.is_autocast_enabled(x.device.type)
     if not _takes(self, x, autocast):
         return F.linear(x, self.weight, self.bias)
-    y = Float8Products.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+    y = Float8Products.apply(x.reshape(-1, self.in_features), self.weight, self.bias, self.fp8_fast_sums)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     return y.view(*x.shape[:-1], self.out_features).to(dtype)
 
@@ -68,31 +71,32 @@ class Float8Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fast_sums: bool) -> Tensor:
         most_x, most_w = largest(x), largest(weight)
-        x8, w8 = encode(x, most_x, VALUES), encode(weight, most_w, VALUES)
+        x8, w8 = encode(x, most_x), encode(weight, most_w)
         ctx.save_for_backward(x8, most_x, weight, most_w)
-        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.dtypes, ctx.fast_sums = (x.dtype, None if bias is None else bias.dtype), fast_sums
         b = None if bias is None else bias.to(torch.bfloat16)
-        return product(x8, w8.t(), step_of(most_x, VALUES), step_of(most_w, VALUES), b, fast=True)
+        return product(x8, w8.t(), step_of(most_x), step_of(most_w), b, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = gradients
         x8, most_x, weight, most_w = ctx.saved_tensors
-        of_x, of_w, of_b = ctx.needs_input_grad
+        of_x, of_w, of_b, _ = ctx.needs_input_grad
         kind, kind_of_b = ctx.dtypes
         most = largest(grad)
-        g8, step = encode(grad, most, GRADIENTS), step_of(most, GRADIENTS)
+        g8, step = encode(grad, most), step_of(most)
         grad_x = grad_w = grad_b = None
         if of_x:
-            w8 = encode(weight, most_w, VALUES)
-            grad_x = product(g8, column_major(w8), step, step_of(most_w, VALUES)).to(kind)
+            w8 = encode(weight, most_w)
+            grad_x = product(g8, column_major(w8), step, step_of(most_w), fast=True).to(kind)
         if of_w:
-            grad_w = product(g8.t().contiguous(), column_major(x8), step, step_of(most_x, VALUES)).to(weight.dtype)
+            g8t = g8.t().contiguous()
+            grad_w = product(g8t, column_major(x8), step, step_of(most_x), fast=ctx.fast_sums).to(weight.dtype)
         if of_b:
             grad_b = grad.sum(0, dtype=torch.float32).to(kind_of_b)
-        return grad_x, grad_w, grad_b
+        return grad_x, grad_w, grad_b, None
 
 
 def largest(x: Tensor) -> Tensor:
@@ -100,15 +104,14 @@ def largest(x: Tensor) -> Tensor:
     return x.abs().amax().float().clamp(min=SMALLEST)
 
 
-def encode(x: Tensor, most: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(x: Tensor, most: Tensor) -> Tensor:
     """Cast to float8 such that the largest value becomes the largest of the type; infinities become NaN."""
-    top = torch.finfo(dtype).max
-    return (x.float() * (top / most)).clamp(-top, top).to(dtype).contiguous()
+    return (x.float() * (TOP / most)).clamp(-TOP, TOP).to(FLOAT8).contiguous()
 
 
-def step_of(most: Tensor, dtype: torch.dtype) -> Tensor:
+def step_of(most: Tensor) -> Tensor:
     """Return the factor that turns encoded values back."""
-    return most / torch.finfo(dtype).max
+    return most / TOP
 
 
 def column_major(x: Tensor) -> Tensor:
@@ -119,7 +122,8 @@ def column_major(x: Tensor) -> Tensor:
 def product(
     a: Tensor, b: Tensor, step_a: Tensor, step_b: Tensor, bias: Tensor | None = None, fast: bool = False
 ) -> Tensor:
-    """Multiply encoded matrices into bfloat16. `fast` sums in fewer bits, which a forward pass can afford."""
+    """Multiply encoded matrices into bfloat16. `fast` sums in fewer bits: sums over features can afford it, those over
+    the rows of a batch are long, and losses show it."""
     return torch._scaled_mm(
         a, b, scale_a=step_a, scale_b=step_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

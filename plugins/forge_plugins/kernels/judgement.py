@@ -29,6 +29,9 @@ SMALLER, NO_SLOWER = 0.9, 0.005
 WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 2, 5, 30, 1.0
 """Passes before the clock starts, rounds that are timed, and the time that they take in all."""
 
+PATIENCE = 120.0
+"""Seconds for which kernels are tried one by one, if all together do not win: each may be compiled anew."""
+
 Kernels = frozenset[str]
 AS_WRITTEN: Kernels = frozenset()
 
@@ -79,12 +82,16 @@ Measure = Callable[[Sequence[Kernels]], Sequence[StepCost]]
 """Measures a step with each of these sets of kernels, in turns."""
 
 
-def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVerdict:
+def judge(
+    names: Sequence[str], measure: Measure, memory: float = 1.0, clock: Callable[[], float] = time.monotonic
+) -> StepVerdict:
     """Return the kernels with which the step is faster, and takes no more than `memory` times what it took; or is no
     slower, and takes a tenth less.
 
-    All together are tried first. If they do not win, each is tried alone, then those that won alone together.
+    All together are tried first. If they do not win, each is tried alone, then those that won alone together; but not
+    if that would take minutes.
     """
+    began = clock()
     costs: dict[Kernels, StepCost] = {}
 
     def wins(*candidates: Kernels) -> list[Kernels]:
@@ -97,7 +104,12 @@ def judge(names: Sequence[str], measure: Measure, memory: float = 1.0) -> StepVe
     if not every:
         return StepVerdict()
     kept = wins(every)
-    if not kept and len(every) > 1:
+    needed = (clock() - began) * len(every) / 2
+    if not kept and len(every) > 1 and needed > PATIENCE:
+        logger.info(
+            "kernels: %s were not tried one by one: that would take about %.0f s.", listed(sorted(every)), needed
+        )
+    elif not kept and len(every) > 1:
         alone = wins(*(frozenset([name]) for name in sorted(every)))
         together = frozenset().union(*alone)
         if 1 < len(alone) < len(every):

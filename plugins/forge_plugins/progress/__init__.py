@@ -10,7 +10,9 @@ from typing import Any
 
 import forge
 from forge.runs.card import ending
+from forge.util.notebook import notebook_shell
 from forge_plugins.progress.bar import REFRESH, Bar
+from forge_plugins.progress.host_limit import HostLimit
 from forge_plugins.progress.lines import Lines
 from forge_plugins.progress.screen import View, on_terminal
 from forge_plugins.progress.status import NEVER, Status, share_of_epoch
@@ -27,7 +29,9 @@ class Progress(forge.Plugin):
     What you see: on a terminal, two live bars, one for the epoch and one for the run, above which your own output
     appears. At the end a table has the last and the best value of every metric, and lines name the run folder and how
     to look at it. In a file or in CI, plain lines: at the interval `every`, at the end of every epoch, after every
-    validation and at the end of the run. All of it goes to stderr, so stdout stays free for your program.
+    validation and at the end of the run. In a notebook, a bar, a table and the curves of all metrics, redrawn in the
+    cell's output. All of it but that goes to stderr, so stdout stays free for your program. If the GPU
+    waits for the host in the first updates, a line says so, with what capturing the update would gain.
 
     Only the main process writes. If stderr can no longer be written (a pipe whose reader is gone), the plugin stops
     writing and the run continues.
@@ -51,21 +55,33 @@ class Progress(forge.Plugin):
         self._view: View | None = None
         self._look_at = NEVER
         self._status = Status()
+        self._host_limit: HostLimit | None = None
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
-        self._view, self._look_at = None, NEVER
+        self._view, self._look_at, self._host_limit = None, NEVER, None
         if not trainer.env.is_main or is_quiet():
             return
         plan = trainer.planned_updates, trainer.max_epochs
         self._status = Status(trainer.verb or "", *plan, plugins=trainer.stack.names)
         self._status.epoch_share, self._status.per_epoch = share_of_epoch(trainer), trainer.updates_per_epoch
-        self._view = Bar(self._status) if on_terminal() else Lines(self._status, forge.Interval(self.config.every))
+        self._view = self._display()
         self._look_at = 0.0
+        self._host_limit = HostLimit.of(trainer)
+
+    def _display(self) -> View:
+        shell = notebook_shell()
+        if shell is not None:
+            from forge_plugins.progress.page import Page
+
+            return Page(self._status, shell)
+        return Bar(self._status) if on_terminal() else Lines(self._status, forge.Interval(self.config.every))
 
     @forge.hookimpl
     def forge_boundary(self, trainer: forge.Run, step: forge.Step) -> None:
         # on every update: only a look at the clock
+        if self._host_limit is not None:
+            self._host_limit = self._host_limit.look(step)
         if (time.monotonic() >= self._look_at or step.ends_epoch) and self._view is not None:
             self._status.move(trainer)
             self._look_at = self._view.look(step)

@@ -21,7 +21,7 @@ from forge_plugins.tensorboard.events import (
     add_text,
     new_file,
 )
-from forge_plugins.tensorboard.hyperparameters import add_end_of_session, add_hyperparameters, hyperparameters
+from forge_plugins.tensorboard.hyperparameters import add_end_of_session, add_hyperparameters
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -168,7 +168,7 @@ class Tensorboard(forge.Plugin):
         self._restores = trainer.restores
         if trainer.verb == "fit":
             self._add_card(writer, trainer)
-            add_hyperparameters(writer, hyperparameters(trainer))
+            add_hyperparameters(writer, trainer.hyperparameters)
             self._begin_anew(writer, trainer)
         return writer
 
