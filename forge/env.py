@@ -132,7 +132,8 @@ def move(value: Any, device: torch.device) -> Any:
         # a copy to the host must have arrived before it is read
         return value if value.device == device else value.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(type(value), "to", None)):  # packed sequences, tokenizer outputs, graph batches
-        return value.to(device)
+        moved = value.to(device)
+        return value if moved is None else moved  # some move themselves and return nothing
     moved = map_items(value, lambda item: move(item, device))
     return value if moved is None else moved
 

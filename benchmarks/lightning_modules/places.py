@@ -7,7 +7,9 @@ versions than torch's here, it is installed with `--no-deps`, and what it needs 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -27,13 +29,23 @@ class Package:
     "Installed with its dependencies, before the package."
     alone: bool = False
     "Whether the package itself is installed without its dependencies."
-    at_last: tuple[str, ...] = ()
-    "Installed without dependencies after everything else: pins that the others' pins would move."
+
+    @property
+    def title(self) -> str:
+        """The distribution's name."""
+        return re.split(r"[\[=<>~]", self.name)[0]
+
+    def version(self) -> str:
+        """Return the installed version; empty if there is none."""
+        key = self.title.lower().replace("-", "_")
+        folders = self.place.glob("lib/python*/site-packages/*.dist-info")
+        found = [f.name.removesuffix(".dist-info") for f in folders if f.name.lower().replace("-", "_").startswith(key)]
+        return found[0].rpartition("-")[2] if found else ""
 
     @property
     def place(self) -> Path:
         key = hashlib.sha256(repr(self).encode()).hexdigest()[:8]
-        return HOME / f"{self.name.split('[')[0].split('=')[0]}-{key}"
+        return HOME / f"{self.title}-{key}"
 
     def install(self) -> Path:
         """Return the place's interpreter, after installing what is not there yet."""
@@ -47,8 +59,6 @@ class Package:
         if self.needs:
             self._pip(python, *self.needs)
         self._pip(python, *(["--no-deps"] if self.alone else []), self.name)
-        if self.at_last:
-            self._pip(python, "--no-deps", *self.at_last)
         mark.touch()
         return python
 
@@ -72,3 +82,8 @@ def _pins() -> str:
 
     names = ("torch", "torchvision", "lightning", "pytorch-lightning", "torchmetrics")
     return "".join(f"{name}=={version(name)}\n" for name in names)
+
+
+def package_of(name: str) -> Package:
+    """Return the package that a module of `modules/` declares."""
+    return importlib.import_module(f"benchmarks.lightning_modules.modules.{name}").PACKAGE

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
@@ -135,6 +135,22 @@ class ModuleTask(TaskModule):
         self._all_none = False
         self._mark: Any = None
         self._started = self._failed = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the adapter, also where the module has a layer of that name."""
+        if isinstance(value, nn.Module):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self.module.get_buffer(target)
 
     # -- the module itself --------------------------------------------------------------------------------------------
 

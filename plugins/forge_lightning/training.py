@@ -232,14 +232,16 @@ class Trains(ModuleMethods):
     @hookimpl(wrapper=True)
     def forge_backward(self) -> Generator[None, Any, Any]:
         done = yield
-        self._call("on_after_backward")
+        if self._mark is None:  # a skipped batch has no backward pass
+            self._call("on_after_backward")
         return done
 
     @hookimpl
     def _own_backward(self, step: Step, loss: Tensor) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the module's own `backward`, in place of forge_backward."""
-        self.module.backward(loss)
-        self._call("on_after_backward")
+        if self._mark is None:  # a skipped batch has no backward pass
+            self.module.backward(loss)
+            self._call("on_after_backward")
         return True
 
     @hookimpl
