@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ class Dicts(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: values[index] for name, values in self.tensors.items()}
+
+
+class Batches:
+    """Batches that are there already; Lightning takes a list for several loaders."""
+
+    def __init__(self, batches: list[Any]):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def loader(*tensors: torch.Tensor, batch_size: int = 8, **named: torch.Tensor) -> DataLoader[Any]:

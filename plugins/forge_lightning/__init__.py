@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
-from forge.rng import RNGState, seed_all
+from forge.rng import seed_all
 from forge_lightning import compatibility
+from forge_lightning.data_draws import moved_since
 from forge_lightning.evaluating import WORDS, Evaluates
 from forge_lightning.log_calls import EpochMeans
 from forge_lightning.manual import TrainsManually
@@ -90,7 +91,7 @@ class LightningAdapter(TrainsManually, Evaluates):
             self._epoch = EpochMeans(trainer)
             self._call("on_fit_start")
             if trainer.seed is not None and trainer.env.world == 1:
-                self._rng = RNGState.capture(trainer.env.device)
+                self._rng = moved_since(trainer.seed, trainer.env.device)
 
     @hookimpl
     def forge_exception(self, error: BaseException) -> None:

@@ -108,6 +108,8 @@ class ModuleTask(TaskModule):
         "Lightning's callback_metrics: the latest values by the module's names."
         self.is_over = False
         self._stops_early = False
+        self.cut_short = False
+        "Whether the run ended inside an epoch, which Lightning counts as one."
         self._rng: RNGState | None = None
         "The random numbers after the module was set up, as an update begins with them under Lightning."
         self._last_loss: Any = None

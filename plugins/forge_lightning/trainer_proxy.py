@@ -84,7 +84,7 @@ class TrainerProxy:
         if trainer is None:
             return 0
         step = None if self.adapter.is_over else trainer.step
-        return trainer.progress.epoch if step is None else step.epoch
+        return trainer.progress.epoch + self.adapter.cut_short if step is None else step.epoch
 
     @property
     def global_step(self) -> int:

@@ -306,7 +306,8 @@ class Trains(ModuleMethods):
         """End an epoch, after its validation: call the module's hook, which can read the epoch's values, and publish
         them with the values that it logs."""
         self._step_plateaus("step")
-        if not (step.ends_epoch or self._stops_early) or self._epoch is None:
+        self.cut_short = (self._stops_early or trainer.progress.update == trainer.max_updates) and not step.ends_epoch
+        if not (step.ends_epoch or self.cut_short) or self._epoch is None:
             return
         if (metrics := trainer.means.task_metrics) is not None:
             metrics.computed.update(metrics.updated())  # before the module resets its own

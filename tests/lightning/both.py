@@ -144,11 +144,10 @@ def by_lightning(scenario: Scenario, folder: Path) -> Outcome:
     kept = any(isinstance(callback, L.callbacks.ModelCheckpoint) for callback in callbacks)
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "accelerator": "cpu", "enable_checkpointing": kept}
     trainer = L.Trainer(**{**options, **quiet, **scenario.lightning}, callbacks=callbacks, default_root_dir=folder)
+    data = {"datamodule": scenario.datamodule()} if scenario.datamodule is not None else {}
+    loaders = () if data else (scenario.train(), scenario.val())
     L.seed_everything(7, verbose=False)
-    if scenario.datamodule is not None:
-        trainer.fit(module, datamodule=scenario.datamodule())
-    else:
-        trainer.fit(module, scenario.train(), scenario.val())
+    trainer.fit(module, *loaders, **data)
     return outcome(module, callbacks, folder)
 
 

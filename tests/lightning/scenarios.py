@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as lr
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from forge_plugins import Accumulate, Clip
-from tests.lightning.both import Scenario, Subject, hearing, loader
+from tests.lightning.both import Scenario, Subject, hearing, loader, numbers
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: lr.StepLR(o, 2, 0.5),
@@ -79,7 +80,10 @@ def updates() -> dict[str, Scenario]:
     clips: dict[str, tuple[dict[str, Any], Any]] = {
         "none": ({}, lambda: []),
         "norm": ({"gradient_clip_val": 0.1}, lambda: [Clip(max_norm=0.1)]),
-        "value": ({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, lambda: [Clip(max_norm=None, max_value=0.02)]),
+        "value": (
+            {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+            lambda: [Clip(max_norm=None, max_value=0.02)],
+        ),
     }
     found = {}
     for window, clip, (name, optimizer) in itertools.product(
@@ -284,10 +288,46 @@ def others() -> dict[str, Scenario]:
         "own-scheduler-step": Scenario(OwnSchedule),
         "no-optimizer": Scenario(hearing(Idle)),
         "inner-module": Scenario(Outer),
+        "iterable-dataset": Scenario(train=lambda: DataLoader(Stream(), batch_size=4)),
+        "batch-sampler": Scenario(
+            train=lambda: DataLoader(TensorDataset(*numbers(18)), batch_sampler=[[0, 1, 2], [5, 4], [7, 8, 9, 10]])
+        ),
+        "plain-iterable": Scenario(train=lambda: Batches(loader())),
+        "no-batch-dimension": Scenario(Odd, train=lambda: Batches(map(Box, range(5))), val=lambda: None),
         "datamodule": Scenario(hearing(Subject), datamodule=Data),
         "train-loaders-dict": Scenario(Pairs, datamodule=lambda: Data({"a": loader(8), "b": loader(18, seed=3)})),
         "train-loaders-list": Scenario(Pairs, datamodule=lambda: Data([loader(18), loader(8, seed=3)])),
     }
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return zip(*numbers(18), strict=True)
+
+
+class Batches:
+    """Neither a DataLoader nor a list, which Lightning takes for several loaders."""
+
+    def __init__(self, batches: Any):
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+class Box:
+    """A batch without a tensor that tells its size."""
+
+    def __init__(self, value: int):
+        self.value = float(value)
+
+
+class Odd(Subject):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net[0].weight * batch.value).square().mean()
 
 
 class Several(Subject):
@@ -358,8 +398,11 @@ class Warms(Subject):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1.0, (self.trainer.global_step + 1) / 5)
-        self.heard.append((epoch, batch_idx))
+        self.heard.append((epoch, batch_idx, optimizer.param_groups[0]["lr"]))
         optimizer.step(closure=optimizer_closure)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)  # under Lightning it runs inside the closure, and so sees the next rate
 
 
 class Doubles(Subject):

@@ -13,6 +13,7 @@ def make() -> Any:
     import numpy as np
     from darts import TimeSeries
     from darts.models import NBEATSModel
+    from darts.models.forecasting import torch_forecasting_model
     from torch.utils.data import DataLoader
 
     draw = np.random.default_rng(0)
@@ -23,4 +24,4 @@ def make() -> Any:
     )
     model.train_sample = data[0]
     module = model._init_model() or model.model
-    return module, DataLoader(data, batch_size=8, collate_fn=model._batch_collate_fn), None
+    return module, DataLoader(data, batch_size=8, collate_fn=torch_forecasting_model._batch_collate_fn_train), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.lightning_modules.draw import Batches
 from benchmarks.lightning_modules.places import Package
 
 PACKAGE = Package("gluonts", needs=("gluonts[torch]",))
@@ -24,4 +25,4 @@ def make() -> Any:
     module = estimator.create_lightning_module()
     np.random.seed(0)
     batches = list(estimator.create_training_data_loader(list(changed), module, shuffle_buffer_length=None))
-    return module, batches, None
+    return module, Batches(batches), None
