@@ -201,6 +201,51 @@ class BatchProgress(Named):
         return SimpleNamespace(ready=done + 1, started=done + 1, processed=done, completed=done)
 
 
+class DataSource(Named):
+    """`_data_source` of a loop: where its loader comes from."""
+
+    _path = "fit_loop._data_source"
+
+    def __init__(self, trainer: Any, stage: str):
+        super().__init__(trainer)
+        self._stage = stage
+
+    @property
+    def instance(self) -> Any:
+        return self._trainer.forge.given_loaders.get(self._stage)
+
+    def is_defined(self) -> bool:
+        return self.instance is not None
+
+    def is_module(self) -> bool:
+        return False
+
+    def dataloader(self) -> Any:
+        return self.instance
+
+
+class ValLoopProxy(Named):
+    """`self.trainer.fit_loop.epoch_loop.val_loop`."""
+
+    _path = "fit_loop.epoch_loop.val_loop"
+
+    @property
+    def _has_run(self) -> bool:
+        return self._trainer.adapter.validations > 0
+
+    @property
+    def num_dataloaders(self) -> int:
+        return len(self._trainer.num_val_batches)
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        return self._trainer.num_val_batches
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer, "val")
+
+
 class EpochLoopProxy(Named):
     """`self.trainer.fit_loop.epoch_loop`."""
 
@@ -227,9 +272,8 @@ class EpochLoopProxy(Named):
         return self._trainer.forge.progress.update
 
     @property
-    def val_loop(self) -> Any:
-        has_run = self._trainer.adapter.validations > 0
-        return SimpleNamespace(_has_run=has_run, num_dataloaders=len(self._trainer.num_val_batches))
+    def val_loop(self) -> ValLoopProxy:
+        return ValLoopProxy(self._trainer)
 
 
 class FitLoopProxy(Named):
@@ -242,6 +286,10 @@ class FitLoopProxy(Named):
     @property
     def epoch_loop(self) -> EpochLoopProxy:
         return EpochLoopProxy(self._trainer)
+
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._trainer, "train")
 
     @property
     def epoch_progress(self) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -141,7 +142,7 @@ def outcome(module: Any, callbacks: list[Any], folder: Path) -> Outcome:
 def by_lightning(scenario: Scenario, folder: Path) -> Outcome:
     module, callbacks = made(scenario), scenario.callbacks(folder)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    kept = any(isinstance(callback, L.callbacks.ModelCheckpoint) for callback in callbacks)
+    kept = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     options = {"max_epochs": 3, "num_sanity_val_steps": 0, "accelerator": "cpu", "enable_checkpointing": kept}
     trainer = L.Trainer(**{**options, **quiet, **scenario.lightning}, callbacks=callbacks, default_root_dir=folder)
     data = {"datamodule": scenario.datamodule()} if scenario.datamodule is not None else {}

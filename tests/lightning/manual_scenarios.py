@@ -21,7 +21,7 @@ class Manual(Subject):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         self.rates.append(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
         loss = self.loss(batch)
@@ -40,7 +40,7 @@ class Gathers(Manual):
     """Gradients of two batches, and a validation between them that drops them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         self.manual_backward(self.loss(batch) / 2)
         if batch_idx % 2:
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
@@ -50,7 +50,7 @@ class Gathers(Manual):
 
 class Closes(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
 
         def closure() -> Any:
             optimizer.zero_grad()
@@ -69,12 +69,15 @@ class SecondOrder(Closes):
 class Scheduled(Manual):
     """Schedulers of both kinds, stepped by hand."""
 
+    def schedulers(self) -> Any:
+        return self.lr_schedulers()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-        self.lr_schedulers()[0].step()
+        self.schedulers()[0].step()
 
     def on_train_epoch_end(self) -> None:
-        self.lr_schedulers()[1].step(self.trainer.callback_metrics["train_loss"])
+        self.schedulers()[1].step(self.trainer.callback_metrics["train_loss"])
 
     def configure_optimizers(self) -> Any:
         optimizer = Adam(self.parameters(), lr=0.02)
@@ -92,7 +95,8 @@ class Adversarial(Manual):
         self.critic = nn.Linear(1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first, second = self.optimizers()
+        both: Any = self.optimizers()
+        first, second = both
         if self.toggles == "methods":
             self.toggle_optimizer(first)
         first.zero_grad()
@@ -139,12 +143,13 @@ class Plain(Manual):
     """Plain torch calls in place of Lightning's."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
         self.loss(batch).backward()
         optimizer.step()
-        self.heard.append((self.trainer.is_last_batch, type(self.optimizers().optimizer).__name__))
-        assert isinstance(self.optimizers(), torch.optim.Optimizer)
+        wrapped: Any = self.optimizers()
+        self.heard.append((self.trainer.is_last_batch, type(wrapped.optimizer).__name__))
+        assert isinstance(wrapped, torch.optim.Optimizer)
 
 
 def manual() -> dict[str, Scenario]:

@@ -14,5 +14,11 @@ def make() -> Any:
 
     from benchmarks.lightning_modules.pictures import anomalies
 
-    module = Fastflow(backbone="resnet18", pre_trained=False, flow_steps=2, pre_processor=Fastflow.configure_pre_processor(image_size=(64, 64)), visualizer=False)
+    module = Fastflow(
+        backbone="resnet18",
+        pre_trained=False,
+        flow_steps=2,
+        pre_processor=Fastflow.configure_pre_processor(image_size=(64, 64)),
+        visualizer=False,
+    )
     return module, *anomalies()

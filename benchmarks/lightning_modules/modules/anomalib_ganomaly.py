@@ -14,5 +14,11 @@ def make() -> Any:
 
     from benchmarks.lightning_modules.pictures import anomalies
 
-    module = Ganomaly(batch_size=4, n_features=8, latent_vec_size=8, pre_processor=Ganomaly.configure_pre_processor(image_size=(64, 64)), visualizer=False)
+    module = Ganomaly(
+        batch_size=4,
+        n_features=8,
+        latent_vec_size=8,
+        pre_processor=Ganomaly.configure_pre_processor(image_size=(64, 64)),
+        visualizer=False,
+    )
     return module, *anomalies()

@@ -14,5 +14,10 @@ def make() -> Any:
 
     from benchmarks.lightning_modules.pictures import anomalies
 
-    module = ReverseDistillation(backbone="resnet18", pre_trained=False, pre_processor=ReverseDistillation.configure_pre_processor(image_size=(64, 64)), visualizer=False)
+    module = ReverseDistillation(
+        backbone="resnet18",
+        pre_trained=False,
+        pre_processor=ReverseDistillation.configure_pre_processor(image_size=(64, 64)),
+        visualizer=False,
+    )
     return module, *anomalies()

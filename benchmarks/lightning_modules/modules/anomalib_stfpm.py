@@ -14,5 +14,7 @@ def make() -> Any:
 
     from benchmarks.lightning_modules.pictures import anomalies
 
-    module = Stfpm(backbone="resnet18", pre_processor=Stfpm.configure_pre_processor(image_size=(64, 64)), visualizer=False)
+    module = Stfpm(
+        backbone="resnet18", pre_processor=Stfpm.configure_pre_processor(image_size=(64, 64)), visualizer=False
+    )
     return module, *anomalies()

@@ -18,7 +18,15 @@ def make() -> Any:
 
     draw = np.random.default_rng(0)
     series = TimeSeries.from_values(draw.normal(size=60).cumsum().astype(np.float32))
-    model = NBEATSModel(input_chunk_length=12, output_chunk_length=4, num_stacks=2, layer_widths=16, dropout=0.1, random_state=1, batch_size=8)
+    model = NBEATSModel(
+        input_chunk_length=12,
+        output_chunk_length=4,
+        num_stacks=2,
+        layer_widths=16,
+        dropout=0.1,
+        random_state=1,
+        batch_size=8,
+    )
     data = model._build_train_dataset(
         series=[series], past_covariates=None, future_covariates=None, sample_weight=None, max_samples_per_ts=None
     )

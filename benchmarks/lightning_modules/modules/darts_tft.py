@@ -18,7 +18,14 @@ def make() -> Any:
 
     draw = np.random.default_rng(0)
     series = TimeSeries.from_values(draw.normal(size=60).cumsum().astype(np.float32))
-    model = TFTModel(input_chunk_length=12, output_chunk_length=4, hidden_size=8, add_relative_index=True, random_state=1, batch_size=8)
+    model = TFTModel(
+        input_chunk_length=12,
+        output_chunk_length=4,
+        hidden_size=8,
+        add_relative_index=True,
+        random_state=1,
+        batch_size=8,
+    )
     data = model._build_train_dataset(
         series=[series], past_covariates=None, future_covariates=None, sample_weight=None, max_samples_per_ts=None
     )

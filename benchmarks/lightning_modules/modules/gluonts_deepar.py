@@ -19,7 +19,13 @@ def make() -> Any:
     rows = [{"start": "2020-01-01", "target": draw.normal(size=60).cumsum()} for _ in range(8)]
     data = ListDataset(rows, freq="D")
     estimator = DeepAREstimator(
-        freq="D", prediction_length=4, context_length=8, hidden_size=8, num_layers=1, batch_size=8, num_batches_per_epoch=6
+        freq="D",
+        prediction_length=4,
+        context_length=8,
+        hidden_size=8,
+        num_layers=1,
+        batch_size=8,
+        num_batches_per_epoch=6,
     )
     changed = estimator.create_transformation()(data, is_train=True)
     module = estimator.create_lightning_module()

@@ -20,7 +20,7 @@ def make() -> Any:
     cfg.accelerator = "cpu"
     cfg.dataset.task, cfg.dataset.task_type, cfg.model.type = "graph", "classification", "gnn"
     cfg.gnn.dim_inner, cfg.gnn.layers_mp, cfg.gnn.dropout = 16, 2, 0.1
-    cfg.optim.max_epoch = 3
+    cfg.gnn.head, cfg.optim.max_epoch = "graph", 3
     draw = torch.Generator().manual_seed(0)
     graphs = [
         Data(

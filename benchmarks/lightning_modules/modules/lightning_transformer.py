@@ -11,9 +11,10 @@ PACKAGE = Package("lightning")
 
 def make() -> Any:
     from lightning.pytorch.demos.transformer import LightningTransformer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, TensorDataset
 
     from benchmarks.lightning_modules.draw import classes
 
     words = classes(20, 24, 9)
-    return LightningTransformer(20), DataLoader([(line[:-1], line[1:]) for line in words], batch_size=4), None
+    data = TensorDataset(words[:, :-1], words[:, 1:])
+    return LightningTransformer(20), DataLoader(data, batch_size=4), None

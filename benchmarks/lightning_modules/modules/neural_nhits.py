@@ -14,5 +14,7 @@ def make() -> Any:
 
     from benchmarks.lightning_modules.panels import panel
 
-    module = NHITS(h=4, input_size=8, mlp_units=[[16, 16]] * 3, max_steps=18, learning_rate=1e-2, scaler_type="identity")
+    module = NHITS(
+        h=4, input_size=8, mlp_units=[[16, 16]] * 3, max_steps=18, learning_rate=1e-2, scaler_type="identity"
+    )
     return module, *panel(module)

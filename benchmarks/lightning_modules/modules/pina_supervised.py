@@ -18,7 +18,5 @@ def make() -> Any:
 
     problem = SupervisedProblem(numbers(32, 3), numbers(32, 1, seed=1))
     module = SupervisedSolver(problem, FeedForward(3, 1, inner_size=16), optimizer=None, use_lt=False)
-    batches = [
-        [("data", {"input": numbers(8, 3, seed=i), "target": numbers(8, 1, seed=i + 9)})] for i in range(6)
-    ]
+    batches = [[("data", {"input": numbers(8, 3, seed=i), "target": numbers(8, 1, seed=i + 9)})] for i in range(6)]
     return module, Batches(batches), None

@@ -6,7 +6,11 @@ from typing import Any
 
 from benchmarks.lightning_modules.places import Package
 
-PACKAGE = Package("pytorch-tabular", needs=("pytorch-tabnet", "einops", "scikit-learn", "category-encoders"), alone=True)
+PACKAGE = Package(
+    "pytorch-tabular",
+    needs=("pytorch-tabnet", "einops", "scikit-learn", "category-encoders", "scikit-base"),
+    alone=True,
+)
 
 
 def make() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.lightning_modules.draw import classes, loader, numbers
+from benchmarks.lightning_modules.draw import loader, numbers
 from benchmarks.lightning_modules.places import Package
 
 PACKAGE = Package("torchgeo")

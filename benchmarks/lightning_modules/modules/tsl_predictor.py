@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.lightning_modules.places import Package
 
-PACKAGE = Package("torch-spatiotemporal")
+PACKAGE = Package("torch-spatiotemporal", needs=("torch_geometric",))
 
 
 def make() -> Any:
