@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -74,6 +75,9 @@ class TrainsManually(Trains):
         name = type(self.module).__name__
         if trainer.env.world > 1:
             raise TaskError(f"{name} has automatic_optimization = False, which forge runs in one process only.")
+        for call in trainer.stack.calls()["forge_inspect_grads"]:
+            if call.plugin not in ("core", "task"):
+                warnings.warn(f"{name} makes its updates itself: {call.plugin} sees no gradients of it.", stacklevel=2)
         editors = {"forge_edit_grads", "forge_finalize_grads", "forge_optimizer_step", "forge_backward"}
         for hook in sorted(editors):
             for call in trainer.stack.calls()[hook]:

@@ -145,7 +145,8 @@ class Trains(ModuleMethods):
         """Add the values that a training step logged."""
         for call in calls:
             name = in_training(call.name)
-            if name != "train/loss" or isinstance(call.value, nn.Module):
+            alone = loss is None and (self.is_manual or not self.own_optimizers)  # forge logs no loss beside it
+            if name != "train/loss" or isinstance(call.value, nn.Module) or alone:
                 self._add_in_training(name, call)
             elif isinstance(call.value, Tensor):
                 self._add_as_the_loss(call, is_the_loss(call.value, loss))

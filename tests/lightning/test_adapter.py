@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import forge
 from forge.cli import main
 from forge.errors import TaskError
-from forge_lightning.names import monitored, short
+from forge_lightning.names import short
 from forge_lightning.optimizer_config import read
 from forge_plugins import JSONL, SAM, Checkpoint
 from tests.support.ranks import Pair, launch
@@ -104,12 +104,6 @@ def test_another_value_than_the_loss_keeps_its_name(as_number: bool) -> None:
     metrics = fit(Parts()).metrics
     assert metrics["train/loss_epoch"] == pytest.approx(metrics["train/loss"])
     assert not {name for name in metrics if name.startswith("train/train_loss")}
-
-
-def test_monitors_are_named_as_the_metrics_are() -> None:
-    assert monitored("val_loss") == monitored("loss") == "val/loss"
-    assert monitored("val_loss/dataloader_idx_1") == "val/1/loss"
-    assert monitored("train_loss") is None
 
 
 @pytest.mark.parametrize(
