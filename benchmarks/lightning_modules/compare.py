@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -69,11 +70,13 @@ def compare(name: str) -> dict[str, Any]:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     case = case_of(name)
-    with tempfile.TemporaryDirectory():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # some packages write where they run
         start = {key: value.clone() for key, value in tensors(made(case)[0]).items()}
         theirs, steps = by_lightning(case)
         again, _ = by_lightning(case)
         ours, updates = by_forge(case)
+        os.chdir("/")
     expected, twice, found = tensors(theirs), tensors(again), tensors(ours)
     return {
         "name": name,

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.lightning_modules.draw import classes, loader, numbers
 from benchmarks.lightning_modules.places import Package
 
-PACKAGE = Package("torch-uncertainty", needs=("scikit-learn",))
+PACKAGE = Package("torch-uncertainty", needs=("scikit-learn", "timm"))
 
 
 def make() -> Any:
