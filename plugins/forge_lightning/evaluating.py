@@ -34,6 +34,7 @@ class Evaluates(ModuleMethods):
         if fits and (self.is_manual or self._defines("on_validation_model_zero_grad")):
             getattr(self.module, "on_validation_model_zero_grad", self.module.zero_grad)()
         self.stage, self._loader = stage, -1
+        self.validations += stage == "val"
         self._eval_means = Means(trainer.env.device, trainer.env)
         self._eval_metrics, self._eval_reductions = TaskMetrics(self, ""), Reductions()
         draw_as_iterators(trainer.given_loaders.get(stage))
@@ -42,7 +43,6 @@ class Evaluates(ModuleMethods):
             if stage == "predict":
                 self._call("on_predict_epoch_end")
                 self._call("on_predict_end")
-            self.validations += stage == "val"
             if fits and self._rng_after is not None:
                 self._rng_after.restore(trainer.env.device)  # as under Lightning, a validation may draw numbers
             self._call_module(f"on_{WORDS[stage]}_model_train")
