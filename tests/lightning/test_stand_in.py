@@ -82,12 +82,13 @@ def test_states_are_lightnings_own_members() -> None:
 def test_a_logger_passes_pictures_and_numbers_to_the_sinks() -> None:
     class Draws(Subject):
         def on_train_epoch_end(self) -> None:
-            self.logger.experiment.add_scalar("drawn/number", 3.0, self.global_step)
-            self.logger.experiment.add_image("drawn/picture", torch.rand(3, 4, 4), self.global_step)
-            self.logger.experiment.add_histogram("drawn/values", torch.rand(9))
-            self.logger.log_metrics({"drawn/more": 4.0}, step=1)
+            logger: Any = self.logger
+            logger.experiment.add_scalar("drawn/number", 3.0, self.global_step)
+            logger.experiment.add_image("drawn/picture", torch.rand(3, 4, 4), self.global_step)
+            logger.experiment.add_histogram("drawn/values", torch.rand(9))
+            logger.log_metrics({"drawn/more": 4.0}, step=1)
             with pytest.raises(TaskError, match=r"self.logger.experiment.add_mesh"):
-                self.logger.experiment.add_mesh("drawn/mesh")
+                logger.experiment.add_mesh("drawn/mesh")
 
     result = fit(Draws())
     assert (result.metrics["drawn/number"], result.metrics["drawn/more"]) == (3.0, 4.0)

@@ -24,10 +24,10 @@ def make() -> Any:
     frame = pd.DataFrame(draw.normal(size=(64, 4)), columns=list("abcd"))
     frame["y"] = frame.sum(axis=1)
     tabular = TabularModel(
-        DataConfig(target=["y"], continuous_cols=list("abcd")),
-        FTTransformerConfig(task="regression", input_embed_dim=8, num_heads=2, num_attn_blocks=1),
-        OptimizerConfig(),
-        TrainerConfig(batch_size=8, checkpoints=None, load_best=False),
+        data_config=DataConfig(target=["y"], continuous_cols=list("abcd")),
+        model_config=FTTransformerConfig(task="regression", input_embed_dim=8, num_heads=2, num_attn_blocks=1),
+        optimizer_config=OptimizerConfig(),
+        trainer_config=TrainerConfig(batch_size=8, checkpoints=None, load_best=False),
     )
     data = tabular.prepare_dataloader(frame[:48], frame[48:], seed=1)
     module = tabular.prepare_model(data)
