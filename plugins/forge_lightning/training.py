@@ -115,9 +115,10 @@ class Trains(ModuleMethods):
         if not first:
             return loss
         self._call("on_before_backward", loss)
-        whole = dict(output) if isinstance(output, Mapping) else {}
         self._last_loss = loss.detach()
-        self._open = ({**whole, "loss": self._last_loss / step.divisor}, batch, index)
+        if self.callbacks or self._defines("on_train_batch_end"):
+            whole = dict(output) if isinstance(output, Mapping) else {}
+            self._open = ({**whole, "loss": self._last_loss / step.divisor}, batch, index)
         taken = {short(call.name, "train") for call in calls}
         extra = {name: value for name, value in extra.items() if short(name, "train") not in taken}
         self._count(calls, loss)
