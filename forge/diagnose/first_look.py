@@ -181,9 +181,9 @@ class FirstLook:
                 output = forward(step, batch)
             loss = loss_of(output)
             if isinstance(loss, Tensor) and loss.requires_grad:  # otherwise the check of the output says so
-                graphs.add(loss, batch)
-                if traces is not None:
-                    traces.look_again()
+                attempt(lambda: graphs.add(loss, batch))
+                if traces is not None and not attempt(traces.look_again):
+                    traces = None
                 self.waiting.append(Look(step.name, batch, loss, watch, calls, off, traces, active.outputs))
                 if not small:  # its scores may be the largest tensors of the step
                     self.judge(step)
@@ -255,9 +255,9 @@ class FirstLook:
         with saying(self._said):
             with watch, graph.modes_noted(task, at_any_call=True) as off:
                 output = first_forward(step, batch)
-            traces.look_again()
+            seen = [traces.found] if attempt(traces.look_again) else []
             modes = functools.partial(graph.on_in_validation, task, off)
-            self._tell(step, [traces.found, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
+            self._tell(step, [*seen, modes, lambda: losses.mixed_up(watch), lambda: self._compared(batch)])
         return output
 
     def _compared(self, batch: Any) -> Iterator[Finding]:
@@ -313,6 +313,17 @@ class FirstLook:
         for finding in found:
             if finding.level != "note":
                 warn_of(type(trainer.task).training_step, as_warning(finding), finding.name)
+
+
+def attempt(look: Callable[[], Any]) -> bool:
+    """Look at something of the user's that may be of any kind; return whether that was possible. A look must not fail
+    the run."""
+    try:
+        look()
+    except Exception as error:
+        logger.debug("A look at the first steps failed: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def as_warning(finding: Finding) -> str:

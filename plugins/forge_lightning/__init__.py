@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import warnings
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from forge.contract.hooks import hookimpl
 from forge.contract.step import Step
 from forge.errors import TaskError
+from forge.rng import seed_all
 from forge_lightning import compatibility
-from forge_lightning.evaluating import Evaluates
+from forge_lightning.data_draws import moved_since
+from forge_lightning.evaluating import WORDS, Evaluates
 from forge_lightning.log_calls import EpochMeans
-from forge_lightning.training import Trains
+from forge_lightning.manual import TrainsManually
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
 
 
-class LightningAdapter(Trains, Evaluates):
+class LightningAdapter(TrainsManually, Evaluates):
     """Runs an unchanged LightningModule under forge::
 
         task = forge.LightningAdapter(MyLightningModule())
@@ -26,9 +31,10 @@ class LightningAdapter(Trains, Evaluates):
     `forge.load_weights(task, "x.ckpt")` Lightning's. `LightningAdapter.from_checkpoint(path,
     module=MyLightningModule())` needs the module as an argument.
 
-    `datamodule` is a LightningDataModule that provides loaders. A value logged with `self.log("val_loss")` is named
-    `val/loss`: the stage becomes the prefix, and a prefix that names the stage is removed. Unsupported methods are
-    refused or warned about by name. Lightning need not be installed if the module does not need it.
+    `datamodule` is a LightningDataModule that provides loaders; `callbacks` are Lightning's, and run with those of the
+    module's configure_callbacks. A value logged with `self.log("val_loss")` is named
+    `val/loss`: the stage becomes the prefix, and a prefix that names the stage is removed. Lightning need
+    not be installed if the module does not need it.
 
     For the command line, which creates tasks from their class, write a subclass of the adapter whose `__init__` creates
     the module (see docs/from-lightning.md).
@@ -49,7 +55,28 @@ class LightningAdapter(Trains, Evaluates):
         self._forget()
         self._ready = ready
         assert trainer.verb is not None
+        self._refuse_missing_steps(trainer)
+        if trainer.verb == "fit" and "fit" not in ready and trainer.seed is not None:
+            seed_all(trainer.seed)  # layers made in setup are drawn from the run's seed, as under Lightning
         self._set_up(trainer.verb)
+
+    def _refuse_missing_steps(self, trainer: Run) -> None:
+        """Refuse a loader for a stage without a step; in fit, warn and go without validation, as Lightning does."""
+        name = type(self.module).__name__
+        for stage in trainer.given_loaders:
+            word = WORDS.get(stage)
+            given = trainer.given_loaders[stage] is not None
+            if not given or word is None or stage == "predict" or self._defines(f"{word}_step"):
+                continue
+            if trainer.verb != "fit":
+                raise TaskError(f"{name} defines no {word}_step; leave the {stage} loader out.")
+            warnings.warn(f"{name} defines no {word}_step: the {stage} loader is not used.", stacklevel=2)
+
+    @hookimpl(wrapper=True)
+    def forge_build_loader(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
+        loader = yield
+        skipped = trainer.verb == "fit" and stage == "val" and not self._defines("validation_step")
+        return None if skipped else loader
 
     @hookimpl
     def forge_build_model(self, trainer: Run, phase: str) -> None:
@@ -59,25 +86,34 @@ class LightningAdapter(Trains, Evaluates):
 
     @hookimpl
     def forge_start(self, trainer: Run) -> None:
+        if trainer.env.world == 1:
+            vars(self)["num_items"] = self._count_as_one
         if trainer.verb == "fit":
+            self._refuse_with(trainer)
             self._epoch = EpochMeans(trainer)
             self._call("on_fit_start")
+            if trainer.seed is not None and trainer.env.world == 1:
+                self._rng = moved_since(trainer.seed, trainer.env.device)
 
     @hookimpl
-    def forge_exception(self) -> None:
+    def forge_exception(self, error: BaseException) -> None:
         self._failed = True
+        self.callbacks.call("on_exception", self._proxy, self.module, error)
+        if compatibility.defines(self.datamodule, "on_exception"):
+            self.datamodule.on_exception(error)
 
     @hookimpl
     def forge_end(self, trainer: Run) -> None:
+        self.is_over = True
         try:
             if not self._failed:
                 if self._started:
                     self._call("on_train_end")
                 if trainer.verb == "fit":
                     self._call("on_fit_end")
-            for thing in (self.datamodule, self.module):
-                if compatibility.defines(thing, "teardown"):
-                    thing.teardown(trainer.verb)
+            if compatibility.defines(self.datamodule, "teardown"):
+                self.datamodule.teardown(trainer.verb)
+            self._call("teardown", trainer.verb)
         finally:
             self._detach()
             self._forget()
@@ -116,15 +152,24 @@ class LightningAdapter(Trains, Evaluates):
         )
         metrics = {"returned": sorted(self.returned_metrics), "epoch": computed}
         own = self._own_state(trainer)
-        return {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
+        state = {"epoch": epoch, "names": dict(self.names), "metrics": metrics, "checkpoint": own}
+        if self._epoch is not None and (reduced := self._epoch.reductions.state_dict()):
+            state["reduced"] = reduced
+        if callbacks := self.callbacks.state_dict():
+            state["callbacks"] = callbacks
+        if self.is_manual:
+            state["own_steps"] = self.own_steps
+        if self.latest:
+            state["latest"] = dict(self.latest)
+        return state
 
     def _own_state(self, trainer: Run) -> dict[str, Any]:
         """Return the entries that the module's on_save_checkpoint adds to a Lightning checkpoint."""
-        if not self._defines("on_save_checkpoint"):
+        if not self._hears("on_save_checkpoint") and not self.callbacks:
             return {}
         given = self._as_lightning(trainer)
         checkpoint = {**given, "state_dict": dict(given["state_dict"])}
-        self.module.on_save_checkpoint(checkpoint)
+        self._call("on_save_checkpoint", checkpoint)
         if checkpoint["state_dict"].keys() != given["state_dict"].keys():
             raise TaskError(
                 f"{type(self.module).__name__}.on_save_checkpoint changes checkpoint['state_dict'], but forge saves "
@@ -134,7 +179,23 @@ class LightningAdapter(Trains, Evaluates):
 
     def _as_lightning(self, trainer: Run) -> dict[str, Any]:
         progress = trainer.progress
-        return {"epoch": progress.epoch, "global_step": progress.update, "state_dict": self.module.state_dict()}
+        steps = self.own_steps if self.is_manual else progress.update
+        return {"epoch": progress.epoch, "global_step": steps, "state_dict": self.module.state_dict()}
+
+    def lightning_checkpoint(self, weights_only: bool) -> dict[str, Any]:
+        assert self.trainer is not None
+        state = {**self._as_lightning(self.trainer), "epoch": self._proxy.current_epoch}
+        version = importlib.metadata.version("lightning") if self._proxy.packages else "2.0.0"
+        state |= {"pytorch-lightning_version": version, "loops": {}}
+        if getattr(self.module, "hparams", None):
+            state |= {"hparams_name": self.module._hparams_name, "hyper_parameters": dict(self.module.hparams)}
+        if not weights_only:
+            state["callbacks"] = self.callbacks.state_dict()
+            state["optimizer_states"] = [optimizer.state_dict() for optimizer in self.own_optimizers]
+            state["lr_schedulers"] = [config.scheduler.state_dict() for config in self.scheduler_configs]
+            self.callbacks.call("on_save_checkpoint", self._proxy, self.module, state)
+        self._call_module("on_save_checkpoint", state)
+        return state
 
     @hookimpl
     def forge_load_state_dict(self, trainer: Run, state: dict[str, Any]) -> None:
@@ -144,8 +205,12 @@ class LightningAdapter(Trains, Evaluates):
         metrics = state.get("metrics", {"returned": [], "epoch": {}})
         self.returned_metrics.clear()
         self.returned_metrics.update(metrics["returned"])
+        self._rng, self.own_steps = None, state.get("own_steps", 0)
+        self.latest = dict(state.get("latest", {}))
+        self.callbacks.load_state_dict(state.get("callbacks", {}))
         if self._epoch is not None:
+            self._epoch.reductions.load_state_dict(state.get("reduced", {}))
             self._epoch.means.load_state_dict(state["epoch"])
             self._epoch.metrics.names = {path: list(names) for path, names in metrics["epoch"].items()}
-        if self._defines("on_load_checkpoint"):
-            self.module.on_load_checkpoint({**self._as_lightning(trainer), **state["checkpoint"]})
+        if self._hears("on_load_checkpoint") or self.callbacks:
+            self._call("on_load_checkpoint", {**self._as_lightning(trainer), **state["checkpoint"]})

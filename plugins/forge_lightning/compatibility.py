@@ -1,10 +1,11 @@
-"""Which methods a LightningModule defines itself, and which of them are refused or warned about."""
+"""Which methods a LightningModule defines itself, what is refused, and how its methods are called."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,30 +15,9 @@ from forge.errors import TaskError
 PACKAGES = ("lightning", "pytorch_lightning")
 
 REFUSED = {
-    "optimizer_step": "Write a warm-up as a schedule that configure_optimizers returns with interval 'step', "
-    "and anything else as a plugin that wraps or owns forge_optimizer_step.",
-    "optimizer_zero_grad": "forge drops gradients itself after every update; remove it.",
-    "backward": "Write a plugin that wraps or owns forge_backward.",
     "configure_sharded_model": "Rename it to configure_model, as Lightning requires too.",
 }
-"""Methods that change the step: without them the training would differ."""
-NOT_CALLED = {
-    "configure_callbacks": "plugins replace callbacks: early_stop, checkpoint, progress, ...",
-    "on_before_zero_grad": "forge drops gradients right after the optimizer's step",
-    "on_validation_model_zero_grad": "gradients are already dropped",
-    "on_validation_model_eval": "forge sets evaluation mode",
-    "on_validation_model_train": "forge restores the mode of every layer",
-    "on_test_model_eval": "forge sets evaluation mode",
-    "on_test_model_train": "forge restores the mode of every layer",
-    "on_predict_model_eval": "forge sets evaluation mode",
-}
-"""Methods that are not called, with a warning."""
-MANUAL = (
-    "{name} has automatic_optimization = False: it calls backward and step itself, which forge does. "
-    "Write it as a forge.TaskModule instead: configure_optimizers returns a dict of optimizers by name, "
-    "training_step(batch, name) returns the loss of one of them, and takes_turn(name, update) returns whether it "
-    "trains in an update (see docs/from-lightning.md)."
-)
+"""Methods that Lightning refuses too."""
 
 
 def defines(thing: Any, method: str) -> bool:
@@ -57,28 +37,67 @@ def _bases(kind: type) -> tuple[type, ...]:
 
 
 def check(module: Any) -> None:
-    """Raise TaskError for a module that cannot run under forge, and warn about methods that are not called."""
+    """Raise TaskError for a module that cannot run under forge."""
     name, step = type(module).__name__, getattr(module, "training_step", None)
     if isinstance(module, type):
         raise TaskError(f"Got the class {module.__name__}; pass an instance: LightningAdapter({module.__name__}()).")
     if not isinstance(module, nn.Module) or not callable(step):
         raise TaskError(f"LightningAdapter got {name}, which is not a LightningModule: it has no training_step.")
-    if getattr(module, "automatic_optimization", True) is False:
-        raise TaskError(MANUAL.format(name=name))
     for method, advice in REFUSED.items():
         if defines(module, method):
             raise TaskError(f"{name} overrides {method}, which forge does not call. {advice}")
-    if "dataloader_iter" in inspect.signature(step).parameters:
+    parameters = inspect.signature(step).parameters
+    if "dataloader_iter" in parameters:
         raise TaskError(f"{name}.training_step takes dataloader_iter; forge passes batches. Take (batch, batch_idx).")
-    for method, reason in NOT_CALLED.items():
-        if defines(module, method):
-            warnings.warn(f"{name}.{method} is not called: {reason}.", stacklevel=4)
+    if "optimizer_idx" in parameters:
+        raise TaskError(
+            f"{name}.training_step takes optimizer_idx, which Lightning 2 refuses too. Set automatic_optimization = "
+            "False, and step the optimizers of self.optimizers()."
+        )
+
+
+def is_lightning(part: Any) -> bool:
+    """Whether an object is one of Lightning's LightningModules."""
+    mro = type(part).__mro__
+    return any(cls.__name__ == "LightningModule" and cls.__module__.partition(".")[0] in PACKAGES for cls in mro)
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call with as many arguments as the function accepts: a signature may omit batch_idx and dataloader_idx."""
     parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        takes = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        arguments = arguments[:takes]
+    try:
         return function(*arguments)
-    takes = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return function(*arguments[:takes])
+    except AttributeError as error:
+        reveal(error, getattr(function, "__self__", None))
+        raise
+
+
+@contextmanager
+def revealed(module: Any) -> Iterator[None]:
+    """Raise what a property of the module raised, where torch says that the module has no such attribute."""
+    try:
+        yield
+    except AttributeError as error:
+        reveal(error, module)
+        raise
+
+
+def reveal(error: AttributeError, module: Any) -> None:
+    """Raise the cause of an AttributeError that torch raises for a property of a module.
+
+    An AttributeError inside a property makes Python ask `nn.Module.__getattr__`, which then denies the property itself.
+    """
+    match = re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", str(error).splitlines()[0] if str(error) else "")
+    if match is None or not isinstance(module, nn.Module):
+        return
+    for part in module.modules():
+        found = inspect.getattr_static(type(part), match[2], None)
+        if type(part).__name__ == match[1] and isinstance(found, property) and found.fget is not None:
+            try:
+                found.fget(part)
+            except AttributeError as cause:
+                cause.add_note(f"forge: raised inside the property {match[1]}.{match[2]}.")
+                raise cause from error

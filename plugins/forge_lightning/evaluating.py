@@ -9,11 +9,12 @@ from torch import Tensor
 
 from forge.contract.hooks import hookimpl
 from forge.data.accumulation_windows import batch_size
-from forge.errors import TaskError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics, is_metric
+from forge.rng import RNGState
 from forge_lightning import compatibility
-from forge_lightning.log_calls import LogCall, computed, split
+from forge_lightning.data_draws import draw_as_iterators
+from forge_lightning.log_calls import LogCall, Reductions, computed, split
 from forge_lightning.module_methods import ModuleMethods
 from forge_lightning.names import short
 
@@ -29,24 +30,33 @@ class Evaluates(ModuleMethods):
 
     @hookimpl(wrapper=True)
     def forge_evaluate(self, trainer: Run, stage: str) -> Generator[None, Any, Any]:
+        fits = trainer.verb == "fit"
+        if fits and (self.is_manual or self._defines("on_validation_model_zero_grad")):
+            getattr(self.module, "on_validation_model_zero_grad", self.module.zero_grad)()
         self.stage, self._loader = stage, -1
+        self.validations += stage == "val"
         self._eval_means = Means(trainer.env.device, trainer.env)
-        self._eval_metrics = TaskMetrics(self, "")
+        self._eval_metrics, self._eval_reductions = TaskMetrics(self, ""), Reductions()
+        draw_as_iterators(trainer.given_loaders.get(stage))
         try:
             result = yield
             if stage == "predict":
                 self._call("on_predict_epoch_end")
                 self._call("on_predict_end")
+            if fits and self._rng_after is not None:
+                self._rng_after.restore(trainer.env.device)  # as under Lightning, a validation may draw numbers
+            self._call_module(f"on_{WORDS[stage]}_model_train")
             return result
         finally:
             self.stage, self._loader, self._eval_means, self._calls = None, 0, None, None
-            self._eval_metrics, self.fresh = None, {}
+            self._eval_metrics, self.fresh, self._rng_after = None, {}, None
 
     def _begin_loader(self) -> None:
         self._loader += 1
         self._weight = 1
         if self._loader == 0:
             assert self.stage is not None
+            self._call_module(f"on_{WORDS[self.stage]}_model_eval")
             self._call(f"on_{WORDS[self.stage]}_start")
             self._call(f"on_{WORDS[self.stage]}_epoch_start")
 
@@ -62,10 +72,6 @@ class Evaluates(ModuleMethods):
         return self._run(batch, "predict")
 
     def _evaluate(self, batch: Any, stage: str) -> dict[str, Any]:
-        if not self._defines(f"{WORDS[stage]}_step"):
-            raise TaskError(
-                f"{type(self.module).__name__} defines no {WORDS[stage]}_step; leave the {stage} loader out."
-            )
         assert self._step is not None
         weight = 0 if self._step.is_padding else batch_size(batch) or 1
         output, calls = self._run_and_collect(weight, self._run, batch, stage)
@@ -78,9 +84,10 @@ class Evaluates(ModuleMethods):
     def _run(self, batch: Any, stage: str) -> Any:
         step, word = self._step, WORDS[stage]
         assert step is not None
-        self._call(f"on_{word}_batch_start", batch, step.micro, self._loader)
-        output = compatibility.call(getattr(self.module, f"{word}_step"), batch, step.micro, self._loader)
-        self._call(f"on_{word}_batch_end", output, batch, step.micro, self._loader)
+        place = (step.micro, self._loader) if self._several() else (step.micro,)
+        self._call(f"on_{word}_batch_start", batch, *place)
+        output = compatibility.call(getattr(self.module, f"{word}_step"), batch, *place)
+        self._call(f"on_{word}_batch_end", output, batch, *place)
         return output
 
     def _add_evaluated(self, calls: list[LogCall]) -> dict[str, Any]:
@@ -101,7 +108,10 @@ class Evaluates(ModuleMethods):
             if call.add_dataloader_idx and self._loader >= 0:
                 name = "/".join([*self._several()[self._loader : self._loader + 1], name])
             self._note(call, name)
-            self._eval_means.add(name, call.value, self._weigh(call))
+            if call.reduce == "mean":
+                self._eval_means.add(name, call.value, self._weigh(call))
+            else:
+                self._eval_reductions.add(name, call.reduce, call.value)
         return returned
 
     def _count_metric(self, call: LogCall) -> None:
@@ -117,18 +127,21 @@ class Evaluates(ModuleMethods):
         if not is_metric(call.value):
             self._add_evaluated([call])
             if self._loader < 0:
-                self.fresh[self.names[call.name]] = float(call.value)
+                self.fresh[self.names[call.name]] = self.latest[call.name] = float(call.value)
             return
         self._count_metric(call)
         if self._loader < 0:
             assert self._eval_metrics is not None
             values = computed(self._eval_metrics, self.trainer.env)
             self.fresh |= {f"{self.stage}/{name}": value for name, value in values.items()}
+            self._keep_latest()
 
     def _note(self, call: LogCall, name: str) -> None:
         of_loader = self._several() and call.add_dataloader_idx and self._loader >= 0  # end hooks belong to no loader
         index = f"/dataloader_idx_{self._loader}" if of_loader else ""
-        self.names[call.name + index] = f"{self.stage}/{name}"
+        self.names[call.name + index] = self._logged[call.name + index] = f"{self.stage}/{name}"
+        if call.on_epoch and call.on_step and call.steps_named:
+            self._logged[f"{call.name}_epoch{index}"] = f"{self.stage}/{name}"
 
     def _several(self) -> list[str]:
         """Return the names of several loaders; empty for one."""
@@ -141,12 +154,20 @@ class Evaluates(ModuleMethods):
         self._weight, self._loader = 1, -1
         values = self._results()
         self.fresh = {f"{stage}/{name}": value for name, value in values.items()}
+        self._keep_latest()
         self._call(f"on_{WORDS[stage]}_epoch_end")
         self._call(f"on_{WORDS[stage]}_end")
+        assert self.trainer is not None
+        self._rng_after = RNGState.capture(self.trainer.env.device)
         return {**values, **self._results()}
+
+    def _keep_latest(self) -> None:
+        """Put the results into callback_metrics, under the names that the module gave them."""
+        self.latest |= {own: self.fresh[name] for own, name in self._logged.items() if name in self.fresh}
 
     def _results(self) -> dict[str, float]:
         assert self.trainer is not None
         assert self._eval_means is not None
         assert self._eval_metrics is not None
-        return {**self._eval_means.read().result(), **computed(self._eval_metrics, self.trainer.env)}
+        means = self._eval_means.read().result()
+        return {**means, **self._eval_reductions.read(), **computed(self._eval_metrics, self.trainer.env)}

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from forge.contract.run import Run
 
 
+REDUCTIONS: dict[Any, str] = {
+    **{"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"},
+    **{torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", sum: "sum", min: "min", max: "max"},
+}
+"""What `reduce_fx` may be."""
+MERGE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
+
+
 class LogCall(NamedTuple):
     """One call of `self.log`."""
 
@@ -29,6 +37,10 @@ class LogCall(NamedTuple):
     on_epoch: bool
     weight: int | None
     add_dataloader_idx: bool
+    reduce: str = "mean"
+    "How the values of an epoch become one: mean, sum, min or max."
+    steps_named: bool = False
+    "Whether on_step=True was written out: an evaluation then has `<name>_epoch` too."
 
 
 def parse_log(
@@ -59,13 +71,16 @@ def parse_log(
         raise TaskError(f"{who}: self.log({name!r}) got a tensor of shape {tuple(value.shape)}. Log its .mean().")
     if not isinstance(value, (Tensor, Real)):
         raise TaskError(f"{who}: self.log({name!r}) got a {type(value).__name__}; log a number, or use log_dict.")
-    if reduce_fx not in ("mean", "avg", torch.mean):
+    known = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    if known not in REDUCTIONS:
         raise TaskError(
-            f"{who}: self.log({name!r}, reduce_fx={reduce_fx!r}): forge computes the mean. For others, log a metric of "
-            "torchmetrics (MaxMetric, MinMetric, SumMetric) as an object."
+            f"{who}: self.log({name!r}, reduce_fx={reduce_fx!r}): it can be mean, sum, min or max. For others, log a "
+            "metric of torchmetrics as an object."
         )
     value = value.detach() if isinstance(value, Tensor) else float(value)
-    return LogCall(name, value, on_step is not False, bool(on_epoch), batch_size, add_dataloader_idx)
+    batch = None if batch_size is None else int(batch_size)
+    known = REDUCTIONS[known]
+    return LogCall(name, value, on_step is not False, bool(on_epoch), batch, add_dataloader_idx, known, on_step is True)
 
 
 def refuse_on_one_rank(who: str, name: str, world: int) -> None:
@@ -74,6 +89,15 @@ def refuse_on_one_rank(who: str, name: str, world: int) -> None:
         raise TaskError(
             f"{who}: self.log({name!r}, rank_zero_only=True): forge computes the mean over all ranks, so all of them "
             "must log it. Remove rank_zero_only, and call self.log on every rank."
+        )
+
+
+def refuse_other_reductions(who: str, name: str, reduce: str, world: int) -> None:
+    """Raise TaskError for a sum, minimum or maximum on several ranks: values are averaged over them."""
+    if world > 1:
+        raise TaskError(
+            f"{who}: self.log({name!r}, reduce_fx={reduce!r}) on several ranks: forge computes the mean there. Log a "
+            "metric of torchmetrics (MaxMetric, MinMetric, SumMetric) as an object."
         )
 
 
@@ -121,6 +145,30 @@ def computed(metrics: TaskMetrics, env: Env) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
+class Reductions:
+    """Sums, minima and maxima of values logged with another `reduce_fx` than the mean, by name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, Tensor]] = {}
+
+    def add(self, name: str, reduce: str, value: Any) -> None:
+        """Add a value; nothing is read from its device."""
+        value = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).reshape(())
+        known = self._values.get(name)
+        merged = value.clone() if known is None else MERGE[reduce](known[1].to(value.device), value)
+        self._values[name] = (reduce, merged)
+
+    def read(self) -> dict[str, float]:
+        """Return the values without resetting them."""
+        return {name: float(value) for name, (_, value) in self._values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [reduce, value] for name, (reduce, value) in self._values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values = {name: (str(reduce), torch.as_tensor(value)) for name, (reduce, value) in state.items()}
+
+
 class EpochMeans:
     """Means and metrics over a training epoch of values logged with `on_epoch=True`. Checkpoints hold the means by
     rank; metric states are part of the task's state."""
@@ -129,16 +177,18 @@ class EpochMeans:
         self._env = trainer.env
         self.means = Means(trainer.env.device, trainer.env)
         self.metrics = TaskMetrics(trainer.task, "train/")
+        self.reductions = Reductions()
 
     def read(self) -> dict[str, float]:
         """Return and reset the means, and return the metrics, which continue. Collective: all ranks must call it."""
         means = self.means.read().result() if self._env.world > 1 or not self.means.empty else {}
-        return {**means, **computed(self.metrics, self._env)}
+        return {**means, **self.reductions.read(), **computed(self.metrics, self._env)}
 
     def end(self) -> None:
         """Reset the logged metrics; the module manages all others itself."""
         self.metrics.reset()
         self.metrics.names = {}
+        self.reductions = Reductions()
 
     def state_dict(self) -> dict[str, Any]:
         own = self.means.state_dict()

@@ -12,7 +12,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from forge.errors import TaskError
 from forge.metrics.torchmetrics import is_metric
 from forge_lightning import compatibility
-from forge_lightning.log_calls import LogCall, computed, in_training, parse_log, refuse_on_one_rank
+from forge_lightning.log_calls import (
+    LogCall,
+    computed,
+    in_training,
+    parse_log,
+    refuse_on_one_rank,
+    refuse_other_reductions,
+)
 from forge_lightning.module_task import ModuleTask
 
 
@@ -47,6 +54,8 @@ class ModuleMethods(ModuleTask):
             self._module_log_dict({f"{name}/{key}": member for key, member in members}, *args, **options)
             return
         call = parse_log(who, name, value, *args, **options)
+        if call.reduce != "mean":
+            refuse_other_reductions(who, name, call.reduce, self.trainer.env.world)
         if rank_zero_only:
             refuse_on_one_rank(who, name, self.trainer.env.world)
         if self._calls is not None:
@@ -67,9 +76,10 @@ class ModuleMethods(ModuleTask):
             if is_metric(call.value):
                 self._epoch.metrics.add_name(name, call.value)
                 self.fresh |= computed(self._epoch.metrics, self.trainer.env)
+                self.latest[call.name] = self.fresh.get(name, call.value)
             else:
                 self._epoch.means.add(name, call.value)
-                self.fresh[name] = float(call.value)
+                self.fresh[name] = self.latest[call.name] = float(call.value)
         else:
             self._add_in_training(in_training(call.name), call)
 
@@ -80,11 +90,11 @@ class ModuleMethods(ModuleTask):
             self._module_log(name, value, *args, **options)
 
     def _module_optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        assert self.trainer is not None
-        return self.trainer.optimizers[None]
+        own = self.optimizer_proxies() if use_pl_optimizer else self.own_optimizers
+        return own[0] if len(own) == 1 else own
 
     def _module_lr_schedulers(self) -> Any:
-        schedulers = [getattr(item.schedule, "scheduler", item.schedule) for item in self._schedules]
+        schedulers = [config.scheduler for config in self.scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else schedulers or None
 
     def _module_clip_gradients(

@@ -9,16 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge.contract.step import Step
 from forge.contract.task import TaskModule
+from forge.data.accumulation_windows import batch_size
 from forge.errors import DataError
 from forge.metrics.means import Means
 from forge.metrics.torchmetrics import TaskMetrics
 from forge.optim.schedule_stepping import ScheduledLR
+from forge.rng import RNGState
 from forge_lightning import compatibility
-from forge_lightning.log_calls import EpochMeans, LogCall
+from forge_lightning.callbacks import Callbacks
+from forge_lightning.combined_loader import CombinedTrainLoader
+from forge_lightning.log_calls import EpochMeans, LogCall, Reductions
+from forge_lightning.module_optimizers import OptimizerProxy
+from forge_lightning.optimizer_config import SchedulerConfig
 from forge_lightning.trainer_proxy import TrainerProxy
 
 REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -34,10 +40,16 @@ class ModuleTask(TaskModule):
     "The LightningModule."
     datamodule: Any
     "Provides loaders, in preference to the module; may be None."
+    keeps_evaluation_draws = True
+    "A validation moves the random numbers of training, as under Lightning."
 
-    def __init__(self, module: Any, datamodule: Any = None):
+    def __init__(self, module: Any, datamodule: Any = None, callbacks: Any = ()):
         super().__init__()
         compatibility.check(module)
+        self.callbacks = Callbacks(callbacks)
+        "Lightning's callbacks; with those of the module's configure_callbacks during a run."
+        self.is_manual: bool = getattr(module, "automatic_optimization", True) is False
+        "Whether the module calls backward and steps its optimizers itself."
         for registry in REGISTRIES:
             vars(self)[registry] = vars(module)[registry]
         vars(self).update(module=module, datamodule=datamodule)  # as an attribute torch would register it
@@ -46,13 +58,37 @@ class ModuleTask(TaskModule):
         self.returned_metrics: set[str] = set()
         "Attributes of logged metrics. forge leaves all other metrics to the module."
         self._forget()
+        self._proxy = TrainerProxy(self)
+        adds = compatibility.defines(module, "configure_callbacks")
         for hook, method in (
             ("forge_backward", "on_after_backward"),
             ("forge_inspect_grads", "on_before_optimizer_step"),
             ("forge_edit_grads", "configure_gradient_clipping"),
         ):
-            if not compatibility.defines(module, method):
-                vars(self)[hook] = None  # no cost for hooks that the module does not define
+            if not (self._hears(method) or (adds and method != "configure_gradient_clipping")):
+                vars(self)[hook] = None  # no cost for hooks that nobody defines
+        for hook, used in {
+            "forge_train_step": self.is_manual,
+            "forge_micro_step": self.is_manual,
+            "forge_optimizer_step": compatibility.defines(module, "optimizer_step"),
+        }.items():
+            if not used:
+                vars(self)[hook] = None
+        if self.is_manual:
+            for hook in ("forge_backward", "forge_finalize_grads", "forge_inspect_grads", "forge_edit_grads"):
+                vars(self)[hook] = None
+        elif compatibility.defines(module, "backward"):
+            vars(self)["forge_backward"] = self._own_backward
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()))  # torch lists what instance and class both have twice
+
+    def _own_backward(self, step: Step, loss: Tensor) -> bool:
+        raise NotImplementedError
+
+    def _hears(self, hook: str) -> bool:
+        """Whether the module, or a callback given to the adapter, defines a hook."""
+        return compatibility.defines(self.module, hook) or self.callbacks.define(hook)
 
     def _forget(self) -> None:
         """Reset the state of one run."""
@@ -61,10 +97,32 @@ class ModuleTask(TaskModule):
         "The current evaluation: val, test or predict."
         self._ready: set[str] = set()
         self._schedules: list[ScheduledLR] = []
+        self.own_optimizers: list[Any] = []
+        "The module's optimizers."
+        self.scheduler_configs: list[SchedulerConfig] = []
+        self._proxies: list[OptimizerProxy] = []
+        self.own_steps = 0
+        "Steps that the module made itself, in manual optimization."
+        self.validations = 0
+        self.latest: dict[str, Any] = {}
+        "Lightning's callback_metrics: the latest values by the module's names."
+        self.is_over = False
+        self._stops_early = False
+        self.cut_short = False
+        "Whether the run ended inside an epoch, which Lightning counts as one."
+        self._rng: RNGState | None = None
+        "The random numbers after the module was set up, as an update begins with them under Lightning."
+        self._last_loss: Any = None
+        self._quiet = False
+        vars(self).pop("num_items", None)
         self._epoch: EpochMeans | None = None
         self._eval_means: Means | None = None
         self._eval_metrics: TaskMetrics | None = None
         "Metrics logged in this evaluation."
+        self._eval_reductions = Reductions()
+        self._logged: dict[str, str] = {}
+        "forge's names of what evaluations logged, by the names in Lightning's callback_metrics."
+        self._rng_after: RNGState | None = None
         self.fresh: dict[str, float] = {}
         "Results of an epoch or evaluation, unpublished, for the module's end hook."
         self.epoch_is_over = False
@@ -80,6 +138,22 @@ class ModuleTask(TaskModule):
         self._mark: Any = None
         self._started = self._failed = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the adapter, also where the module has a layer of that name."""
+        if isinstance(value, nn.Module):
+            super().__setattr__(name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.module.get_submodule(target)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self.module.get_buffer(target)
+
     # -- the module itself --------------------------------------------------------------------------------------------
 
     @property
@@ -90,6 +164,14 @@ class ModuleTask(TaskModule):
     def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if "module" in vars(self):  # torch sets it earlier
             self.module.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all layers; as a fit begins it is left as it is: a layer in eval mode stays in it, as under
+        Lightning."""
+        if mode and self.trainer is not None and self.trainer.verb == "fit" and not self.is_built:
+            return self
+        self.module.train(mode)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -114,9 +196,7 @@ class ModuleTask(TaskModule):
     def train_loader(self) -> Any:
         """Return the `train_dataloader` of the datamodule or the module, after prepare_data and setup."""
         loader = self._made("train_dataloader", "fit")
-        if isinstance(loader, (list, tuple, dict)):
-            raise DataError(f"{self._source('train_dataloader')} returned several loaders; training accepts one.")
-        return loader
+        return CombinedTrainLoader(loader) if isinstance(loader, (list, tuple, dict)) else loader
 
     def val_loader(self) -> Any:
         """Return the loader of `val_dataloader`; several as a dict by number, as `fit` and `validate` accept."""
@@ -148,14 +228,18 @@ class ModuleTask(TaskModule):
         """Call prepare_data and setup of datamodule and module, then configure_model, once per run and stage."""
         if stage in self._ready:
             return
-        with self._attached():
+        with self._attached(), compatibility.revealed(self.module):
+            if self._defines("configure_callbacks"):
+                self.callbacks.attach(self.module.configure_callbacks())
             for thing in (self.datamodule, self.module):
                 if compatibility.defines(thing, "prepare_data"):
                     with _one_process_at_a_time(thing):
                         thing.prepare_data()
-            for thing in (self.datamodule, self.module):
-                if compatibility.defines(thing, "setup"):
-                    thing.setup(stage)
+            if compatibility.defines(self.datamodule, "setup"):
+                self.datamodule.setup(stage)
+            self.callbacks.call("setup", self._proxy, self.module, stage)
+            if self._defines("setup"):
+                self.module.setup(stage)
             if compatibility.defines(self.module, "configure_model"):
                 self.module.configure_model()
         self._ready.add(stage)
@@ -165,7 +249,7 @@ class ModuleTask(TaskModule):
     @contextmanager
     def _attached(self) -> Iterator[None]:
         """Attach the module's Trainer and replaced methods for a call outside a run."""
-        before = any(name in vars(self.module) for name in REPLACED)
+        before = "log" in vars(self.module)
         self._attach()
         try:
             yield
@@ -174,25 +258,72 @@ class ModuleTask(TaskModule):
                 self._detach()
 
     def _attach(self) -> None:
-        self.module.trainer = TrainerProxy(self)
+        self.module.trainer = self._proxy
         if self.datamodule is not None:
-            self.datamodule.trainer = self.module.trainer
-        for name in REPLACED:
-            vars(self.module)[name] = getattr(self, f"_module_{name}")
+            self.datamodule.trainer = self._proxy
+        for part in self._lightning_parts():
+            for name in REPLACED:
+                vars(part)[name] = getattr(self, f"_module_{name}")
+
+    def _lightning_parts(self) -> list[Any]:
+        """Return the module and the LightningModules in it, which log and read the Trainer too."""
+        inner = [part for part in self.module.modules() if part is not self.module and compatibility.is_lightning(part)]
+        return [self.module, *inner]
 
     def _detach(self) -> None:
         self.module.trainer = None
         if self.datamodule is not None:
             self.datamodule.trainer = None
-        for name in REPLACED:
-            vars(self.module).pop(name, None)
+        for part in self._lightning_parts():
+            for name in REPLACED:
+                vars(part).pop(name, None)
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a hook of the callbacks, then of the module if it defines it."""
+        if self.callbacks:
+            with compatibility.revealed(self.module):
+                self.callbacks.call(method, self._proxy, self.module, *arguments)
+        return self._call_module(method, *arguments)
+
+    def _call_module(self, method: str, *arguments: Any) -> Any:
         """Call a hook of the module, if it defines it."""
         return compatibility.call(getattr(self.module, method), *arguments) if self._defines(method) else None
 
     def _defines(self, method: str) -> bool:
         return compatibility.defines(self.module, method)
+
+    # -- for the stand-in of Lightning's Trainer ----------------------------------------------------------------------
+
+    @property
+    def batch_index(self) -> int:
+        """The number of the current batch in its epoch."""
+        raise NotImplementedError
+
+    def optimizer_proxies(self) -> list[OptimizerProxy]:
+        """Return the optimizers as `self.optimizers()` returns them."""
+        raise NotImplementedError
+
+    def manual_backward(self, loss: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """Run a backward pass that the module asks for, with the hooks around it."""
+        raise NotImplementedError
+
+    def _module_all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        raise NotImplementedError
+
+    def stop(self, reason: str) -> None:
+        """Stop the run as Lightning does: after a validation and the end of the epoch."""
+        raise NotImplementedError
+
+    def lightning_checkpoint(self, weights_only: bool) -> dict[str, Any]:
+        """Return the state of the run in the form of Lightning's checkpoints."""
+        raise NotImplementedError
+
+    def _count_as_one(self, batch: Any) -> int:
+        """Return the size of a batch; 1 if unknown, as all that it weighs there are metrics."""
+        size = batch_size(batch)
+        if size is None and self.trainer is not None and self.trainer.window > 1:
+            return int(super().num_items(batch))  # refuses, and says what to define
+        return 1 if size is None else size
 
 
 @contextmanager

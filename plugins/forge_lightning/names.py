@@ -12,11 +12,3 @@ def short(name: str, stage: str) -> str:
     """Return the name without its stage prefix: `val_loss`, `val/loss` and `loss` all give `loss`."""
     match = re.fullmatch(rf"(?:{WORDS.get(stage, stage)})[_/.-](.+)", name)
     return match[1] if match else name
-
-
-def monitored(name: str) -> str | None:
-    """Return forge's name for Lightning's name of a validation metric; None for a training metric."""
-    if short(name, "train") != name:
-        return None
-    plain, _, loader = name.partition("/dataloader_idx_")
-    return f"val/{loader}/{short(plain, 'val')}" if loader else f"val/{short(plain, 'val')}"

@@ -1,74 +1,104 @@
-"""`self.trainer` and `self.logger` of a LightningModule under forge: the supported attributes, and an error that names
-any other."""
+"""`self.trainer` of a LightningModule under forge: the supported attributes, and an error that names any other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forge.data.accumulation_windows import length_of
 from forge.distributed.rank_info import RankInfo
 from forge.env import Env
 from forge.errors import TaskError
-from forge.metrics.media import Text
+from forge.util.files import atomic_write
+from forge_lightning.logger_proxy import LoggerProxy, MissingAttribute
+from forge_lightning.strategy_proxy import FitLoopProxy, StateProxy, StrategyProxy, packages_of
 
 if TYPE_CHECKING:
     from forge.contract.run import Run
     from forge_lightning.module_task import ModuleTask
 
 
-class MissingAttribute(TaskError, AttributeError):
-    """An attribute of Lightning's Trainer or logger that forge does not provide."""
-
-
 class TrainerProxy:
-    """The attributes of Lightning's Trainer that modules use."""
+    """The attributes of Lightning's Trainer that modules and callbacks use."""
 
-    barebones = sanity_checking = fast_dev_run = False
-    checkpoint_callback = early_stopping_callback = progress_bar_callback = None
-    callbacks: tuple[Any, ...] = ()
-    num_sanity_val_steps = 0
+    barebones = sanity_checking = fast_dev_run = received_sigterm = interrupted = False
+    limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = 1.0
+    overfit_batches = 0.0
+    num_sanity_val_steps = reload_dataloaders_every_n_epochs = node_rank = 0
+    num_nodes = 1
+    min_epochs = min_steps = ckpt_path = gradient_clip_val = gradient_clip_algorithm = None
+    enable_validation = use_distributed_sampler = True
+    precision = "32-true"
 
     def __init__(self, adapter: ModuleTask):
-        self._adapter = adapter
+        self.adapter = adapter
         self.logger = LoggerProxy(adapter)
         self.loggers = [self.logger]
+        self.state = StateProxy(self)
+        self.strategy = StrategyProxy(self)
+        self.fit_loop = FitLoopProxy(self)
+        self.packages = packages_of(adapter.module)
+        self.profiler = SimpleNamespace(profile=lambda name: nullcontext(), describe=lambda: None)
+        self.precision_plugin = SimpleNamespace(precision=self.precision, scaler=None)
+        self.ckpt_path = None
 
     def __getattr__(self, name: str) -> Any:
         raise MissingAttribute(
             f"self.trainer.{name}: forge runs this LightningModule, and its Trainer has no {name}. It has "
-            f"{', '.join(sorted(n for n in dir(type(self)) if not n.startswith('_')))}; forge's own Trainer is "
-            "self.trainer.forge."
+            f"{', '.join(sorted({*dir(type(self)), *vars(self)} - {n for n in dir(type(self)) if n[0] == '_'}))}; "
+            "forge's own Trainer is self.trainer.forge."
         )
 
     @property
     def forge(self) -> Run:
         """The Trainer that runs the module."""
-        if self._adapter.trainer is None:
+        if self.adapter.trainer is None:
             raise TaskError("self.trainer: no run is in progress, so the Trainer has no values yet.")
-        return self._adapter.trainer
+        return self.adapter.trainer
+
+    @property
+    def verb(self) -> str | None:
+        """fit, validate, test or predict, while it runs."""
+        return None if self.adapter.trainer is None else self.adapter.trainer.verb
+
+    @property
+    def stage(self) -> str | None:
+        """The evaluation in progress: val, test or predict."""
+        return self.adapter.stage
 
     @property
     def _env(self) -> Env | RankInfo:
-        trainer = self._adapter.trainer
-        return RankInfo.read() if trainer is None or not self._adapter.is_built else trainer.env
+        trainer = self.adapter.trainer
+        return RankInfo.read() if trainer is None or not self.adapter.is_built else trainer.env
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
-        trainer = self._adapter.trainer
+        trainer = self.adapter.trainer
         if trainer is None:
             return 0
-        return trainer.progress.epoch if trainer.step is None else trainer.step.epoch
+        step = None if self.adapter.is_over else trainer.step
+        return trainer.progress.epoch + self.adapter.cut_short if step is None else step.epoch
 
     @property
     def global_step(self) -> int:
-        trainer = self._adapter.trainer
-        return 0 if trainer is None else trainer.progress.update
+        trainer = self.adapter.trainer
+        if trainer is None:
+            return 0
+        return self.adapter.own_steps if self.adapter.is_manual else trainer.progress.update
+
+    @property
+    def total_batches(self) -> int:
+        """Batches trained on before this one, over all epochs."""
+        step = self.forge.step
+        inside = 0 if step is None or step.index < self.forge.progress.update else step.micro
+        return self.forge.progress.micro + inside
 
     @property
     def is_last_batch(self) -> bool:
@@ -76,20 +106,14 @@ class TrainerProxy:
         return step is not None and step.ends_epoch and step.is_last_micro
 
     @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values, under the module's names and forge's.
-
-        From the end of an epoch to the next batch, a name logged by step and by epoch has the epoch's value.
-        """
-        adapter = self._adapter
-        latest = {**self.forge.metrics, **adapter.fresh}
+    def callback_metrics(self) -> dict[str, Any]:
+        """The latest values, under the module's names as in Lightning, and under forge's."""
+        adapter = self.adapter
+        latest = {} if adapter.trainer is None else {**self.forge.metrics, **adapter.fresh}
         values = {name: torch.tensor(value) for name, value in latest.items() if isinstance(value, float)}
-        own = {name: values[known] for name, known in adapter.names.items() if known in values}
-        if adapter.epoch_is_over:
-            own |= {name: own[f"{name}_epoch"] for name in adapter.names if f"{name}_epoch" in own}
-        return {**values, **own}
+        return values | {name: torch.as_tensor(value) for name, value in adapter.latest.items()}
 
-    logged_metrics = callback_metrics
+    logged_metrics = progress_bar_metrics = callback_metrics
 
     # -- duration -----------------------------------------------------------------------------------------------------
 
@@ -102,18 +126,58 @@ class TrainerProxy:
         return self.forge.max_updates or -1
 
     @property
+    def max_time(self) -> None:
+        return None
+
+    @property
     def estimated_stepping_batches(self) -> int | float:
         planned = self.forge.planned_updates
         return math.inf if planned is None else planned
 
     @property
     def num_training_batches(self) -> int | float:
-        length = self.forge.feed.length
+        loader = self.forge.given_loaders.get("train")
+        length = None if loader is None else length_of(loader)
         return math.inf if length is None else length
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        return self._lengths("val")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        return self._lengths("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        return self._lengths("predict")
+
+    def _lengths(self, stage: str) -> list[int | float]:
+        lengths = [length_of(loader) for loader in self._loaders(stage)]
+        return [math.inf if length is None else length for length in lengths]
+
+    def _loaders(self, stage: str) -> list[Any]:
+        given = self.forge.given_loaders.get(stage)
+        return [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
 
     @property
     def accumulate_grad_batches(self) -> int:
         return self.forge.window
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        every = self.forge.validate_every
+        return int(every.count) if every is not None and every.unit == "epoch" else None
+
+    @property
+    def val_check_interval(self) -> int | float:
+        every = self.forge.validate_every
+        return int(every.count) if every is not None and every.unit == "update" else 1.0
+
+    @property
+    def val_check_batch(self) -> int | float:
+        interval = self.val_check_interval
+        return interval if isinstance(interval, int) else self.num_training_batches
 
     @property
     def log_every_n_steps(self) -> int:
@@ -121,32 +185,42 @@ class TrainerProxy:
 
     @property
     def should_stop(self) -> bool:
-        return "stop" in self.forge.requests.open
+        return self.adapter.trainer is not None and "stop" in self.forge.requests.open
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
-        if stop:
-            self.forge.request_stop("trainer.should_stop was set", by=type(self.forge.task).__name__)
+        if stop and not self.should_stop:
+            self.adapter.stop("trainer.should_stop was set")
 
     # -- stage --------------------------------------------------------------------------------------------------------
 
     @property
     def training(self) -> bool:
-        return self.forge.verb == "fit" and self._adapter.stage is None
+        return self.verb == "fit" and self.stage is None
 
     @property
     def validating(self) -> bool:
-        return self._adapter.stage == "val"
+        return self.stage == "val"
 
     @property
     def testing(self) -> bool:
-        return self._adapter.stage == "test"
+        return self.stage == "test"
 
     @property
     def predicting(self) -> bool:
-        return self._adapter.stage == "predict"
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self.stage in ("val", "test")
 
     # -- environment --------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the run."""
+        env = self._env
+        return env.device if isinstance(env, Env) else torch.device("cpu")
 
     @property
     def world_size(self) -> int:
@@ -165,30 +239,79 @@ class TrainerProxy:
         return self._env.rank == 0
 
     @property
+    def num_devices(self) -> int:
+        return self._env.world
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [self._env.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self._env.world, "rank": self._env.rank}
+
+    @property
+    def accelerator(self) -> Any:
+        return SimpleNamespace(name=lambda: self.device.type, auto_device_count=lambda: self._env.world)
+
+    @property
     def default_root_dir(self) -> str:
-        return str(self.forge.run_dir or Path.cwd())
+        return self.log_dir or str(Path.cwd())
 
     @property
     def log_dir(self) -> str | None:
-        return None if self.forge.run_dir is None else str(self.forge.run_dir)
+        run = self.adapter.trainer
+        return None if run is None or run.run_dir is None else str(run.run_dir)
 
     # -- parts of the run ---------------------------------------------------------------------------------------------
 
     @property
     def lightning_module(self) -> Any:
-        return self._adapter.module
+        return self.adapter.module
 
     @property
     def model(self) -> Any:
-        return self._adapter.module
+        return self.adapter.module
 
     @property
     def datamodule(self) -> Any:
-        return self._adapter.datamodule
+        return self.adapter.datamodule
 
     @property
     def optimizers(self) -> list[Any]:
-        return list(self.forge.optimizers.values())
+        return self.adapter.own_optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        return self.adapter.scheduler_configs
+
+    @property
+    def callbacks(self) -> list[Any]:
+        return self.adapter.callbacks.all
+
+    def _first_callback(self, name: str) -> Any:
+        kinds = ((callback, {cls.__name__ for cls in type(callback).__mro__}) for callback in self.callbacks)
+        return next((callback for callback, names in kinds if name in names), None)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return self._first_callback("Checkpoint")
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        return [c for c in self.callbacks if "Checkpoint" in {cls.__name__ for cls in type(c).__mro__}]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        return self._first_callback("EarlyStopping")
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        return [c for c in self.callbacks if "EarlyStopping" in {cls.__name__ for cls in type(c).__mro__}]
+
+    @property
+    def progress_bar_callback(self) -> None:
+        return None
 
     @property
     def train_dataloader(self) -> Any:
@@ -196,30 +319,39 @@ class TrainerProxy:
 
     @property
     def val_dataloaders(self) -> Any:
-        return self.forge.given_loaders.get("val")
+        return self._as_given("val")
 
+    @property
+    def test_dataloaders(self) -> Any:
+        return self._as_given("test")
 
-class LoggerProxy:
-    """`self.logger`: passes numbers to every sink of the run."""
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self._as_given("predict")
 
-    def __init__(self, adapter: ModuleTask):
-        self._adapter = adapter
+    def _as_given(self, stage: str) -> Any:
+        given = self.forge.given_loaders.get(stage)
+        return list(given.values()) if isinstance(given, dict) else given
 
-    def __getattr__(self, name: str) -> Any:
-        raise MissingAttribute(
-            f"self.logger.{name}: forge runs this LightningModule, and has sinks in its stack instead of a logger. "
-            "self.log and self.logger.log_metrics reach them all; a picture goes through "
-            "self.trainer.forge.publish({name: forge.Image(...)})."
-        )
+    @property
+    def _logger_connector(self) -> Any:
+        every = self.forge.log_every
+        due = self.forge.progress.update % every == 0
+        return SimpleNamespace(should_update_logs=due, log_metrics=self.logger.log_metrics)
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Publish numbers to every sink at this update; `step` is ignored."""
-        if self._adapter.trainer is not None:
-            self._adapter.trainer.publish(metrics)
+    # -- checkpoints of Lightning's form ------------------------------------------------------------------------------
 
-    def log_hyperparams(self, params: Any, *arguments: Any, **named: Any) -> None:
-        """Publish hyperparameters to the sinks as text."""
-        values = params if isinstance(params, Mapping) else vars(params)
-        if self._adapter.trainer is not None:
-            table = "\n".join(f"- {name}: {value}" for name, value in values.items())
-            self._adapter.trainer.publish({"hyperparameters": Text(table)})
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
+        """Write a checkpoint of Lightning's form, which `load_from_checkpoint` and Lightning's Trainer read."""
+        if not self.is_global_zero:
+            return
+        path = Path(filepath)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = self.adapter.lightning_checkpoint(bool(weights_only))
+        with atomic_write(path) as temporary:
+            torch.save(state, temporary)
+
+    def print(self, *arguments: Any, **named: Any) -> None:
+        """Print on the first rank."""
+        if self.is_global_zero:
+            print(*arguments, **named)

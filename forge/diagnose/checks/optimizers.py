@@ -46,7 +46,7 @@ def check_optimizers(optimizers: Optimizers, task: TaskModule) -> None:
         label = f"{type(entry.optimizer).__name__}{f' {name!r}' if name else ''}"
         _refuse_foreign(entry, label, task, named)
         _refuse_twice(entry, label, named)
-        if not any(p.requires_grad for p in entry.parameters):
+        if not any(p.requires_grad for p in entry.parameters) and not getattr(entry.optimizer, "trains_nothing", False):
             if name is None or not any(p.requires_grad for p in optimizers.parameters(None)):
                 raise TaskError(f"{label} has no parameter that requires a gradient. Leave it out, or unfreeze some.")
             _warn(task, f"{label} has no parameter that requires a gradient: it does nothing until one does.")

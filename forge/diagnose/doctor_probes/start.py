@@ -280,7 +280,7 @@ def headroom(trainer: Run) -> float:
     """How many times the present rates the schedule's highest is."""
     best = 1.0
     for entry in trainer.optimizers.entries.values():
-        now = max(float(group["lr"]) for group in entry.optimizer.param_groups)
+        now = max((float(group.get("lr", 0.0)) for group in entry.optimizer.param_groups), default=0.0)
         for scheduled in entry.schedules:
             try:
                 peak = max(rehearse(entry.optimizer, scheduled.schedule, 1000))

@@ -1,0 +1,15 @@
+"""scvi-tools: the adversarial plan, with two optimizers and manual optimization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.lightning_modules.places import Package
+
+PACKAGE = Package("scvi-tools")
+
+
+def make() -> Any:
+    from benchmarks.lightning_modules.cells import plan
+
+    return plan("SCVI", adversarial=True)

@@ -1,0 +1,20 @@
+"""torchgeo: SemanticSegmentationTask with a U-Net of segmentation-models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.lightning_modules.draw import classes, loader, numbers
+from benchmarks.lightning_modules.places import Package
+
+PACKAGE = Package("torchgeo")
+
+
+def make() -> Any:
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    module = SemanticSegmentationTask(
+        model="unet", backbone="resnet18", weights=None, in_channels=3, num_classes=3, task="multiclass", lr=1e-3
+    )
+    train = loader(image=numbers(16, 3, 32, 32), mask=classes(3, 16, 32, 32), batch_size=4)
+    return module, train, loader(image=numbers(4, 3, 32, 32, seed=1), mask=classes(3, 4, 32, 32, seed=1), batch_size=4)
