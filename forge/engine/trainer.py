@@ -286,9 +286,10 @@ class Trainer(Run):
 
     def _log(self, rates: dict[str, float] | None = None, publish: bool = True) -> None:
         """Read the interval's means. On an accelerator they are delivered after the next update, without waiting."""
-        if self.means.empty and self.env.world == 1:
+        ends_epoch = self.step is not None and self.step.ends_epoch
+        if self.means.empty and self.env.world == 1 and not ends_epoch:
             return
-        pending = self.means.read(self.step is not None and self.step.ends_epoch)
+        pending = self.means.read(ends_epoch)
         if pending.empty:
             return
         if not publish:

@@ -46,7 +46,7 @@ class Means:
         self._env = env if env is not None and env.world > 1 else None
         self._sums: dict[str, list[float]] = {}  # on the host: name -> [sum of value * weight, sum of weights]
         self._kept: dict[str, tuple[list[Any], list[Any]]] = {}  # on a device: values, weights; each a tensor or number
-        self._history: History | None = None
+        self._history: PastSums | None = None
         self._flush: Callable[[], None] | None = None
         self.task_metrics: TaskMetrics | None = None
         "The task's torchmetrics objects; None if those that a step returns are ignored."
@@ -94,7 +94,7 @@ class Means:
 
     def track(self, task: nn.Module) -> None:
         """Reset the task's torchmetrics objects, and include them in these means; from now on count epochs too."""
-        self._history = History(self.device, epochs=getattr(task, "logs_epochs", True))
+        self._history = PastSums(self.device, epochs=getattr(task, "logs_epochs", True))
         self.task_metrics = TaskMetrics(task, "train/")
         self.task_metrics.reset()
 
@@ -278,7 +278,7 @@ class Means:
         return torch.stack([s.to(self.device, torch.float32, non_blocking=True).reshape(()) for s in scalars])
 
 
-class History:
+class PastSums:
     """The sums of the epoch so far, and of the last interval; on several ranks, over all of them."""
 
     SHORT = 4

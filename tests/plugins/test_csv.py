@@ -76,7 +76,8 @@ def test_damaged_rows_do_not_keep_a_run_from_resuming(
     good = (tmp_path / "metrics.csv").read_bytes()
     (tmp_path / "metrics.csv").write_bytes(good + damage + b"3,0,1")
     assert fit(max_updates=4, resume=True, **options).updates == 4
-    assert (tmp_path / "metrics.csv").read_bytes().startswith(good)
+    known = [line.rstrip(b",") for line in (tmp_path / "metrics.csv").read_bytes().splitlines()[1:3]]
+    assert known == good.splitlines()[1:]  # later columns are empty in earlier rows
     assert [row["update"] for row in rows_of(tmp_path)] == ["1", "2", "3", "4"]
     assert damage in (tmp_path / "metrics.csv.damaged").read_bytes()
     assert "1 damaged row of" in caplog.text
