@@ -40,6 +40,8 @@ Every plugin and every recipe is among them, and all commands that run in a proc
 PLAIN = {"COLUMNS": "160", "NO_COLOR": "1"}
 """What processes print is 160 characters wide, without colours."""
 
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # a thread of it asks a server, and changes the environment later
+
 settings.register_profile("quick", derandomize=True, max_examples=8, deadline=None)
 settings.register_profile(
     "full", max_examples=500, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
