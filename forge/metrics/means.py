@@ -94,7 +94,7 @@ class Means:
 
     def track(self, task: nn.Module) -> None:
         """Reset the task's torchmetrics objects, and include them in these means; from now on count epochs too."""
-        self._history = PastSums(self.device, epochs=getattr(task, "logs_epochs", True))
+        self._history = PastSums(self, epochs=getattr(task, "logs_epochs", True))
         self.task_metrics = TaskMetrics(task, "train/")
         self.task_metrics.reset()
 
@@ -285,8 +285,8 @@ class PastSums:
     """An interval of less than a quarter of the one before includes it: the mean of a few updates beside that of many
     looks like a cliff."""
 
-    def __init__(self, device: torch.device, epochs: bool):
-        self._device, self._on_host, self._epochs = device, device.type == "cpu", epochs
+    def __init__(self, means: Means, epochs: bool):
+        self._means, self._epochs = means, epochs
         self._epoch: dict[str, list[Any]] = {}
         self._before: dict[str, list[Any]] = {}
         self._is_partial = False
@@ -313,7 +313,7 @@ class PastSums:
     def _pooled(self, total: Any, mass: Any, before: list[Any] | None) -> list[Any]:
         if before is None:
             return [total, mass]
-        if self._on_host:
+        if self._means.on_host:
             return [total + before[0], mass + before[1]] if mass * self.SHORT < before[1] else [total, mass]
         is_short = mass * self.SHORT < before[1]
         return [torch.where(is_short, here + there, here) for here, there in zip((total, mass), before, strict=True)]
@@ -322,7 +322,7 @@ class PastSums:
         """Return the sums as numbers, or as tensors of two."""
         past = {"epoch": self._epoch, "before": self._before}
         return {
-            kind: {name: list(pair) if self._on_host else torch.stack(pair) for name, pair in sums.items()}
+            kind: {name: list(pair) if self._means.on_host else torch.stack(pair) for name, pair in sums.items()}
             for kind, sums in past.items()
         }
 
@@ -335,9 +335,9 @@ class PastSums:
         )
 
     def _part(self, part: Any) -> Any:
-        if self._on_host:
+        if self._means.on_host:
             return part if isinstance(part, (int, float)) else float(part)
-        return torch.as_tensor(part, dtype=torch.float32, device=self._device)
+        return torch.as_tensor(part, dtype=torch.float32, device=self._means.device)
 
 
 def check_same_names(env: Env, names: list[str]) -> None:
