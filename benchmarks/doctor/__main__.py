@@ -37,8 +37,9 @@ def main() -> None:
     if not args.cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(environment)
-    fresh = {"max_tasks_per_child": 1} if args.cuda else {}
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), **fresh) as pool, out.open("a") as file:
+    # CUDA does not survive a fork; tasks of these files cannot be sent to workers that are spawned
+    context, most = (get_context("spawn"), 1) if args.cuda else (get_context("fork"), None)
+    with ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=most) as pool, out.open("a") as file:
         waiting = [pool.submit(one, kind, name, how) for kind, name in todo]
         for future in as_completed(waiting):
             row = future.result()
