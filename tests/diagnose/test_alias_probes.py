@@ -170,6 +170,26 @@ class FillsFromTheBatch(Fills):
         return F.cross_entropy(self.net(shown).flatten(0, 1), labels.flatten())
 
 
+class OwnLoss(nn.Module):
+    """Computes its own loss from labels that it is given, as models of transformers do."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, shown: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(shown).flatten(0, 1), labels.clone().flatten())
+
+
+class FillsByItself(Fills):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = OwnLoss(self.net)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(*batch)
+
+
 def tokens() -> Tensor:
     return torch.randint(1, 12, (64, 10), generator=torch.Generator().manual_seed(0))
 
@@ -182,6 +202,8 @@ def test_labels_that_are_the_inputs() -> None:
     assert "label_in_features" in found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, wrong), None))
     assert found(FillsFromTheBatch(), losses.copied_labels, data=(loader(shown, right), None)) == {}
     assert "label_in_features" in found(FillsNothing(), losses.copied_labels, data=(loader(ids), None))
+    assert found(FillsByItself(), losses.copied_labels, data=(loader(shown, right), None)) == {}
+    assert "label_in_features" in found(FillsByItself(), losses.copied_labels, data=(loader(shown, wrong), None))
 
 
 class Attends(forge.TaskModule):

@@ -137,6 +137,8 @@ def copied_labels(patient: Patient) -> Iterator[Finding]:
             counted = y.flatten() != call.given["ignore_index"]
             same = x.flatten().to(y) == y.flatten()
             share = float(counted.float().mean())
+            if bool(same.all()):  # the labels, which are handed to a model that computes its own loss
+                continue
             if 0.05 < share < 0.98 and int(counted.sum()) >= 30 and float(same[counted].float().mean()) > 0.98:
                 yield Finding(
                     "label_in_features",
