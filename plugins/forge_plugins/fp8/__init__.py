@@ -32,7 +32,7 @@ class FP8(forge.Plugin):
     """Compute the products of large linear layers in float8: faster steps and less memory on recent GPUs.
 
     The three products of an nn.Linear in training (forward, gradient of the input, gradient of the weight) run in
-    float8 (`torch._scaled_mm`): all of them in e4m3. Each tensor has one scale, found anew in
+    float8 (`torch._scaled_mm`): all of them in e4m3. Each tensor has one scale, computed in
     every call from its largest value, so there is nothing to calibrate and nothing to save. Results are bfloat16.
     Weights and optimizer keep their type, and layers, parameters and checkpoints their names: a run can be resumed
     without the plugin, and the other way round.

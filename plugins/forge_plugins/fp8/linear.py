@@ -1,4 +1,4 @@
-"""A linear layer whose three products are computed in float8, with one scale per tensor, found anew in every call.
+"""A linear layer whose three products are computed in float8, with one scale per tensor, computed in every call.
 
 torch.compile traces all of it: the scales are values in the graph, so that casts are fused with what is around them.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 FLOAT8 = torch.float8_e4m3fn
-"""The type of inputs, weights and gradients. A scale found anew in every call gives gradients the range they need; with
+"""The type of inputs, weights and gradients. A scale of each call gives gradients the range they need; with
 the two bits of e5m2 losses stay above those of bfloat16."""
 TOP = torch.finfo(FLOAT8).max
 TILE = 16

@@ -30,7 +30,7 @@ WARM_UP, LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 2, 5, 30, 1.0
 """Passes before the clock starts, rounds that are timed, and the time that they take in all."""
 
 PATIENCE = 120.0
-"""Seconds for which kernels are tried one by one, if all together do not win: each may be compiled anew."""
+"""Seconds for which kernels are tried one by one, if all together do not win: each may need a compilation."""
 
 Kernels = frozenset[str]
 AS_WRITTEN: Kernels = frozenset()
