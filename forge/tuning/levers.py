@@ -111,11 +111,15 @@ def fp8(s: LeverSituation) -> Iterator[Lever]:
         yield Lever("fp8", Change({"fp8": {}}), "precision", "fp8", s.why_not("fp8", "cuda"))
 
 
-def backends(s: LeverSituation) -> Iterator[Lever]:
-    """TF32, measured convolutions, and the order of attention's backends: options of one plugin."""
-    why_not = s.why_not("backends", "cuda")
+def tf32(s: LeverSituation) -> Iterator[Lever]:
     short = "" if s.facts.float32 else "the task computes in short types itself"
-    yield Lever("TF32", Change({"backends": {"tf32": True}}), "precision", "tf32", why_not or short)
+    why_not = s.why_not("backends", "cuda") or short
+    yield Lever("TF32", Change({"backends": {"tf32": True}}), "precision", "tf32", why_not)
+
+
+def backends(s: LeverSituation) -> Iterator[Lever]:
+    """Measured convolutions, and the order of attention's backends: options of the plugin that sets TF32 too."""
+    why_not = s.why_not("backends", "cuda")
     plain = "" if s.facts.convolutions else "no convolutions"
     measured = Change({"backends": {"cudnn_benchmark": True}})
     yield Lever("cuDNN benchmark", measured, "rounding", "cudnn", why_not or plain)
@@ -129,18 +133,24 @@ def backends(s: LeverSituation) -> Iterator[Lever]:
 
 
 def compiling(s: LeverSituation) -> Iterator[Lever]:
-    """The whole step, or repeated blocks; then modes that search longer."""
-    why_not = s.why_not("compile")
-    yield Lever("compile", Change({"compile": {}}), "rounding", "compile", why_not)
-    if why_not == YOURS and s.open_option("compile", "blocks", "backend", "mode"):
-        why_not = ""
+    """The whole step, or repeated blocks."""
+    yield Lever("compile", Change({"compile": {}}), "rounding", "compile", s.why_not("compile"))
     blocks = Change({"compile": {"blocks": list(s.facts.blocks)}})
     none = "" if s.facts.blocks else "no repeated blocks"
-    yield Lever("compile by block", blocks, "rounding", "compile", why_not or none)
-    if s.facts.device == "cuda" and not why_not:
+    yield Lever("compile by block", blocks, "rounding", "compile", _why_not_otherwise(s) or none)
+
+
+def longer_compiling(s: LeverSituation) -> Iterator[Lever]:
+    """Modes of the compiler that search longer."""
+    if s.facts.device == "cuda" and not _why_not_otherwise(s):
         for mode in ("reduce-overhead", "max-autotune-no-cudagraphs"):
             change = Change({"compile": {"mode": mode}})
             yield Lever(f"compile {mode}", change, "rounding", "compile", slow=mode != "reduce-overhead")
+
+
+def _why_not_otherwise(s: LeverSituation) -> str:
+    """Return why the step cannot be compiled in another way; a stack that compiles may leave that open."""
+    return "" if s.open_option("compile", "blocks", "backend", "mode") else s.why_not("compile")
 
 
 def cuda_graph(s: LeverSituation) -> Iterator[Lever]:
@@ -207,14 +217,16 @@ FAMILIES: list[Callable[[LeverSituation], Iterator[Lever]]] = [
     fused_optimizer,
     channels_last,
     amp,
+    tf32,
+    cuda_graph,
+    compiling,
     backends,
     prefetch,
     workers,
     no_remat,
     micro_batches,
-    cuda_graph,
-    compiling,
     kernels,
     fp8,
+    longer_compiling,
 ]
-"""What takes seconds comes before what takes minutes: a compiler may need most of the budget."""
+"""What usually gains most comes first: the budget may not be enough for all. What takes minutes comes last."""

@@ -17,6 +17,9 @@ LEAST = 0.02
 """A lever is added if the whole step becomes faster by at least this share."""
 PROMISING = 0.03
 """A lever that is slower than the start by more than this share, and the noise, is not measured again."""
+DEAR, CLEAR = 0.05, 0.1
+"""A measurement that takes the first share of the budget is not repeated if it says that the step is faster by the
+second: the answer is compared with the start at the end anyway."""
 RESERVE = 0.8
 """The share of the budget after which only the answer is checked."""
 SLOW = 0.5
@@ -89,7 +92,7 @@ class SpeedSearch:
         for again in range(3):
             for row in self.rows:
                 name = row.lever.name
-                if row.why_not or (again and not self._is_worth_repeating(shares[name], again)):
+                if row.why_not or (again and not self._is_worth_repeating(row.lever, shares[name], again)):
                     continue
                 if self._is_over(self.costs.get(name, 0.0), slow=row.lever.slow):
                     if not again:
@@ -104,11 +107,17 @@ class SpeedSearch:
                 share = statistics.median(shares[row.lever.name])
                 row.alone = replace(StepReading.middle(readings[row.lever.name]), ms=share * self.start.ms)
 
-    def _is_worth_repeating(self, shares: Sequence[float], times: int) -> bool:
+    def _is_worth_repeating(self, lever: Lever, shares: Sequence[float], times: int) -> bool:
         """Return whether a lever is measured again: the promising and the implausible twice, contradictions thrice."""
         if times == 1:
+            if self._is_clear([lever], shares[0]):
+                return False
             return not 1 + PROMISING + self.noise < shares[0] < IMPLAUSIBLE
         return len(shares) == times and max(shares) > DISTURBED * min(shares)
+
+    def _is_clear(self, wanted: Sequence[Lever], share: float) -> bool:
+        """Return whether a gain is so large, and its measurement so dear, that once is enough."""
+        return share < 1 - CLEAR - self.noise and self._cost(wanted) > DEAR * self.budget
 
     def _between_starts(self, row: LeverRow) -> tuple[StepReading, float] | None:
         """Measure a lever between two readings of the start; once more if these differ, since something disturbed it.
@@ -178,7 +187,7 @@ class SpeedSearch:
                 return None
             readings.append(reading)
             shares.append(reading.ms / now.ms)
-            if 1 + PROMISING + self.noise < shares[0] < IMPLAUSIBLE:
+            if 1 + PROMISING + self.noise < shares[0] < IMPLAUSIBLE or self._is_clear(wanted, shares[0]):
                 break
         return replace(StepReading.middle(readings), ms=statistics.median(shares) * best.ms)
 

@@ -181,6 +181,13 @@ def test_the_budget_ends_the_search_with_the_best_so_far() -> None:
     assert report.best is not None
 
 
+def test_a_dear_measurement_with_a_clear_result_runs_once() -> None:
+    dear, cheap = Fake({"a": 0.5}, seconds=10.0), Fake({"a": 0.5}, seconds=1.0)
+    for fake in (dear, cheap):
+        assert names(fake.search(lever("a"), budget=150.0)) == ["a"]
+    assert dear.calls.count(("a",)) == cheap.calls.count(("a",)) - 1
+
+
 def test_slow_levers_wait_for_a_large_budget() -> None:
     fake = Fake({"a": 0.9, "long": 0.5}, seconds=10.0)
     small = fake.search(lever("a"), lever("long", slow=True), budget=30.0)
