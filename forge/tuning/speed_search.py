@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from forge.tuning.levers import NUMBERS, Lever, Numbers
+from forge.tuning.levers import NUMBERS, Change, Lever, Numbers
 from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading, in_ms
 
 LEAST = 0.02
@@ -145,6 +145,9 @@ class SpeedSearch:
         for row in self._by_gain():
             alone = row.alone
             assert alone is not None
+            row.why_not = _why_not_beside(chosen, row.lever)
+            if row.why_not:
+                continue
             wanted = [*(lever for lever in chosen if _group(lever) != _group(row.lever)), row.lever]
             if chosen and self._is_over(2 * self._cost(wanted)):
                 row.why_not = SPENT
@@ -173,7 +176,7 @@ class SpeedSearch:
             if row.alone.ms > (1 + PROMISING) * self.start.ms and self._fits(self.start):
                 row.why_not = "slower"
             row.why_not = row.why_not or self._refused(row.alone)
-        return sorted((row for row in tried if not row.why_not), key=lambda row: row.alone.ms)  # pyright: ignore[reportOptionalMemberAccess]
+        return sorted((row for row in tried if not row.why_not), key=_time_to_beat)
 
     def _beside(
         self, row: LeverRow, wanted: Sequence[Lever], chosen: Sequence[Lever], best: StepReading
@@ -295,6 +298,25 @@ class SpeedSearch:
 
 def _group(lever: Lever) -> str:
     return lever.group or lever.name
+
+
+def _time_to_beat(row: LeverRow) -> float:
+    """Return a lever's time alone; a lever of several plugins comes after one that is as fast with fewer."""
+    assert row.alone is not None
+    return row.alone.ms * (1 + LEAST * max(0, len(row.lever.change.plugins) - 1))
+
+
+def _why_not_beside(chosen: Sequence[Lever], lever: Lever) -> str:
+    """Return why a lever need not be measured with those that are chosen: their times alone, or their changes, say it
+    all. Those chosen came first, so they are faster alone."""
+    if chosen and all(_group(other) == _group(lever) for other in chosen):
+        return f"{chosen[0].name} is faster"
+    contains = next((other for other in chosen if _contains(other.change, lever.change)), None)
+    return f"part of {contains.name}" if contains is not None else ""
+
+
+def _contains(change: Change, part: Change) -> bool:
+    return (change | part) == change
 
 
 def _groups_choice(chosen: Sequence[Lever], lever: Lever) -> str:

@@ -1,11 +1,8 @@
-"""On a GPU: deterministic runs repeat themselves bit for bit, an operation that cannot is named, the search for a batch
-meets a real end of memory."""
+"""On a GPU: deterministic runs repeat themselves bit for bit, an operation that cannot is named."""
 
 from __future__ import annotations
 
-import gc
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ from forge.errors import DeterminismError
 from forge.testing import assert_same_weights
 from forge.testing.trace import read_trace
 from forge.testing.witness import Witness, compare, fingerprint
-from forge.tuning import batch_range, lr_range
-from forge.util import peak_memory
+from forge.tuning import lr_range
 from tests.tuning.test_tuning import Bowl, noise
 
 pytestmark = pytest.mark.gpu
@@ -205,59 +201,3 @@ def test_a_range_test_on_the_gpu_sees_every_loss() -> None:
     assert curve.losses == pytest.approx(plain.losses, rel=1e-3)
     assert curve.diverged == plain.diverged
     assert curve.suggestion == plain.suggestion
-
-
-MEGABYTES = 16
-
-
-class Heavy(forge.TaskModule):
-    """Takes a known amount of memory for every sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(MEGABYTES * 1024 * 1024 // 4))
-
-    def training_step(self, batch: torch.Tensor) -> Any:
-        return (batch * self.weight).sin().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def samples(size: int) -> list[torch.Tensor]:
-    return [torch.ones(size, 1) for _ in range(4)]
-
-
-@pytest.fixture
-def two_gigabytes() -> Iterator[int]:
-    """This process may take so much more of the GPU, and nothing beyond; what that comes to in all."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    limit = torch.cuda.memory_reserved() + 2 * 1024**3
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_the_largest_batch_is_found_where_the_memory_really_ends(two_gigabytes: int) -> None:
-    before = torch.cuda.memory_allocated()
-    report = batch_range(Heavy, samples, start=8, highest=512, exact=True, device="cuda", updates=3)
-    # forward and backward hold two to five tensors of 16 MB for a sample
-    assert 20 <= report.largest <= 64
-    assert report.too_large is not None
-    assert report.too_large.size == report.largest + 1
-    assert report.too_large.why_not == "out of memory"
-    fitting = [probe for probe in report.probes if probe.fits]
-    assert all(probe.memory is not None and probe.memory <= two_gigabytes for probe in fitting)
-    assert all(probe.speed > 0 for probe in fitting)
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= before + 1024**2
-
-
-def test_a_budget_holds_on_the_gpu_too() -> None:
-    peak_memory.clean()
-    limit = 1.0 + round(torch.cuda.memory_reserved() / 1e9, 3)  # other tests of this process may hold memory
-    report = batch_range(Heavy, samples, start=4, highest=64, limit=limit, device="cuda", updates=3)
-    assert report.largest < 64
-    assert report.too_large is not None
-    assert report.too_large.why_not == f"over the limit of {limit:g} GB"

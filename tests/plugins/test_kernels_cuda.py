@@ -84,13 +84,15 @@ def test_auto_trains_what_is_trained_without_it(
     _, first = trained(*around(), Kernels(cache=str(tmp_path)))
     assert (F.layer_norm, F.cross_entropy, F.softmax) == originals
     assert first == pytest.approx(expected, rel=1e-3)
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("kernels against")]
-    assert all(name in told[0] for name in ("layer_norm", "cross_entropy", "softmax"))
-    assert "it fails" not in told[0]
-    assert "is off by" not in told[0]
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("kernels")]
+    if compiled:  # these calls are left to the compiler, which fuses them
+        assert told == ["kernels: the first batch calls nothing that an installed kernel replaces."]
+    else:
+        assert all(name in told[0] for name in ("layer_norm", "cross_entropy", "softmax"))
+    assert not any("it fails" in line or "is off by" in line for line in told)
     caplog.clear()
     again, second = trained(*around(), Kernels(cache=str(tmp_path)))
-    assert "known from an earlier run" in caplog.text
+    assert compiled or "known from an earlier run" in caplog.text
     assert second == first
     assert all(torch.isfinite(parameter).all() for parameter in again.parameters())
 

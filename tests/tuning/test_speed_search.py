@@ -101,6 +101,23 @@ def test_another_of_its_group_replaces_one_if_that_is_faster() -> None:
     assert why_not(report)["whole"] == "blocks is faster"
 
 
+def test_what_is_part_of_a_choice_is_not_measured_again() -> None:
+    fake = Fake({"both": 0.3, "compile": 0.7, "graph": 0.6})
+    both = Lever("both", Change({"compile": {}, "graph": {}}), "rounding", "compile")
+    report = fake.search(lever("graph"), lever("compile", group="compile"), both)
+    assert names(report) == ["both"]
+    assert why_not(report) == {"graph": "part of both", "compile": "both is faster", "both": ""}
+    assert not [call for call in fake.calls if len(call) > 1]
+
+
+def test_of_equal_levers_the_smaller_is_used() -> None:
+    fake = Fake({"both": 0.3, "compile": 0.99, "graph": 0.3})
+    both = Lever("both", Change({"compile": {}, "graph": {}}), "rounding", "compile")
+    fake.override = lambda names: 30.0 if "graph" in names and "both" in names else None
+    report = fake.search(both, lever("graph"), lever("compile", group="compile"))
+    assert names(report) == ["graph"]
+
+
 def test_a_failure_is_listed_and_the_search_goes_on() -> None:
     fake = Fake({"a": 0.5, "b": 0.4})
     fake.fails["b"] = "RuntimeError: no such kernel"

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from forge.errors import KernelError
 from forge_kernels.contract import falls_back, plain, unusable
 from forge_kernels.ops.clip_adamw import ops, supports, unreadable
-from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, capturing, matching_order
+from forge_kernels.ops.clip_adamw_tables import ClipPlan, Lists, capturing, keep_in_capture, matching_order
 
 
 class ClipAdamW(AdamW):
@@ -123,6 +123,8 @@ class ClipAdamW(AdamW):
         if not falls_back("ClipAdamW", refused):
             lists = matching_order(lists)
             self._plan = last if last is not None and last.fits(lists, groups) else ClipPlan(lists, groups)
+        if last is not None and last is not self._plan:
+            keep_in_capture(last.device, last)
         return self._plan, lists
 
     def _refuses(self, lists: Lists, *flags: Tensor | None) -> str | None:

@@ -45,6 +45,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def keep_in_capture(device: torch.device, unused: Any) -> None:
+    """Keep what would be freed now if a graph is being captured: pinned memory that is freed then, after use on the
+    capturing stream, spoils torch's allocator of pinned memory for good."""
+    if unused is not None and capturing(device):
+        _captured.append(unused)
+
+
 def copied(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to the device, in stream order."""
     return values.to(device, non_blocking=True)
@@ -66,12 +73,14 @@ class DeviceTable:
     def __init__(self, values: Tensor, device: torch.device):
         self._device = device
         self._reserve: Tensor | None = None
+        self._pinned: Tensor | None = None
         self.set(values)
 
     def set(self, values: Tensor) -> None:
         """Replace the values; they are copied to the device at the next read."""
+        keep_in_capture(self._device, self._pinned)
         self.values = values
-        self._pinned: Tensor | None = None
+        self._pinned = None
         self._written: Tensor | None = None
 
     def on_device(self, recorded: bool) -> Tensor:
@@ -287,5 +296,6 @@ def plan_for(lists: Lists) -> ClipPlan | None:
 def new_plan(lists: Lists) -> ClipPlan:
     """Make a plan for one parameter group, and keep it among the recent ones."""
     plan = ClipPlan(lists, [0] * len(lists.params))
+    keep_in_capture(plan.device, _recent[7:])
     _recent[:] = [plan, *_recent[:7]]
     return plan
