@@ -28,6 +28,7 @@ VERBS = {
     "board": "Show runs in TensorBoard, on this machine.",
     "verify-resume": "Kill and resume a recipe, and compare it bit for bit with an uninterrupted run.",
     "determinism": "Run a recipe twice and name the first tensor that differs.",
+    "data": "Look at a batch: shapes, types, ranges, labels, and pictures or text.",
     "doctor": "Examine a task and its data for mistakes that raise no error.",
     "tune": "Measure a learning rate, or the largest batch that fits.",
     "sweep": "Try values of options in many runs, and report the best.",
