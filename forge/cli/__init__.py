@@ -30,7 +30,7 @@ VERBS = {
     "determinism": "Run a recipe twice and name the first tensor that differs.",
     "data": "Look at a batch: shapes, types, ranges, labels, and pictures or text.",
     "doctor": "Examine a task and its data for mistakes that raise no error.",
-    "tune": "Measure a learning rate, or the largest batch that fits.",
+    "tune": "Measure a learning rate, the largest batch, the fastest step, or the data workers.",
     "sweep": "Try values of options in many runs, and report the best.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",

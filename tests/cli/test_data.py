@@ -14,7 +14,7 @@ import torch
 from forge.cli import main
 from forge.examine.batch_look import as_pictures, look_at
 
-TASK = '''
+TASK = """
 from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -44,7 +44,7 @@ def data(): return Splits(train=DataLoader(Pictures(), batch_size=4), val={"a": 
 def text(): return Splits(train=[(torch.arange(6).reshape(2, 3), torch.tensor([[1, -100, 2], [0, 1, 2]]))])
 
 def empty(): return Splits(train=DataLoader([], batch_size=2))
-'''
+"""
 
 
 @pytest.fixture
