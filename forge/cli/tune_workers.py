@@ -24,7 +24,7 @@ BOUNDS = {
     "files on a faster disk, or fewer and larger ones (forge.data.TarShards), or decoded in memory.",
     "CPU of the transforms": "The CPU of the transforms is what the data wait for: {share} of the time. Use more "
     "cores, do part of the work once and store its result, or move it to the device.",
-    "waiting": "The data wait for neither the disk nor the CPU ({share} of the time on the CPU, {read}/s from the disk): a "
+    "waiting": "The data wait for neither the disk nor the CPU ({share} of the time on it, {read}/s from the disk): a "
     "network, a lock or a sleep in the dataset. More workers wait at the same time.",
 }
 

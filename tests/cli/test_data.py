@@ -1,4 +1,4 @@
-"""forge data: a look at a batch, of recipes and of a stranger's file; nothing is trained or written beside a picture."""
+"""forge data: a look at a batch, of recipes and of a stranger's file; nothing is trained, no run is written."""
 
 from __future__ import annotations
 
