@@ -138,8 +138,8 @@ def _worst(call: Any, inputs: list[Any], names: list[str], eps: float, atol: flo
                 of = "" if len(outputs) == 1 else f" of output {number}"
                 text = (
                     f"{names[place]!r} is wrong: d{_name('output', row, output.shape)}{of} by "
-                    f"d{_name(names[place], column, value.shape)} is {analytic[row, column].item():.6g} by backward, and "
-                    f"{numerical[row, column].item():.6g} by finite differences."
+                    f"d{_name(names[place], column, value.shape)} is {analytic[row, column].item():.6g} by backward, "
+                    f"and {numerical[row, column].item():.6g} by finite differences."
                 )
                 found = float(excess[row, column]), text
     return None if found is None else found[1]

@@ -11,10 +11,11 @@ from forge.errors import KernelError
 from forge_kernels.ops.cpp import build
 
 SOURCE = """
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 #include <ATen/ATen.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
 
 __global__ void doubled(const float* x, float* out, long count) {
   long i = blockIdx.x * (long)blockDim.x + threadIdx.x;
@@ -22,11 +23,11 @@ __global__ void doubled(const float* x, float* out, long count) {
 }
 
 at::Tensor twice(const at::Tensor& x) {
-  const at::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAGuard guard(x.device());
   auto in = x.contiguous();
   auto out = at::empty_like(in);
   if (in.numel())
-    doubled<<<(in.numel() + 255) / 256, 256, 0, at::cuda::getCurrentCUDAStream()>>>(
+    doubled<<<(in.numel() + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
         in.data_ptr<float>(), out.data_ptr<float>(), in.numel());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;

@@ -76,7 +76,8 @@ def _run(command: list[str], source: Path, library: Path) -> None:
         if done.returncode:
             log = library.with_suffix(".log")
             log.write_text(f"{shlex.join(line)}\n\n{done.stdout}{done.stderr}")
-            first = next((text for text in done.stderr.splitlines() if "error" in text or "fatal" in text), "no error message")
+            lines = [text for text in done.stderr.splitlines() if "error:" in text or "fatal" in text]
+            first = lines[0] if lines else "no error message"
             raise KernelError(f"{source.name} could not be compiled: {first.strip()} (full output in {log})")
         os.replace(made, library)
 
@@ -98,8 +99,8 @@ def _nvcc() -> list[str]:
     words = shlex.split(os.environ.get("CUDACXX") or (str(Path(home) / "bin" / "nvcc") if home else "nvcc"))
     if not words or shutil.which(words[0]) is None:
         raise KernelError(
-            f"the CUDA compiler {' '.join(words) or 'nvcc'} was not found (install the CUDA toolkit {torch.version.cuda}, "
-            "and set CUDA_HOME to its folder, or CUDACXX to nvcc)"
+            f"the CUDA compiler {' '.join(words) or 'nvcc'} was not found (install the CUDA toolkit "
+            f"{torch.version.cuda}, and set CUDA_HOME to its folder, or CUDACXX to nvcc)"
         )
     return words
 
