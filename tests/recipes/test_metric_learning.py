@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 import forge
 from forge.cli import main
 from forge_recipes import metric_learning, mnist
-from forge_recipes.metric_learning import hardest_triplets, nearest_hits
+from forge_recipes.metric_learning import nearest_hits, nt_xent
 
 
 @pytest.fixture
@@ -41,22 +42,22 @@ def points(count: int = 30, classes: int = 4) -> tuple[Tensor, Tensor]:
 
 def test_the_loss_is_that_of_plain_loops() -> None:
     x, y = points()
+    x = torch.nn.functional.normalize(x, dim=1)
     y[0] = 99  # alone in its class: it has no partner, and is left out
     terms = []
     for i in range(len(x)):
-        same = [(x[i] - x[j]).norm() for j in range(len(x)) if j != i and y[j] == y[i]]
-        other = [(x[i] - x[j]).norm() for j in range(len(x)) if y[j] != y[i]]
-        if same and other:
-            terms.append(max(0.0, float(max(same) - min(other)) + 0.2))
-    loss, active = hardest_triplets(x, y, 0.2)
+        partners = [j for j in range(len(x)) if j != i and y[j] == y[i]]
+        whole = sum(math.exp(float(x[i] @ x[k]) / 0.1) for k in range(len(x)) if k != i)
+        shares = [math.exp(float(x[i] @ x[j]) / 0.1) / whole for j in partners]
+        if partners:
+            terms.append(-sum(map(math.log, shares)) / len(partners))
     assert len(terms) == len(x) - 1
-    assert float(loss) == pytest.approx(sum(terms) / len(terms), rel=1e-5)
-    assert float(active) == pytest.approx(sum(term > 0 for term in terms) / len(terms))
+    assert float(nt_xent(x, y, 0.1)) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
 
 
 def test_its_gradient_is_finite_where_points_coincide() -> None:
     x = torch.ones(4, 3, requires_grad=True)
-    hardest_triplets(x, torch.tensor([0, 0, 1, 1]), 0.2)[0].backward()
+    nt_xent(x, torch.tensor([0, 0, 1, 2]), 0.1).backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
 
