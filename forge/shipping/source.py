@@ -50,8 +50,8 @@ def load(
     """Return the trained task of a run, in eval mode, with its weights.
 
     `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`) or a weights file. `task` is the
-    class, for a task that is not installed by name. Without `weights` the best checkpoint is taken if the run keeps one, and the
-    average where `ema` or `swa` ran; "raw", "ema", "swa" and "best" select.
+    class, for a task that is not installed by name. Without `weights` the best checkpoint is taken if the run keeps
+    one, and the average where `ema` or `swa` ran; "raw", "ema", "swa" and "best" select.
     """
     return find(run, task, weights).task.to(device)
 
