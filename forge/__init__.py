@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from forge.examine.doctor import doctor
+    from forge.examine.layer_outputs import features
     from forge.metrics.media import Embedding, Histogram, Image, Text
     from forge.progress import Interval
     from forge.rng import seed
@@ -73,6 +74,7 @@ _HOME = {
     "Trainer": "forge.engine.trainer",
     "doctor": "forge.examine.doctor",
     "export": "forge.shipping.export",
+    "features": "forge.examine.layer_outputs",
     "hookimpl": "forge.contract.hooks",
     "load": "forge.shipping.source",
     "load_recipe": "forge.config",
@@ -107,6 +109,7 @@ __all__ = [
     "data",
     "doctor",
     "export",
+    "features",
     "hookimpl",
     "load",
     "load_recipe",

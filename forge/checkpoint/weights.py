@@ -35,6 +35,8 @@ NOTE = "forge"
 """The key of forge's note in the metadata of a weights file."""
 RAW = "raw"
 """Selects the trained weights; the name of a plugin selects its average."""
+BEST = "best"
+"""Selects the checkpoint of a run that the plugin `checkpoint` links as the best; also RUN:best, as a path."""
 SHOWN = 20
 """Names that a report prints of each kind."""
 
@@ -116,7 +118,8 @@ def load_weights(
     - a checkpoint directory, or a run folder: its `weights.safetensors`, unless a checkpoint is newer;
     - a `.pt`, `.pth`, `.ckpt` or `.bin` of torch.save or Lightning, if it can be read without running code.
 
-    `weights="ema"` loads the average of the plugin `ema`, `weights="raw"` the trained weights. By default a weights
+    `weights="ema"` loads the average of the plugin `ema`, `weights="raw"` the trained weights, and `weights="best"`, or
+    the path `RUN:best`, those of a run's best checkpoint. By default a weights
     file gives its content (the average, if the fit evaluated one) and a checkpoint the trained weights.
 
     Names and shapes must match, else nothing is changed and TaskError names the differences. `strict=False` loads the
@@ -236,8 +239,11 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
 
     `weights` names the plugin whose average is wanted, or is "raw". Averages are found by convention: a plugin offers
     one if its `forge_state_dict` has a dict "weights" of tensors by the task's names. The trained weights fill in the
-    names that it lacks.
+    names that it lacks. "best", or RUN:best as the path, is the best checkpoint of a run.
     """
+    path, weights = split_best(path, weights)
+    if weights == BEST:
+        path, weights = find_best(Path(path)), None
     found = find_weights(Path(path))
     if weights is not None and found.is_file():
         found = _holder(found, Path(path), weights)
@@ -248,6 +254,32 @@ def read_weights(path: str | Path, weights: str | None = None) -> Weights:
     if found.suffix in SUFFIXES:
         return Weights(found, read_foreign(found), None)
     return _read_safetensors(found)
+
+
+def split_best(path: str | Path, weights: str | None = None) -> tuple[Path, str | None]:
+    """Return RUN and "best" for RUN:best; other arguments unchanged, and a path that exists."""
+    run, colon, name = str(path).rpartition(":")
+    if colon and run and name == BEST and weights in (None, BEST) and not Path(path).exists():
+        return Path(run), BEST
+    return Path(path), weights
+
+
+def best_of(run: Path) -> Path | None:
+    """Return a run's best checkpoint; a link elsewhere than into its folder is not followed."""
+    there = (run / "checkpoints" / BEST).resolve()
+    is_inside = there.parent == (run / "checkpoints").resolve() and bool(NAME.fullmatch(there.name))
+    return there if is_inside and there.is_dir() else None
+
+
+def find_best(run: Path) -> Path:
+    """Return a run's best checkpoint; raise if it keeps none."""
+    found = best_of(run)
+    if found is None:
+        what = "has no best checkpoint" if run.is_dir() else "is no run folder"
+        raise TaskError(
+            f"{run} {what}. The plugin checkpoint keeps one with checkpoint.best={{monitor: val/loss, mode: min}}."
+        )
+    return found
 
 
 def _holder(file: Path, path: Path, weights: str) -> Path:

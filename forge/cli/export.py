@@ -28,7 +28,7 @@ examples:
 
 def parser() -> ArgumentParser:
     parser = show.new_parser("export", "Write a trained task as a file that runs elsewhere, and verify it.", EXAMPLES)
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN/checkpoints/best)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a checkpoint in one (RUN:best)")
     parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
     parser.add_argument("--out", metavar="PATH", help="the file to write (default: RUN/export/FORMAT/)")
     add_source_arguments(parser)

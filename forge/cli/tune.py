@@ -1,4 +1,4 @@
-"""`forge tune`: measure a learning rate, the largest batch that fits, or the fastest step."""
+"""`forge tune`: measure a learning rate, the largest batch that fits, the fastest step, or the data workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forge.cli import target, tune_speed
+from forge.cli import target, tune_speed, tune_workers
 from forge.config import Recipe
 from forge.config.schema import options_of
 from forge.errors import ForgeError
@@ -30,12 +30,19 @@ examples:
   forge tune batch my_task.py:MyTask --exact --limit 40      the largest size within 40 GB
   forge tune speed quickstart --budget 5                     what makes a step faster, within 5 minutes
   forge tune speed my_task.py:MyTask --same-precision        without bf16 and TF32
+  forge tune workers my_task.py:MyTask                       samples/s by workers, against the step's need
 """
 LR_NAMES = ("lr", "learning_rate")
-DEFAULTS = {"lr": {"min": 1e-7, "max": 10.0, "updates": 100}, "batch": {"max": 8192, "updates": 6}, "speed": {}}
+DEFAULTS = {
+    "lr": {"min": 1e-7, "max": 10.0, "updates": 100},
+    "batch": {"max": 8192, "updates": 6},
+    "speed": {},
+    "workers": {},
+}
 GO_WITH = {
     **dict.fromkeys(("min", "optimizer"), ("lr",)),
-    **dict.fromkeys(("max", "updates"), ("lr", "batch")),
+    "max": ("lr", "batch", "workers"),
+    "updates": ("lr", "batch"),
     "exact": ("batch",),
     "limit": ("batch", "speed"),
     "out": ("lr", "speed"),
@@ -46,13 +53,16 @@ GO_WITH = {
 
 def parser() -> ArgumentParser:
     parser = show.new_parser(
-        "tune", "Measure a learning rate, the largest batch that fits, or the fastest step.", EXAMPLES
+        "tune", "Measure a learning rate, the largest batch that fits, the fastest step, or the data workers.", EXAMPLES
     )
     parser.add_argument("what", choices=list(DEFAULTS), help="what to search for")
     target.add_arguments(parser)
     parser.add_argument("--min", type=float, metavar="X", help="lr: the lowest rate (default: 1e-7)")
     parser.add_argument(
-        "--max", type=float, metavar="X", help="lr: the highest rate (default: 10); batch: the largest size (8192)"
+        "--max",
+        type=float,
+        metavar="X",
+        help="lr: the highest rate (default: 10); batch: the largest size (8192); workers: the most (the cores)",
     )
     parser.add_argument(
         "--updates", type=int, metavar="N", help="lr: updates of the test (default: 100); batch: of each size (6)"
@@ -86,6 +96,8 @@ def run(args: Namespace) -> int:
         recipe = recipe.with_trainer({"seed": 0})  # so that the result can be repeated
     if args.what == "speed":
         return tune_speed.run(args, recipe, _name(recipe))
+    if args.what == "workers":
+        return tune_workers.run(args, recipe, _name(recipe))
     return _lr(args, recipe) if args.what == "lr" else _batch(args, recipe)
 
 

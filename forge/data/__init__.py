@@ -12,6 +12,7 @@ from forge.data.prefetch import DevicePrefetch
 from forge.data.splits import Splits
 from forge.data.tar_shards import TarShards
 from forge.data.tensor import TensorLoader
+from forge.data.token_files import tokenize_to_memmap
 from forge.data.tokens import TokenStream
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "length_of",
     "pad_collate",
     "resumable_reason",
+    "tokenize_to_memmap",
 ]

@@ -18,7 +18,8 @@ from forge.rng import combine_seeds
 Source = str | os.PathLike[str] | np.ndarray | torch.Tensor
 Array = np.ndarray[Any, Any]
 
-_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+TOKEN_TYPES = {"uint16": "<u2", "uint32": "<u4"}
+"""The types of tokens in a file, as numpy names them with their byte order."""
 _MODES = ("random", "sequential", "shuffled")
 
 
@@ -125,7 +126,7 @@ class _Tokens:
     def __init__(self, source: Any, dtype: str):
         self.path: Path | None = None
         self._tokens: Array | None = None
-        self.dtype = np.dtype(_DTYPES[dtype])
+        self.dtype = np.dtype(TOKEN_TYPES[dtype])
         if isinstance(source, (str, os.PathLike)):
             self.path = Path(source)
             self.length = self._length_of_file(self.path)
@@ -204,8 +205,8 @@ def _check_options(window: int, mode: str, dtype: str, samples: int | None) -> N
         raise DataError(f"TokenStream: window is {window}; it must be at least 1.")
     if mode not in _MODES:
         raise DataError(f"TokenStream: unknown mode {mode!r}.{did_you_mean(mode, _MODES)}")
-    if dtype not in _DTYPES:
-        raise DataError(f"TokenStream: dtype {dtype!r} is not supported.{did_you_mean(dtype, _DTYPES)}")
+    if dtype not in TOKEN_TYPES:
+        raise DataError(f"TokenStream: dtype {dtype!r} is not supported.{did_you_mean(dtype, TOKEN_TYPES)}")
     if samples is not None and mode != "random":
         raise DataError(f"TokenStream: samples is for mode='random'; an epoch of mode={mode!r} is every window once.")
     if samples is not None and samples < 1:

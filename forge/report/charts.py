@@ -23,6 +23,8 @@ TITLES = {
 FIRST = ("loss", "accuracy")
 LAST = ("lr", "grad_norm", "samples_per_s", "tokens_per_s", "step_ms", "ledger")
 MOST_SERIES = 14
+MOST_RUNS = COLORS
+"""With more runs, each stage has a chart of its own, in which colour and dashes tell runs apart."""
 MOST_CHARTS = 80
 WIDTH, HEIGHT = 560, 290
 
@@ -36,11 +38,14 @@ class Panel:
     is_aside: bool = False
     "Whether it shows what a plugin logs about itself, which is folded away."
     looks: dict[str, Look] = field(default_factory=dict)
-    "With several runs: the colour of the run, and the dashes of its stage."
+    "With several runs: the colour of the run, and the dashes of its stage; with many, both of the run."
+    line: str = ""
+    "With many runs: the stage or part that all its curves show."
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.key, self.key)
+        named = TITLES.get(self.key, self.key)
+        return f"{named}, {self.line}" if self.line and self.line != self.key else named
 
     @property
     def rank(self) -> tuple[int, int, str]:
@@ -73,6 +78,12 @@ def panels(runs: Mapping[str, RunFolder]) -> list[Panel]:
             if name.startswith("test/") and len(points) == 1:
                 continue
             key, line, is_aside = place(name, plugins)
+            points = on_grid(points) if line == "train" else points
+            if len(runs) > MOST_RUNS:
+                panel = found.setdefault(f"{key}, {line}", Panel(key, is_aside=is_aside, line=line))
+                panel.series[label] = points
+                panel.looks[label] = number % COLORS, number // COLORS % len(DASHES)
+                continue
             panel = found.setdefault(key, Panel(key, is_aside=is_aside))
             if len(runs) == 1:
                 panel.series[line] = points
@@ -105,14 +116,29 @@ def place(name: str, plugins: frozenset[str]) -> tuple[str, str, bool]:
     return name, name, False
 
 
+def on_grid(points: Sequence[Point]) -> Sequence[Point]:
+    """Return the points at the multiples of one interval, and the last one.
+
+    Training metrics are logged at an interval and wherever a validation or an epoch ends; a point between two others is
+    a mean of fewer updates, and draws a cliff. Points that have no such interval are returned unchanged.
+    """
+    places = {x for x, _ in points if x > 0}
+    steps = [step for step in sorted(places) if all(step * i in places for i in range(1, int(max(places) // step) + 1))]
+    if not steps or len(places) < 3 or max(places) < 3 * steps[0]:
+        return points
+    return [(x, y) for x, y in points if x % steps[0] == 0 or (x, y) == points[-1]]
+
+
 def _parts(panel: Panel) -> list[Panel]:
     """Split a chart with too many curves to distinguish."""
     names = list(panel.series)
-    if len(names) <= MOST_SERIES:
+    most = COLORS * len(DASHES) if panel.line else MOST_SERIES
+    if len(names) <= most:
         return [panel]
-    chunks = [names[i : i + MOST_SERIES] for i in range(0, len(names), MOST_SERIES)]
+    chunks = [names[i : i + most] for i in range(0, len(names), most)]
     return [
-        Panel(panel.key, {name: panel.series[name] for name in chunk}, panel.is_aside, panel.looks) for chunk in chunks
+        Panel(panel.key, {name: panel.series[name] for name in chunk}, panel.is_aside, panel.looks, panel.line)
+        for chunk in chunks
     ]
 
 

@@ -5,6 +5,7 @@ The template escapes every value, because a run folder may come from a stranger.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from forge.util.text import format_bytes, short_path
 from forge.version import __version__
 
 MOST_TEXTS = 10
+MOST_COLUMNS = 4
+"""With more runs, each is a row of one table: its hyperparameters, then its results."""
 
 
 def page(runs: Sequence[RunFolder]) -> str:
@@ -190,14 +193,16 @@ def ledger_rows(run: RunFolder) -> list[list[Any]]:
     return rows
 
 
-def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, list[list[Any]]]:
+def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, Any]:
     """Return the tables of a page about several runs."""
     parts = compare.compare(runs)
     differences = [compare.difference(values) for values in parts["result"].values()]
     result = _cells(parts["result"], wording.number)
     if len(runs) == 2:
         result = [[*row, wording.signed(d) if d else ""] for row, d in zip(result, differences, strict=True)]
+    many = by_run(runs, labels, parts) if len(runs) > MOST_COLUMNS else None
     return {
+        "many": many,
         "runs": [
             [label, r.name, r.status, f"{r.updates:,}", wording.duration(r.seconds), wording.moment(r.started)]
             for label, r in zip(labels, runs, strict=True)
@@ -206,6 +211,39 @@ def comparison(runs: Sequence[RunFolder], labels: Sequence[str]) -> dict[str, li
         "recipe": _cells(parts["recipe"], wording.value_text),
         "surroundings": _cells(parts["surroundings"], wording.value_text),
     }
+
+
+def by_run(runs: Sequence[RunFolder], labels: Sequence[str], parts: Mapping[str, compare.Rows]) -> dict[str, Any]:
+    """Return one table with a row for each run: what differs in its recipe first, then its results, validation's
+    before training's."""
+    chosen = {key: values for key, values in parts["recipe"].items() if len({str(value) for value in values}) > 1}
+    order = ("test/", "val/", "best ", "train/")
+    measured = {key: values for key, values in parts["result"].items() if key.startswith(order)}
+    results = {
+        key: values
+        for start in order
+        for key, values in measured.items()
+        if key.startswith(start) and not key.endswith("_epoch")
+        # the best value is no news where it is the last
+        if not (start == "best " and values == measured.get(key.removeprefix(start)))
+    }
+    names = [key.removeprefix("task.").removeprefix("trainer.") for key in chosen]
+    heads = ["", "run", *map(_breakable, [*names, *results])]
+    rows = [
+        [
+            label,
+            run.path.name,
+            *("–" if values[i] is None else wording.value_text(values[i]) for values in chosen.values()),
+            *("–" if values[i] is None else wording.number(values[i]) for values in results.values()),
+        ]
+        for i, (label, run) in enumerate(zip(labels, runs, strict=True))
+    ]
+    return {"heads": heads, "rows": rows, "numbers": list(range(2 + len(chosen), len(heads)))}
+
+
+def _breakable(name: str) -> str:
+    """Return a name that a narrow column may break after / . and _."""
+    return re.sub(r"([/._])", "\\1\u200b", name)
 
 
 def _cells(rows: compare.Rows, text: Any) -> list[list[Any]]:

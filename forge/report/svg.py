@@ -77,8 +77,8 @@ class Chart:
             shown = [(x, y) for x, y in shown if y > 0]
         self.empty = not shown
         self.left_x, self.right_x = _spread([x for x, _ in shown], 0.0)
-        if 0 < self.left_x < 0.2 * self.right_x:
-            self.left_x = 0.0
+        if self.left_x > 0:
+            self.left_x = 0.0  # training begins there, also where its first points were not logged
         self.bottom_y, self.top_y = _spread([math.log10(y) if self.log_y else y for _, y in shown], 0.05)
         self.x_ticks = [] if self.empty else nice_ticks(self.left_x, self.right_x, max(3, width // 70))
         if self.log_y:
@@ -86,6 +86,8 @@ class Chart:
         else:
             self.y_ticks = nice_ticks(self.bottom_y, self.top_y, max(4, height // 45))
         self.legend = list(self._legend())
+        if self.legend:  # many curves must not leave less room for themselves
+            self.height = height = height + 18 * max(0, self.legend[-1][1] - 1)
         self.top = 14.0 + 22 * bool(title) + (18 * (1 + self.legend[-1][1]) if self.legend else 0) + 14 * bool(y_label)
         self.floor = height - (40.0 if x_label else 26.0)
         longest = max((len(tick_text(tick)) for tick in self.y_ticks), default=1)

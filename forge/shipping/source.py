@@ -11,16 +11,13 @@ from forge import registry
 from forge.checkpoint import StoredCheckpoint
 from forge.checkpoint.checkpoint import NAME, averages
 from forge.checkpoint.folder import Checkpoints
-from forge.checkpoint.weights import RAW, find_weights, read_weights
+from forge.checkpoint.weights import BEST, RAW, best_of, find_weights, read_weights, split_best
 from forge.config.files import read
 from forge.config.recipe import Recipe, load_recipe
 from forge.contract.task import TaskModule
 from forge.data import Splits
 from forge.errors import ForgeError
 from forge.shipping.engine import ExportError
-
-BEST = "best"
-"""Selects the checkpoint that the plugin `checkpoint` links as the best, averaged where the run keeps an average."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +49,16 @@ def load(
 ) -> TaskModule:
     """Return the trained task of a run, in eval mode, with its weights.
 
-    `run` is a run folder, a checkpoint in it (`RUN/checkpoints/best`) or a weights file. `task` is the class, for a
-    task that is not installed by name. Without `weights` the best checkpoint is taken if the run keeps one, and the
-    average where `ema` or `swa` ran; "raw", "ema", "swa" and "best" select.
+    `run` is a run folder, a checkpoint in it (`RUN:best`, `RUN/checkpoints/best`) or a weights file. `task` is the
+    class, for a task that is not installed by name. Without `weights` the best checkpoint is taken if the run keeps
+    one, and the average where `ema` or `swa` ran; "raw", "ema", "swa" and "best" select.
     """
     return find(run, task, weights).task.to(device)
 
 
 def find(run: str | Path, task: type[TaskModule] | None = None, weights: str | None = None) -> Source:
     """Find the task of a run and fill it with the weights that are asked for."""
-    path = Path(run)
+    path, weights = split_best(run, weights)
     if not path.exists():
         raise ExportError(f"There is no run at {run}. `forge runs` lists those below runs/.")
     folder = folder_of(path)
@@ -130,7 +127,7 @@ def _saved_class(path: Path) -> str:
 def _choose(path: Path, folder: Path | None, weights: str | None) -> tuple[Path, str | None, str]:
     """Return the file or checkpoint to read, the average to take of it, and the word for the choice."""
     is_run = folder is not None and path.resolve() == folder.resolve()
-    best = _best(folder) if is_run and folder is not None and weights in (None, BEST) else None
+    best = best_of(folder) if is_run and folder is not None and weights in (None, BEST) else None
     if weights == BEST and best is None and is_run:
         raise ExportError(
             f"{path} has no best checkpoint: the plugin checkpoint keeps one with "
@@ -142,14 +139,6 @@ def _choose(path: Path, folder: Path | None, weights: str | None) -> tuple[Path,
         found = find_weights(path)
         return found, _average(found) if found.is_dir() else None, RAW
     return path, weights, weights
-
-
-def _best(folder: Path) -> Path | None:
-    """Return the best checkpoint; a link elsewhere than into its folder is not followed."""
-    link = folder / "checkpoints" / "best"
-    there = link.resolve()
-    is_inside = there.parent == (folder / "checkpoints").resolve() and bool(NAME.fullmatch(there.name))
-    return there if is_inside and there.is_dir() else None
 
 
 def _average(checkpoint: Path) -> str | None:

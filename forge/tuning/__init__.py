@@ -1,4 +1,4 @@
-"""Tuning: measure a learning rate, the largest batch that fits, or the fastest step, with real updates on fresh tasks.
+"""Tuning: measure a learning rate, the largest batch, the fastest step, or the data workers, on fresh tasks.
 
 ::
 
@@ -9,7 +9,7 @@
     print(curve.suggestion)
     print(speed_range(MyTask, lambda: train).change.plugins)
 
-`forge tune lr RECIPE`, `forge tune batch RECIPE` and `forge tune speed RECIPE` do the same from the command line.
+`forge tune lr RECIPE`, and `batch`, `speed` and `workers` in place of `lr`, do the same from the command line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from forge.tuning.plot import draw_lr
 from forge.tuning.speed import speed_range
 from forge.tuning.speed_plot import draw_speed
 from forge.tuning.speed_report import LeverRow, SpeedReport, StepReading
+from forge.tuning.workers import WorkersProbe, WorkersReport, workers_range
 
 __all__ = [
     "BatchReport",
@@ -31,9 +32,12 @@ __all__ = [
     "Probe",
     "SpeedReport",
     "StepReading",
+    "WorkersProbe",
+    "WorkersReport",
     "batch_range",
     "draw_lr",
     "draw_speed",
     "lr_range",
     "speed_range",
+    "workers_range",
 ]

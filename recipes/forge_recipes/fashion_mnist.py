@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import tempfile
 import zlib
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +50,19 @@ def fashion_mnist(
     validation, and the test set is for `forge test`. `device` holds the images; in a GPU's memory they need no copy per
     batch.
     """
+    return idx_splits("FashionMNIST", batch_size, root, val_share, device, MEAN, STD)
+
+
+def idx_splits(
+    name: str, batch_size: int, root: str | None, val_share: float, device: str | None, mean: float, std: float
+) -> Splits:
+    """Load FashionMNIST, or MNIST, which has the same four files: see `fashion_mnist`."""
     if not 0 <= val_share < 1:
-        raise DataError(
-            f"fashion_mnist: val_share is {val_share:g}; it must be a share of the training images, from 0 to 1."
-        )
-    folder = find_files(root)
-    images, labels = read_part(folder, "train")
-    test = TensorLoader(*read_part(folder, "t10k"), batch_size=EVALUATION_BATCH, device=device)
+        verb = "fashion_mnist" if name == "FashionMNIST" else name.lower()
+        raise DataError(f"{verb}: val_share is {val_share:g}; it must be a share of the training images, from 0 to 1.")
+    folder = find_files(root, name)
+    images, labels = read_part(folder, "train", mean, std)
+    test = TensorLoader(*read_part(folder, "t10k", mean, std), batch_size=EVALUATION_BATCH, device=device)
     held_out = round(val_share * len(labels))
     val = test
     if held_out:
@@ -68,14 +75,14 @@ def fashion_mnist(
     return Splits(train=train, val=val, test=test)
 
 
-def read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+def read_part(folder: Path, part: str, mean: float = MEAN, std: float = STD) -> tuple[Tensor, Tensor]:
     """Return the normalised images (N, 1, 28, 28) and the labels of "train" or "t10k"."""
     images = torch.from_numpy(read_idx(folder / f"{part}-images-idx3-ubyte")).unsqueeze(1)
     labels = torch.from_numpy(read_idx(folder / f"{part}-labels-idx1-ubyte"))
     if len(images) != len(labels):
         raise DataError(f"{folder} has {len(images)} images and {len(labels)} labels in its part {part!r}.")
     # in place, in the order of torchvision's ToTensor and Normalize: the same bits
-    return images.float().div_(255).sub_(MEAN).div_(STD), labels.long()
+    return images.float().div_(255).sub_(mean).div_(std), labels.long()
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -92,11 +99,11 @@ def read_idx(path: Path) -> np.ndarray:
     return np.frombuffer(bytearray(content), np.uint8, offset=start).reshape(shape)
 
 
-def find_files(root: str | None) -> Path:
+def find_files(root: str | None, name: str = "FashionMNIST") -> Path:
     """Return the folder with the four files; download them if missing."""
-    folder = data_root(root, "FashionMNIST") / "raw"
+    folder = data_root(root, name) / "raw"
     if not _has_all(folder):
-        _download(folder)
+        _download(folder, name)
     return folder
 
 
@@ -104,24 +111,25 @@ def _has_all(folder: Path) -> bool:
     return all((folder / name).is_file() or (folder / f"{name}.gz").is_file() for name in FILES)
 
 
-def _download(folder: Path) -> None:
+def _download(folder: Path, name: str) -> None:
     """Download the files to a temporary folder, and move them to their place when complete."""
     root = folder.parent.parent
     try:
-        from torchvision.datasets import FashionMNIST
+        datasets = import_module("torchvision.datasets")
 
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".FashionMNIST-", dir=root) as part:
-            FashionMNIST(part, download=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as part:
+            getattr(datasets, name)(part, download=True)
             folder.mkdir(parents=True, exist_ok=True)
-            for file in (Path(part) / "FashionMNIST" / "raw").iterdir():
+            for file in (Path(part) / name / "raw").iterdir():
                 file.replace(folder / file.name)
     except (ImportError, OSError, RuntimeError) as error:
         if _has_all(folder):  # another process has downloaded them
             return
         reason = str(error).strip().partition("\n")[0].rstrip(" .:")
+        verb = "fashion_mnist" if name == "FashionMNIST" else name.lower()
         raise DataError(
-            "fashion_mnist has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where FOLDER/FashionMNIST/raw has "
+            f"{verb} has no data. Set FORGE_DATA=FOLDER or data.root=FOLDER, where FOLDER/{name}/raw has "
             "the four files of the data set (train-images-idx3-ubyte.gz, ...). "
             f"They are not in {folder}, and cannot be downloaded: {reason}."
         ) from error

@@ -37,6 +37,7 @@ LONG = {
     "tune": "tests/cli/test_tune.py searches in small",
     "finetune": "tests/recipes/test_finetune.py trains it",
     "thawed.yaml": "finetune, with other options",
+    "data": "tests/cli/test_data.py looks at small ones",
     "multilabel": "tests/recipes/test_small.py trains it",
     "sentiment": "tests/recipes/test_small.py trains it",
     "fashion_cnn": "tests/recipes/test_fashion.py trains it",

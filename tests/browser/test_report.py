@@ -1,0 +1,75 @@
+"""The page about many runs in Chromium, 1,300 pixels wide: nothing is cut off, and pictures keep their size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.metrics import drawing
+from forge.report.page import page
+from forge.runs.folder import RunFolder
+
+pytest.importorskip("playwright")
+pytestmark = pytest.mark.browser
+
+
+def made(folder: Path, count: int) -> list[RunFolder]:
+    """Run folders with a recipe and metrics."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for number in range(count):
+        run = folder / f"run-{number:02d}"
+        run.mkdir(parents=True)
+        options = {"hidden": 32 * (number + 1), "dropout": number / 20, "lr": 10.0**-number}
+        (run / "card.json").write_text(json.dumps({"task": {"class": "Task", "options": options}}))
+        lines = [
+            {"update": at, "train/loss": 1 / at, "val/loss": 2 / at, "val/accuracy": 1 - 1 / at}
+            for at in (40, 50, 80, 100, 120)
+        ]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with SummaryWriter(str(folder / "run-00" / "tensorboard")) as writer:
+        writer.add_image("val/confusion", confusion(), 1)
+    return [RunFolder(folder / f"run-{number:02d}") for number in range(count)]
+
+
+def confusion() -> torch.Tensor:
+    return drawing.confusion(torch.eye(14) * 9, [f"class {i}" for i in range(14)]).data
+
+
+def test_fifteen_runs_fit_into_the_page(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 15)))
+    from tests.browser.watched import chromium
+
+    with chromium() as browser:
+        shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
+        shown.goto((tmp_path / "page.html").as_uri())
+        assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        cut = "[...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth + 1).length"
+        assert shown.evaluate(cut) == 0
+        heads = shown.locator("table.many th").all_inner_texts()
+        assert [head.replace("\u200b", "") for head in heads][2:5] == ["hidden", "dropout", "lr"]
+        chart = shown.locator("svg[aria-label='loss, val']")
+        assert chart.locator("path[data-name]").count() == 15
+        box = chart.bounding_box()
+        for index in range(15):
+            curve = chart.locator("path[data-name]").nth(index).bounding_box()
+            assert curve["y"] >= box["y"]
+            assert curve["x"] + curve["width"] <= box["x"] + box["width"]
+        assert "0" in chart.locator("text.tick").all_text_contents()
+
+
+def test_a_confusion_matrix_has_its_own_size(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page(made(tmp_path / "runs", 1)))
+    from tests.browser.watched import chromium
+
+    with chromium() as browser:
+        shown: Any = browser.new_page(viewport={"width": 1300, "height": 900})
+        shown.goto((tmp_path / "page.html").as_uri())
+        box = shown.locator("figure img").bounding_box()
+        assert round(box["width"]) == confusion().shape[2] > 560
+        size = shown.locator("figcaption").evaluate("element => parseFloat(getComputedStyle(element).fontSize)")
+        assert size >= 14
