@@ -2,8 +2,8 @@
 
 A page may link to any file of the repository: `../forge/contract/hooks.py`, `../benchmarks/README.md`. In the site such
 a file becomes a page under source/. A navigation entry that ends in / stands for a folder: its index page, followed by
-every page that the index links to, in that order. The search finds pages that people write first; files of the repository
-are not in it. The version is that of the package.
+every page that the index links to, in that order. The search finds pages of the guide first, and no
+files of the repository. The version is that of the package.
 """
 
 from __future__ import annotations

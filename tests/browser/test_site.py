@@ -1,4 +1,4 @@
-"""The site opened from the disk in Chromium: the search finds the pages people look for; nothing is loaded elsewhere."""
+"""The site opened from the disk in Chromium: the search finds what people look for, without a server."""
 
 from __future__ import annotations
 
