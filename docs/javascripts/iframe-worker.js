@@ -15,7 +15,8 @@ if (location.protocol === "file:") {
       this.ready = load(inside, new URL(address, location).href);
     }
     postMessage(data) {
-      this.ready.then(() => this.inside.dispatchEvent(new MessageEvent("message", { data })));
+      // one task each, as a worker has it: what a message began is done before the next one comes
+      this.ready.then(() => setTimeout(() => this.inside.dispatchEvent(new MessageEvent("message", { data }))));
     }
     terminate() {
       this.inside.frameElement.remove();

@@ -95,7 +95,8 @@ def opened(browser: Any, path: Path) -> tuple[Any, list[str]]:
 def search(page: Any, query: str) -> list[str]:
     """Type into the search, and return the titles of what it found."""
     page.locator(".md-search__input").click()
-    page.locator(".md-search__input").fill(query)
+    page.locator(".md-search__input").fill("")
+    page.locator(".md-search__input").press_sequentially(query)
     page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.match(/matching/)")
     page.wait_for_timeout(100)
     return page.locator(".md-search-result__item > a h1").all_inner_texts()
