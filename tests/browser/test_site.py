@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 
 WANTED = {
     "images in folders": "Images in folders",
-    "wandb": "wandb",
+    "wandb": "wandb: Weights & Biases logging",
     "resume": "Checkpointing and resuming",
     "multi-node": "Multi-node training",
     "sweep": "Hyperparameter sweeps",
