@@ -2,13 +2,15 @@
 
 A page may link to any file of the repository: `../forge/contract/hooks.py`, `../benchmarks/README.md`. In the site such
 a file becomes a page under source/. A navigation entry that ends in / stands for a folder: its index page, followed by
-every page that the index links to, in that order.
+every page that the index links to, in that order. The search finds pages of the guide first, and no
+files of the repository. The version is that of the package.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,18 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", "
 NOT_SHOWN = {".png", ".svg", ".gif"}
 SHOWN: dict[str, Path] = {}
 """Pages under source/, each with the file that its links are relative to."""
+SEARCHED = ("source/CHANGELOG.md", "source/CONTRIBUTING.md", "source/SECURITY.md")
+"""What the search finds of source/."""
+BOOST = {"source/": 0.1, "api.md": 0.3, "hooks.md": 0.3, "cli.md": 0.5, "findings/": 0.5, "architecture.md": 0.5}
+"""How much less a page counts in the search than a page of the guide."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replace folders in the navigation by their pages."""
+    """Replace folders in the navigation by their pages; put the version under every page."""
     config.nav = [_expanded(entry, Path(config.docs_dir)) for entry in config.nav or []]
+    project = tomllib.loads((Path(config.docs_dir).parent / "pyproject.toml").read_text())["project"]
+    config.extra["forge_version"] = project["version"]
+    config.copyright = f"forge {project['version']}, {project['license']}"
     return config
 
 
@@ -49,10 +58,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to those pages."""
+    """Point links that leave docs/ to those pages, and rank the page in the search."""
     docs = Path(config.docs_dir)
     root = docs.parent
     uri = page.file.src_uri
+    if uri.startswith("source/") and uri not in SEARCHED:
+        page.meta["search"] = {"exclude": True}
+    elif boost := next((boost for start, boost in BOOST.items() if uri.startswith(start)), None):
+        page.meta["search"] = {"boost": boost}
     here = SHOWN.get(uri, docs / uri)
 
     def moved(match: re.Match[str]) -> str:
@@ -69,6 +82,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = _split(markdown)
     return "".join(text if is_code else LINK.sub(moved, text) for text, is_code in parts)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Show the version beside the site's name."""
+    name = re.compile(rf'(<span class="md-ellipsis">\s*{config.site_name})(\s*</span>)')
+    return name.sub(rf'\1 <small class="version">{config.extra["forge_version"]}</small>\2', output, count=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

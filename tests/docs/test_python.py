@@ -26,6 +26,9 @@ LONG = {
     "docs/deployment/aoti.md": "as above, and calls a compiler",
     "docs/deployment/weights.md": "as above",
     "docs/deployment/torchscript.md": "as above",
+    "docs/examples/staged-finetuning.md": "tests/docs/test_examples.py takes its first steps",
+    "docs/examples/sequence-to-sequence.md": "as above",
+    "docs/sweeps.md": "tests/sweeping sweeps a smaller task",
 }
 """Pages that are run in the full profile only, and what stands for them in the quick one."""
 

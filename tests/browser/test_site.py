@@ -1,0 +1,102 @@
+"""The site opened from the disk in Chromium: the search finds what people look for, without a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.version import __version__
+from tests.conftest import REPO
+
+pytest.importorskip("playwright")
+pytest.importorskip("material")
+pytestmark = pytest.mark.browser
+
+WANTED = {
+    "images in folders": "Images in folders",
+    "wandb": "wandb: Weights & Biases logging",
+    "resume": "Checkpointing and resuming",
+    "multi-node": "Multi-node training",
+    "sweep": "Hyperparameter sweeps",
+    "learning rate": "Frequently asked questions",
+}
+"""What people type, and a title that must be among the first results."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=REPO, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.browser.watched import chromium
+
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("query", WANTED)
+def test_the_search_works_from_the_disk(site: Path, browser: Any, query: str) -> None:
+    page, said = opened(browser, site / "index.html")
+    titles = search(page, query)
+    assert WANTED[query] in titles[:3], titles[:8]
+    assert said == []
+
+
+def test_the_search_is_not_drowned_by_sources(site: Path, browser: Any) -> None:
+    page, _ = opened(browser, site / "index.html")
+    for query in ("benchmark", "lightning", "loader"):
+        assert search(page, query)
+        links = page.locator(".md-search-result__item > a").evaluate_all("links => links.map(link => link.href)")
+        assert [link for link in links if "/source/" in link and "CHANGELOG" not in link] == []
+
+
+def test_a_result_opens_its_page(site: Path, browser: Any) -> None:
+    page, said = opened(browser, site / "index.html")
+    search(page, "images in folders")
+    page.locator(".md-search-result__item > a").first.click()
+    page.wait_for_url("**/images-in-folders.html*")
+    assert page.locator("h1").inner_text().startswith("Images in folders")
+    assert said == []
+
+
+def test_every_page_shows_the_version(site: Path, browser: Any) -> None:
+    for name in ("index.html", "plugins/clip.html"):
+        page, _ = opened(browser, site / name)
+        assert page.locator("header .version").inner_text() == __version__
+        assert __version__ in page.locator("footer").inner_text()
+
+
+def opened(browser: Any, path: Path) -> tuple[Any, list[str]]:
+    """A page from the disk, and what it complained of or asked of other machines."""
+    said: list[str] = []
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+    page.goto(path.as_uri())
+    return page, said
+
+
+def search(page: Any, query: str) -> list[str]:
+    """Type into the search, and return the titles of what it found."""
+    page.locator(".md-search__input").click()
+    page.locator(".md-search__input").fill("")
+    page.locator(".md-search__input").press_sequentially(query)
+    page.wait_for_function("document.querySelector('.md-search-result__meta').innerText.match(/matching/)")
+    page.wait_for_timeout(100)
+    return page.locator(".md-search-result__item > a h1").all_inner_texts()

@@ -1,0 +1,155 @@
+"""The gallery: examples run, Lightning's versions do the same, and the page counts the lines that there are."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import forge
+from benchmarks.examples import EXAMPLES, IN_LIGHTNING, Example, lines_of_code
+from tests.conftest import REPO
+from tests.docs.test_python import LONG
+from tests.support.docs_pages import blocks, read
+
+BY_TITLE = {example.title: example for example in EXAMPLES}
+
+
+@pytest.fixture
+def shapes(empty_folder: Path) -> Path:
+    """The folders of pictures that the page draws."""
+    exec(blocks("docs/images-in-folders.md", "python")[0].text, {"__name__": "make_shapes"})
+    return empty_folder / "shapes"
+
+
+def test_lines_that_are_blank_or_comments_do_not_count() -> None:
+    assert lines_of_code("# a\n\nx = [  # b\n    1,\n]\n\n\ndef f():\n    # c\n    return '''d\n\n# e'''\n") == 7
+
+
+@pytest.mark.parametrize("title", BY_TITLE)
+def test_the_gallery_has_the_lines_that_there_are(title: str) -> None:
+    example = BY_TITLE[title]
+    row = rf"^\| \[{title}\]\(([^)]+)\) .*\| (\d+) \| \[(\d+)\]\(([^)]+)\) \|$"
+    ((page, ours, theirs, twin),) = re.findall(row, read("docs/examples.md"), flags=re.MULTILINE)
+    assert REPO / example.page == (REPO / "docs" / page).resolve()
+    assert (IN_LIGHTNING / example.twin) == (REPO / "docs" / twin).resolve()
+    assert (int(ours), int(theirs)) == (lines_of_code(example.code), lines_of_code(example.twin_code))
+
+
+@pytest.mark.parametrize("title", BY_TITLE)
+def test_both_versions_are_formatted_alike(title: str) -> None:
+    example = BY_TITLE[title]
+    for name, text in (("the page", example.code), (example.twin, example.twin_code)):
+        command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length=120", "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+        assert lines_of_code(done.stdout) == lines_of_code(text), name
+
+
+@pytest.mark.parametrize("title", [title for title, e in BY_TITLE.items() if e.page in LONG and title != "Sweep"])
+def test_a_long_example_takes_its_first_steps(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full profile runs the page to its end."""
+    trainer = forge.Trainer
+    monkeypatch.setattr(forge, "Trainer", lambda run_dir, **settings: trainer(smoke=True, **settings))
+    found = variables(BY_TITLE[title])
+    assert found["result"].metrics["train/loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "title",
+    ["Image classifier", "Two losses", "Staged fine-tuning", "Sequence to sequence", "VAE", "Hugging Face", "Notebook"],
+)
+def test_lightnings_version_trains_the_same(title: str, shapes: Path) -> None:
+    """Other orders of the data and other random numbers: the results are alike, and not equal."""
+    result = variables(BY_TITLE[title])["result"]
+    ours = result.metrics
+    trainer = in_lightning(BY_TITLE[title])["trainer"]
+    theirs = trainer.callback_metrics
+    validated = {name for name in ours if name.startswith("val/")}
+    assert validated == {name for name in theirs if name.startswith("val/")}
+    for name in validated:
+        assert float(theirs[name]) == pytest.approx(ours[name], rel=0.35, abs=0.15), name
+    assert trainer.global_step == result.updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "run", "name"),
+    [("Image classifier", "runs/from-python", "val/predictions"), ("VAE", "runs/vae", "val/digits")],
+)
+def test_both_versions_put_their_pictures_into_the_board(title: str, run: str, name: str, shapes: Path) -> None:
+    variables(BY_TITLE[title])
+    ours = {path.parent for path in Path(run).rglob("events.*")}
+    in_lightning(BY_TITLE[title])
+    theirs = {path.parent for path in Path("runs").rglob("lightning_logs/*/events.*")}
+    for folder in [*ours, *theirs]:
+        assert len(pictures(folder, name)) >= 4, folder
+
+
+@pytest.mark.slow
+def test_both_versions_infer_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(IN_LIGHTNING))
+    example = BY_TITLE["Plain inference"]
+    exec(blocks(example.page, "python")[0].text, {"__name__": "example"})
+    L = pytest.importorskip("lightning")
+    digits_module = pytest.importorskip("digits_module")
+    trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(digits_module.Digits(), *digits_module.loaders())
+    trainer.save_checkpoint("runs/digits/last.ckpt")
+    for found in (variables(example), in_lightning(example)):
+        assert not found["model"].training
+        assert found["digits"].shape == (5,)
+
+
+@pytest.mark.slow
+def test_both_versions_sweep_the_same_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(IN_LIGHTNING))
+    pytest.importorskip("optuna")
+    found, study = variables(BY_TITLE["Sweep"])["found"], in_lightning(BY_TITLE["Sweep"])["study"]
+    assert len(found.trials) == len(study.trials) == 4
+    assert {name.removeprefix("task.") for name in found.best.params} == study.best_params.keys()
+    assert found.best.value > 0.5
+    assert study.best_value > 0.5
+
+
+@pytest.mark.slow
+def test_both_versions_log_to_the_same_tables(empty_folder: Path) -> None:
+    L = pytest.importorskip("lightning")
+    example = BY_TITLE["Another logger"]
+    found: dict[str, Any] = {"__name__": "example"}
+    for block in blocks(example.page, "python"):
+        exec(block.text, found)
+    logger = in_lightning(example)["Sqlite"]("runs/theirs")
+    digits_module = runpy.run_path(str(IN_LIGHTNING / "digits_module.py"))
+    trainer = L.Trainer(max_steps=6, log_every_n_steps=2, logger=logger, enable_progress_bar=False)
+    trainer.fit(digits_module["Digits"](), *digits_module["loaders"]())
+    counted = "select count(*) from points where name = 'train/loss'"
+    rates = ["select value from options where name = 'task.lr'", "select value from options where name = 'lr'"]
+    for run, rate in zip(("logged", "theirs"), rates, strict=True):
+        with sqlite3.connect(f"runs/{run}/metrics.db") as db:
+            assert db.execute(counted).fetchone() == (3,)
+            assert db.execute(rate).fetchone() == (0.003,)
+
+
+def pictures(folder: Path, name: str) -> list[Any]:
+    """What TensorBoard reads of a picture in a folder of events."""
+    events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
+    return events.Images(name)
+
+
+def variables(example: Example) -> dict[str, Any]:
+    """What the names of a page are after its code ran."""
+    found: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example.code, example.page, "exec"), found)
+    return found
+
+
+def in_lightning(example: Example) -> dict[str, Any]:
+    return runpy.run_path(str(IN_LIGHTNING / example.twin), run_name="__main__")
