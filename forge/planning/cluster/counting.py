@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from forge.planning.blocks import repeated
 from forge.planning.tracker import Tracker
 
-FREE = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "zeros_like_meta")
+FREE = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty")
 """Operations that move no bytes; views are recognised by their schema."""
 ROWS = ("embedding", "embedding_dense_backward", "gather", "index_select")
 """Operations that read a few rows of a large table: only what they write counts, twice."""
@@ -75,6 +75,8 @@ class OpCounter(TorchDispatchMode):
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
             kind = "attention" if "attention" in name else "matmul"
+            if kind == "attention" and _is_causal(func, args, kwargs or {}):
+                flops /= 2  # torch's formula counts the whole square
             self.found[f"{kind} {self.phase}"] += flops
             if self._depth and self.phase == FORWARD:
                 self.found["block flops"] += flops
@@ -86,6 +88,12 @@ class OpCounter(TorchDispatchMode):
             written = _bytes(out)
             self.found[f"bytes {self.phase}"] += 2 * written if name in ROWS else written + _bytes((args, kwargs))
         return out
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("is_causal"))
 
 
 def _bytes(tree: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from forge.planning.cluster.hardware import Cluster
 from forge.planning.cluster.pipeline_events import INTERLEAVED, SCHEDULES
@@ -79,6 +80,7 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Layout]:
                             yield Layout(data, variant, shard, replicate, tensor, context, pipeline, schedule, micros)
 
 
+@cache
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forge.planning.cluster.collectives import Group, group
 from forge.planning.cluster.hardware import Cluster
@@ -41,6 +41,7 @@ class Model:
     "Measured over predicted time of a step on one GPU."
     fp8: bool = False
     "Whether the blocks' matrix products run in float8."
+    _known: dict[object, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def calibrated(self) -> Model:
         """Return the model scaled to the step that was measured on the cluster, if one was."""
@@ -57,6 +58,12 @@ class Model:
 
     def compute(self, variant: Variant, samples: float, tensor: int = 1, context: int = 1) -> tuple[float, ...]:
         """Return the seconds of forward, backward and optimizer for one micro-batch of the whole model."""
+        key = variant, samples, tensor, context
+        if key not in self._known:
+            self._known[key] = self._computed(*key)
+        return self._known[key]
+
+    def _computed(self, variant: Variant, samples: float, tensor: int, context: int) -> tuple[float, ...]:
         cluster, reached = self.cluster, self.cluster.efficiency
         q = self.work.at(variant, samples)
         precision = "bf16" if variant.short else "fp32"

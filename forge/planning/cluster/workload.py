@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +66,16 @@ class Workload:
     "Length of a sample, if blocks hand on (samples, positions, width)."
     heads: int | None = None
     compiled: bool = False
+    _known: dict[tuple[Variant, float], Quantities] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, variant: Variant, samples: float) -> Quantities:
-        fixed, slope = self.lines[variant]
-        return {name: max(0.0, value + samples * slope[name]) for name, value in fixed.items()}
+        """Return all quantities of a micro-batch of so many samples; do not change them."""
+        found = self._known.get((variant, samples))
+        if found is None:
+            fixed, slope = self.lines[variant]
+            found = {name: max(0.0, value + samples * slope[name]) for name, value in fixed.items()}
+            self._known[variant, samples] = found
+        return found
 
     @property
     def base(self) -> Variant:
