@@ -16,7 +16,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forge.config.recipe import load_recipe
-from forge.planning.cluster import Cluster, Layout, Link, Model, Variant, Workload, count_workload, load_cluster, memory_of
+from forge.planning.cluster import (
+    Cluster,
+    Layout,
+    Link,
+    Model,
+    Variant,
+    Workload,
+    count_workload,
+    load_cluster,
+    memory_of,
+)
 
 LENGTH = 8192
 
@@ -149,5 +159,3 @@ def compared(works: dict[str, Workload] | None = None) -> Iterator[Compared]:
 def lines(works: dict[str, Workload] | None = None) -> Iterator[dict[str, Any]]:
     for row in compared(works):
         yield asdict(row)
-
-

@@ -57,7 +57,9 @@ def parser() -> ArgumentParser:
         "--cluster", metavar="FILE", help="compare all strategies on a cluster: a YAML file, or h100xN, a100xN, h200xN"
     )
     parser.add_argument(
-        "--calibrate", action="store_true", help="with --cluster: time a few updates here, on such a GPU, and scale to it"
+        "--calibrate",
+        action="store_true",
+        help="with --cluster: time a few updates here, on such a GPU, and scale to it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     return parser

@@ -52,7 +52,9 @@ def measured_step(recipe: Recipe, samples: int | None = None, updates: int = UPD
     size = batch_size(batch) or 1
     if samples is not None and samples < size:
         batch, size = _part(batch, size, samples), samples
-    stack: dict[str, Mapping[str, Any]] = {n: o for n, o in recipe.plugins.items() if n in (AMP, REMAT) or n not in APART}
+    stack: dict[str, Mapping[str, Any]] = {
+        n: o for n, o in recipe.plugins.items() if n in (AMP, REMAT) or n not in APART
+    }
     watch = Stopwatch()
     plugins = [plugin for plugin in make_plugins(stack) if not plugin.observer]
     options: dict[str, Any] = {"run_dir": False, "validate_every": None, "max_updates": updates}

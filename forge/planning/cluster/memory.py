@@ -59,9 +59,7 @@ def _fsdp(
     summed = gradients if layout.micros > 1 else 0.0  # whole until the last micro-batch of a window
     share = gradients / layout.shard
     held = {phase: state[f"held {phase}"] / max(1.0, state["gradients"]) for phase in ("forward", "backward")}
-    computing = max(
-        whole / t + rests[phase] + max(summed, share * held[phase]) for phase in ("forward", "backward")
-    )
+    computing = max(whole / t + rests[phase] + max(summed, share * held[phase]) for phase in ("forward", "backward"))
     stepping = share + state["rest optimizer"] * _share_of_weights(work, layout) / t / layout.shard
     return max(computing, stepping)
 
