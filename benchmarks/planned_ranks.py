@@ -4,7 +4,7 @@
     python -m benchmarks.planned --cluster --ranks 1,2,4,8  # more ranks than cores are reported, without a bar
     python -m benchmarks.planned --cluster --cuda           # one GPU: memory by CUDA's allocator, time of an update
 
-What is measured first, apart from any run that is predicted: the matrix product, the copy and the small operation of one
+Measured first, apart from any run that is predicted: the matrix product, the copy and the small operation of one
 thread; gloo's all-reduce of two sizes; and one step of the task at half the samples of the smallest prediction.
 Then each row is predicted, and only after that trained. Bars: memory within 10 %, time within 20 % for 1 and 2 ranks.
 
@@ -34,7 +34,7 @@ from forge.config.build import make_plugins
 from forge.config.recipe import load_recipe
 from forge.data import Splits
 from forge.planning.cluster import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
-from forge.planning.cluster.calibration import Stopwatch, measured_step
+from forge.planning.cluster.calibration import UpdateClock, measured_step
 from forge.planning.cluster.hardware import Efficiency
 from forge.planning.footprint import WORKSPACE
 
@@ -202,7 +202,7 @@ def _run(rank: int, strategy: str) -> tuple[float, float]:
 
 
 def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> float:
-    watch = Stopwatch()
+    watch = UpdateClock()
     device = "cuda" if cuda else "cpu"
     trainer = forge.Trainer(
         max_updates=updates,

@@ -1,8 +1,8 @@
 """`forge plan`: show what a recipe runs, hook by hook and value by value.
 
 No data are loaded and nothing is trained, except with `--measure`, which times each plugin. With `--devices` or
-`--memory` it shows instead which strategies fit on such devices, and loads one batch for its shapes. With `--cluster` it
-compares all strategies on many GPUs, by memory and time.
+`--memory` it shows instead which strategies fit on such devices, and loads one batch for its shapes. With `--cluster`
+it compares all strategies on many GPUs, by memory and time.
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
 def test_a_short_version_predicts_the_whole_task(work: Workload) -> None:
     whole = rehearse(Net, batch(8))
     q = work.at(PLAIN, 8)
-    assert work.blocks == BLOCKS and work.heads == 4 and work.positions == LENGTH
+    assert work.blocks == BLOCKS
+    assert work.heads == 4
+    assert work.positions == LENGTH
     assert q["parameters"] == pytest.approx(whole.parameters)
     assert q["activations"] == pytest.approx(whole.activations, rel=0.02)
     assert q["rest backward"] == pytest.approx(whole.rest("backward"), rel=0.02)
@@ -190,7 +192,8 @@ def test_a_measured_step_scales_computation(work: Workload) -> None:
 def test_all_layouts_use_all_gpus_and_the_best_is_fastest(work: Workload) -> None:
     found = plan_cluster(work, read_cluster({"gpu": "h100", "nodes": 2, "gpus_per_node": 4}))
     assert all(row.layout.gpus == 8 for row in found.rows)
-    assert len(found.best) == 3 and found.considered > 50
+    assert len(found.best) == 3
+    assert found.considered > 50
     assert found.best[0].seconds <= 1.05 * min(row.seconds for row in found.rows if row.fits)
 
 
@@ -202,8 +205,10 @@ def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_pat
     file.write_text("gpu: a100\nnodes: 1\ngpus_per_node: 2\n")
     assert main(["plan", "quickstart", "--cluster", str(file), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["gpus"] == 2 and 1 <= len(plan["best"]) <= 3
-    assert plan["best"][0]["command"].startswith("forge fit quickstart") and "--nproc 2" in plan["best"][0]["command"]
+    assert plan["gpus"] == 2
+    assert 1 <= len(plan["best"]) <= 3
+    assert plan["best"][0]["command"].startswith("forge fit quickstart")
+    assert "--nproc 2" in plan["best"][0]["command"]
 
 
 @pytest.mark.parametrize(

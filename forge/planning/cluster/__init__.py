@@ -10,7 +10,7 @@ from forge.planning.cluster.hardware import Cluster, Link, MeasuredStep, load_cl
 from forge.planning.cluster.layouts import Layout, layouts
 from forge.planning.cluster.memory import memory_of
 from forge.planning.cluster.ranking import ClusterPlan, Prediction, plan_cluster
-from forge.planning.cluster.timing import Model, Timing
+from forge.planning.cluster.timing import Model, UpdateTiming
 from forge.planning.cluster.workload import Variant, Workload, count_workload
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "MeasuredStep",
     "Model",
     "Prediction",
-    "Timing",
+    "UpdateTiming",
     "Variant",
     "Workload",
     "calibrated_cluster",

@@ -26,7 +26,7 @@ from forge.planning.plan import AMP, REMAT, first_batch
 UPDATES, WARM_UP = 12, 4
 
 
-class Stopwatch(Plugin):
+class UpdateClock(Plugin):
     """Times updates, from the end of one to the end of the next."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def measured_step(recipe: Recipe, samples: int | None = None, updates: int = UPD
     stack: dict[str, Mapping[str, Any]] = {
         n: o for n, o in recipe.plugins.items() if n in (AMP, REMAT) or n not in APART
     }
-    watch = Stopwatch()
+    watch = UpdateClock()
     plugins = [plugin for plugin in make_plugins(stack) if not plugin.observer]
     options: dict[str, Any] = {"run_dir": False, "validate_every": None, "max_updates": updates}
     with contextlib.redirect_stderr(io.StringIO()):

@@ -93,7 +93,7 @@ def goodput(gpus: int, failures_per_year: float, save: float, restart: float, se
 
 
 def _peak(tried: list[tuple[float, float]]) -> float:
-    """Return the minimum of a curve of degree 4 through time lost over the logarithm of the interval: single points are noisy."""
+    """Return the minimum of a curve of degree 4 through the time lost: single points are noisy."""
     import numpy as np
 
     x = np.log([interval for interval, _ in tried])

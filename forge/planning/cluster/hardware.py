@@ -118,7 +118,7 @@ KNOWN: dict[str, Cluster] = {
     "h100": _gpu("H100 SXM 80 GB", 79, 3350, 989.4, 66.9, 450, 50),
     "h200": _gpu("H200 SXM 141 GB", 140, 4800, 989.4, 66.9, 450, 50),
 }
-"""Nodes of 8 GPUs by the makers' data sheets, one network card of 200 (A100) or 400 Gb/s per GPU; h100x16 is 16 nodes."""
+"""Nodes of 8 GPUs by the makers' data sheets, a network card of 200 (A100) or 400 Gb/s per GPU; h100x16 is 16 nodes."""
 
 
 def load_cluster(source: str) -> Cluster:

@@ -20,8 +20,8 @@ def memory_of(work: Workload, layout: Layout) -> float:
 
 
 def _stage(work: Workload, layout: Layout, stage: int) -> float:
-    """Return the bytes on the GPUs of one stage of the pipeline; the first holds most activations, the last the head."""
-    p, t = layout.pipeline, layout.tensor
+    """Return the bytes on the GPUs of a stage of the pipeline; the first holds most activations, the last the head."""
+    _p, t = layout.pipeline, layout.tensor
     state = work.at(work.base, 1)
     samples = work.batch / layout.data_ranks / layout.micros
     q = work.at(layout.variant, samples)

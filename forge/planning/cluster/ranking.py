@@ -11,7 +11,7 @@ from forge.planning.cluster.hardware import Cluster
 from forge.planning.cluster.layouts import Layout, layouts
 from forge.planning.cluster.memory import memory_of
 from forge.planning.cluster.stragglers import slowdown
-from forge.planning.cluster.timing import Model, Timing
+from forge.planning.cluster.timing import Model, UpdateTiming
 from forge.planning.cluster.workload import Workload
 
 SHOWN, BEST, FINALISTS = 12, 3, 24
@@ -25,7 +25,7 @@ class Prediction:
 
     layout: Layout
     memory: float
-    timing: Timing
+    timing: UpdateTiming
     fits: bool
 
     @property

@@ -17,7 +17,7 @@ FP8_BYTES = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class UpdateTiming:
     """Seconds of an update, on the slowest rank."""
 
     compute: float
@@ -89,7 +89,7 @@ class Model:
         crowd = max(1.0, cluster.gpus_per_node / cluster.cores) if cluster.cores else 1.0
         return tuple(crowd * time for time in times)
 
-    def time(self, layout: Layout, simulated: bool = False) -> Timing:
+    def time(self, layout: Layout, simulated: bool = False) -> UpdateTiming:
         """Return the time of an update; the pipeline's by its formula, or event by event."""
         work, m, p = self.work, layout.micros, layout.pipeline
         samples = work.batch / layout.data_ranks / m
@@ -115,7 +115,7 @@ class Model:
                 ends = closed_form(layout.schedule or "1F1B", p, m, f, b, layout.chunks)
                 ends += m * (worst - mean) * (forward + backward) + 2 * (p - 1) * layout.chunks * send
             bubble = max(0.0, ends - m * ((forward + backward) * worst + sum(extra)))
-        return Timing(compute, m * sum(extra) + exchanged, hidden, bubble)
+        return UpdateTiming(compute, m * sum(extra) + exchanged, hidden, bubble)
 
     def pipeline(self, layout: Layout) -> PipelineRun:
         """Simulate the pipeline of an update, with the head on its last stage."""
@@ -136,7 +136,7 @@ class Model:
         schedule = layout.schedule or "1F1B"
         return simulate(schedule, p, layout.micros, seconds, self._send(layout, samples), v)
 
-    def mfu(self, timing: Timing, gpus: int) -> float:
+    def mfu(self, timing: UpdateTiming, gpus: int) -> float:
         """Return the share of the GPUs' peak that the model's own operations reach; recomputed ones do not count."""
         variant = next(v for v in self.work.lines if not v.remat)
         q = self.work.at(variant, self.work.batch)
