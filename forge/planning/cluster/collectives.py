@@ -1,8 +1,8 @@
 """Collectives: the seconds of each over a group of GPUs, by the formulas of rings and trees.
 
 A ring of n ranks passes every byte n - 1 times in parts of 1/n; a tree halves the ranks in every step. NCCL runs
-as many rings as a node has network cards in the group, so a ring through nodes is as fast as the slower of the links inside
-and of the cards of all its members on a node together.
+as many rings as a node has network cards in the group, so a ring through nodes is as fast as the slower of the links
+inside and of the cards of all its members on a node together.
 """
 
 from __future__ import annotations
