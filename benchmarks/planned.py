@@ -3,6 +3,8 @@
     python -m benchmarks.planned            # on a GPU: both models, with and without remat and amp; about a minute
     python -m benchmarks.planned --json     # one JSON object per line: the machine, then the rows
     python -m benchmarks.planned --size tiny    # smoke test with small models
+    python -m benchmarks.planned --cluster [--ranks 1,2,4,8] [--cuda]    # time and memory of ranks on this machine
+    python -m benchmarks.planned --published    # Llama 3 on H100s, beside torchtitan's figures
 
 Each row predicts one step on fake tensors, then trains a few updates with the same stack by `forge.Trainer.fit` and
 reads `torch.cuda.max_memory_allocated`. The bar is a ratio within 10 % of 1. Without CUDA only the prediction is shown.
@@ -175,7 +177,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--size", choices=list(SIZES), default="full", help="what is trained (default full)")
+    parser.add_argument("--cluster", action="store_true", help="time and memory of ranks beside forge plan --cluster")
+    parser.add_argument("--ranks", default="1,2", help="with --cluster: numbers of ranks (default 1,2)")
+    parser.add_argument("--cuda", action="store_true", help="with --cluster: one rank on this machine's GPU")
+    parser.add_argument("--published", action="store_true", help="published speeds of Llama 3 beside predictions")
     options = parser.parse_args(arguments)
+    if options.published or options.cluster:
+        return clusters(options)
     rows: list[Row] = []
     if options.json:
         print(json.dumps({"machine": machine.describe()}), flush=True)
@@ -187,6 +195,34 @@ def main(arguments: list[str] | None = None) -> int:
         print(machine.sentence())
         Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
     return 1 if any(row.ratio is not None and abs(row.ratio - 1) > BAR for row in rows) else 0
+
+
+def clusters(options: argparse.Namespace) -> int:
+    """Print predictions of `forge plan --cluster` beside runs, or beside published figures."""
+    from benchmarks import planned_published, planned_ranks
+
+    if options.json:
+        print(json.dumps({"machine": machine.describe()}), flush=True)
+    if options.published:
+        found: list[Any] = list(planned_published.compared())
+        missed = 0
+    else:
+        found = list(
+            planned_ranks.rows([1] if options.cuda else [int(n) for n in options.ranks.split(",")], options.cuda)
+        )
+        times = [row for row in found if row.bar and abs(row.time_ratio - 1) > planned_ranks.TIME_BAR]
+        memories = [row for row in found if row.bar and abs(row.memory_ratio - 1) > planned_ranks.MEMORY_BAR]
+        missed = len(times) + len(memories)
+    if options.json:
+        for row in found:
+            print(json.dumps(asdict(row)))
+    else:
+        shown = Table(*asdict(found[0]))
+        for row in found:
+            shown.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
+        print(machine.sentence())
+        Console(width=None if sys.stdout.isatty() else 140).print(shown)
+    return 1 if missed else 0
 
 
 def table(rows: list[Row]) -> Table:

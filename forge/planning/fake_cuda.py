@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 HOST, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # without an index, a torch built for the CPU looks for one
-TORCH = str(Path(torch.__file__).parent)
+TORCH, HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 aten = torch.ops.aten
 
 
@@ -47,7 +47,7 @@ class FakeCudaMode(FakeTensorMode):
     def _asked_by_plugin(self) -> bool:
         """Return whether the innermost frame outside torch belongs to a plugin."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
+        while frame is not None and frame.f_code.co_filename.startswith((TORCH, HERE)):
             frame = frame.f_back
         return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in self.plugins
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +29,9 @@ from forge.planning.tracker import ROUNDING, Tracker
 from forge.snapshot.left_out import is_left_out
 from forge.tuning.trial import quiet
 
+if TYPE_CHECKING:
+    from forge.planning.cluster.counting import OpCounter
+
 UPDATES = 2
 """The first update makes the optimizer's state; the second is like all later ones."""
 PLANNED_APART = ("compile", "schedule", "strategy")
@@ -41,23 +44,28 @@ MakeTask = Callable[[], TaskModule]
 
 
 def rehearse(
-    make_task: MakeTask, batch: Any, plugins: Mapping[str, Mapping[str, Any]] | None = None, ahead: int = 0
+    make_task: MakeTask,
+    batch: Any,
+    plugins: Mapping[str, Mapping[str, Any]] | None = None,
+    ahead: int = 0,
+    counter: OpCounter | None = None,
 ) -> Footprint:
     """Return the memory of a training step on `batch` on a CUDA device, with this stack; nothing is computed.
 
-    `ahead` is the number of batches that are prefetched to the device.
+    `ahead` is the number of batches that are prefetched to the device. `counter` counts the operations of the last
+    update.
     """
     with explained(), quiet(), chosen_as_on_cuda():
         kept = [plugin for plugin in make_plugins(plugins or {}) if not _is_planned_apart(plugin)]
         mode = FakeCudaMode({type(plugin).__module__.partition(".")[0] for plugin in kept})
         task = _without_values(make_task, mode)
-        rehearsal = Rehearsal(_fake(batch, mode), ahead)
+        rehearsal = Rehearsal(_fake(batch, mode), ahead, counter)
         items = int(task.num_items(batch))  # of the real batch: counting may read its values
         task.num_items = lambda batch: items
         vars(task)["check_first_batch"] = False  # it reads values
         options: dict[str, Any] = {"run_dir": False, "device": "cpu", "validate_every": None}
         trainer = Trainer(plugins=[rehearsal, *kept], max_updates=UPDATES + 1, **options)
-        with mode, rehearsal.tracker, suppress(RehearsalDone):
+        with mode, rehearsal.tracker, counter or nullcontext(), suppress(RehearsalDone):
             trainer.fit(task, rehearsal.batches())
         return rehearsal.footprint()
 
@@ -82,9 +90,9 @@ class FakeCudaEnv(Env):
 class Rehearsal(Plugin):
     """Counts while a stack trains on fake tensors."""
 
-    def __init__(self, batch: Any, ahead: int):
+    def __init__(self, batch: Any, ahead: int, counter: OpCounter | None = None):
         super().__init__()
-        self.batch, self.ahead = batch, ahead
+        self.batch, self.ahead, self.counter = batch, ahead, counter
         self.tracker = Tracker()
         self.activations = self.gradients = 0
         self.held: list[Any] = []
@@ -103,6 +111,8 @@ class Rehearsal(Plugin):
     def forge_build_optimizers(self, trainer: Trainer) -> Generator[None, Optimizers, Optimizers]:
         self.task = trainer.task
         self.tracker.watch(trainer.task)
+        if self.counter is not None:
+            self.counter.watch(trainer.task, self.tracker)
         optimizers = yield
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
@@ -126,12 +136,19 @@ class Rehearsal(Plugin):
     @hookimpl(wrapper=True)
     def forge_forward(self) -> Generator[None, Any, Any]:
         before = self.tracker.live
+        self._count_as("forward")
         output = yield
+        self._count_as("backward")
         self.activations = max(self.activations, self.tracker.live - before)
         return output
 
+    def _count_as(self, phase: str) -> None:
+        if self.counter is not None:
+            self.counter.phase = phase
+
     @hookimpl
     def forge_inspect_grads(self, step: Step) -> None:
+        self._count_as("optimizer")
         found = [p.grad for p in self.task.parameters() if p.grad is not None]
         self.gradients = max(self.gradients, _rounded(found))
 
@@ -140,6 +157,8 @@ class Rehearsal(Plugin):
         if step.index + 1 == UPDATES:
             raise RehearsalDone
         self.tracker.forget_moments()
+        if self.counter is not None:
+            self.counter.forget()
 
     def footprint(self) -> Footprint:
         states = [dict(optimizer.state) for optimizer in self.optimizers.values()]

@@ -1,0 +1,274 @@
+"""Predicted time and memory of one, two and more ranks beside runs of them, on this machine.
+
+    python -m benchmarks.planned --cluster                  # 1 and 2 ranks over gloo, one thread each: about 3 minutes
+    python -m benchmarks.planned --cluster --ranks 1,2,4,8  # more ranks than cores are reported, without a bar
+    python -m benchmarks.planned --cluster --cuda           # one GPU: memory by CUDA's allocator, time of an update
+
+Measured first, apart from any run that is predicted: the matrix product, the copy and the small operation of one
+thread; gloo's all-reduce of two sizes; and one step of the task at half the samples of the smallest prediction.
+Then each row is predicted, and only after that trained. Bars: memory within 10 %, time within 20 % for 1 and 2 ranks.
+
+Memory on the CPU is the peak of torch's own allocations, by its profiler, which sees every one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import forge
+from benchmarks.levers import GPT
+from benchmarks.overhead import silence
+from forge.config.build import make_plugins
+from forge.config.recipe import load_recipe
+from forge.data import Splits
+from forge.planning.cluster import Cluster, Layout, Link, Model, Variant, count_workload, memory_of
+from forge.planning.cluster.calibration import UpdateClock, measured_step
+from forge.planning.cluster.hardware import Efficiency
+from forge.planning.footprint import WORKSPACE
+
+TIME_BAR, MEMORY_BAR = 0.2, 0.1
+UPDATES = 14
+CONTEXT, WORDS = 128, 1024
+SIZES = {"cpu": {"layers": 8, "width": 192, "heads": 6}, "cuda": {"layers": 12, "width": 1024, "heads": 16}}
+BATCH = {"cpu": 16, "cuda": 16}
+STRATEGIES = {"ddp": {"ddp": {}}, "fsdp": {"fsdp": {"blocks": "Block"}}}
+
+
+class Small(GPT):
+    """The GPT of the levers, small enough for one core."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(**SIZES[device], context=CONTEXT if device == "cpu" else 1024, vocabulary=WORDS)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4, foreach=True)
+
+
+class Large(Small):
+    """The same for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+
+def batch_of(samples: int, context: int) -> Any:
+    drawn = torch.randint(WORDS, (samples, context + 1), generator=torch.Generator().manual_seed(0))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    strategy: str
+    ranks: int
+    predicted_ms: float
+    measured_ms: float
+    time_ratio: float
+    predicted_mib: float
+    measured_mib: float
+    memory_ratio: float
+    bar: bool
+    "Whether the bars hold for this row: not for more ranks than cores."
+
+
+def rows(ranks: list[int], cuda: bool) -> Iterator[Row]:
+    """Calibrate, then predict and measure each strategy."""
+    device = "cuda" if cuda else "cpu"
+    torch.set_num_threads(1)
+    context, size = (1024 if cuda else CONTEXT), BATCH[device]
+    recipe = load_recipe(
+        "default",
+        ["trainer.seed=1"],
+        [],
+        [],
+        task=Large if cuda else Small,
+        data=lambda: Splits(train=[batch_of(size, context)]),
+    )
+    recipe = replace(recipe, config={**recipe.config, "plugins": {}})
+    cluster = measured_cluster(max(ranks), cuda)
+    cluster = replace(cluster, measured=measured_step(recipe, size // 4, UPDATES))
+    work = count_workload(recipe, ("fp32",))
+    plain = Variant("fp32", remat=False)
+    for world in ranks:
+        here = replace(cluster, gpus_per_node=world)
+        for strategy in ["single"] if world == 1 else STRATEGIES:
+            layout = Layout(strategy, plain, shard=world)
+            workspace = 0 if not cuda else WORKSPACE
+            seconds = Model(work, here).calibrated().time(layout).total
+            memory = memory_of(work, layout) - WORKSPACE + workspace
+            ran, peak = measured(strategy, world, cuda)
+            yield Row(
+                strategy,
+                world,
+                round(1000 * seconds, 1),
+                round(1000 * ran, 1),
+                round(seconds / ran, 3),
+                round(memory / 2**20, 1),
+                round(peak / 2**20, 1),
+                round(memory / peak, 3),
+                world <= (os.cpu_count() or 1),
+            )
+
+
+# -- what is measured first -------------------------------------------------------------------------------------------
+
+
+def measured_cluster(ranks: int, cuda: bool) -> Cluster:
+    """Return this machine as a cluster: compute by three micro-measurements, links by gloo's all-reduce."""
+    device = torch.device("cuda" if cuda else "cpu")
+    a = torch.randn(1024, 1024, device=device)
+    big = torch.randn(8 * 2**20, device=device)
+    small = torch.randn(8, device=device)
+    flops = 2 * 1024**3 / _seconds(lambda: a @ a, device)
+    bandwidth = 2 * big.nbytes / _seconds(lambda: big + 1, device)
+    launch = _seconds(lambda: small + 1, device, 200)
+    link = Link(5e9, 1e-4) if ranks == 1 else measured_link()
+    return Cluster(
+        nodes=1,
+        gpus_per_node=1,
+        memory=2**34,
+        flops={"fp32": flops},
+        memory_bandwidth=bandwidth,
+        within=link,
+        between=link,
+        efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, overlap=0.0),
+        launch=launch,
+        backend="gloo",
+        cores=None if cuda else os.cpu_count(),
+        name="this machine",
+    )
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measured_link() -> Link:
+    """Return bandwidth and latency of a ring of two processes, from all-reduces of a small and a large tensor."""
+    small, large = _spawned(_all_reduces, 2)
+    sizes = 4 * 1024, 4 * 2**20
+    # two ranks: a ring of 2 (n - 1)/n bytes and 2 (n - 1) hops
+    bandwidth = (sizes[1] - sizes[0]) / max(1e-9, large - small)
+    return Link(bandwidth, max(1e-6, small - sizes[0] / bandwidth) / 2)
+
+
+def _all_reduces(rank: int) -> tuple[float, float]:
+    found = []
+    for count in (1024, 2**20):
+        tensor = torch.ones(count)
+        for _ in range(5):
+            dist.all_reduce(tensor)
+        times = []
+        for _ in range(30):
+            begin = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - begin)
+        found.append(statistics.median(times))
+    return found[0], found[1]
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def measured(strategy: str, world: int, cuda: bool) -> tuple[float, float]:
+    """Train on `world` ranks; return the median seconds of an update, and the peak memory of the fullest rank."""
+    if world == 1:
+        return _trained(strategy, cuda), _peak(strategy, cuda)
+    return _spawned(_run, world, strategy)
+
+
+def _run(rank: int, strategy: str) -> tuple[float, float]:
+    return _trained(strategy, cuda=False), _peak(strategy, cuda=False)
+
+
+def _trained(strategy: str, cuda: bool, updates: int = UPDATES) -> float:
+    watch = UpdateClock()
+    device = "cuda" if cuda else "cpu"
+    trainer = forge.Trainer(
+        max_updates=updates,
+        device=device,
+        run_dir=False,
+        validate_every=None,
+        plugins=[*make_plugins(STRATEGIES.get(strategy, {})), watch],
+    )
+    batch = batch_of(BATCH[device], 1024 if cuda else CONTEXT)
+    with silence():
+        trainer.fit(Large() if cuda else Small(), [batch] * (updates + 1))
+    return watch.seconds
+
+
+def _peak(strategy: str, cuda: bool) -> float:
+    """Return the peak of torch's allocations in three updates, from before the task is made."""
+    if cuda:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _trained(strategy, cuda, 8)
+        return torch.cuda.max_memory_allocated() - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        _trained(strategy, cuda, 8)
+    live = peak = 0
+    for event in sorted(_allocations(recorded), key=lambda event: event[0]):
+        live += event[1]
+        peak = max(peak, live)
+    return peak
+
+
+def _allocations(recorded: Any) -> Iterator[tuple[int, int]]:
+    """Yield time and bytes of every allocation and release."""
+    results = recorded.profiler.kineto_results
+    for event in results.events():
+        if event.name() == "[memory]":
+            yield event.start_ns(), event.nbytes()
+
+
+def _spawned(function: Callable[..., Any], world: int, *args: Any) -> Any:
+    """Run a function on ranks over gloo, one thread each; return rank 0's result, the slower of two for times."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        multiprocessing.spawn(_rank, (function, world, port, folder, args), nprocs=world)
+        return torch.load(Path(folder) / "found.pt", weights_only=True)
+
+
+def _rank(rank: int, function: Callable[..., Any], world: int, port: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    alone = function is _all_reduces
+    if alone:
+        dist.init_process_group("gloo")
+    found = function(rank, *args)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    if alone:
+        dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Clusters: memory and time of every strategy on many GPUs, the best three, and what failures cost.
+
+`count_workload` rehearses a task; `Model` predicts the time of a `Layout`, `memory_of` its memory; `plan_cluster`
+compares all of them. Nothing here needs a GPU or joins a process group.
+"""
+
+from forge.planning.cluster.calibration import calibrated_cluster
+from forge.planning.cluster.failures import Goodput, goodput
+from forge.planning.cluster.hardware import Cluster, Link, MeasuredStep, load_cluster, read_cluster
+from forge.planning.cluster.layouts import Layout, layouts
+from forge.planning.cluster.memory import memory_of
+from forge.planning.cluster.ranking import ClusterPlan, Prediction, plan_cluster
+from forge.planning.cluster.timing import Model, UpdateTiming
+from forge.planning.cluster.workload import Variant, Workload, count_workload
+
+__all__ = [
+    "Cluster",
+    "ClusterPlan",
+    "Goodput",
+    "Layout",
+    "Link",
+    "MeasuredStep",
+    "Model",
+    "Prediction",
+    "UpdateTiming",
+    "Variant",
+    "Workload",
+    "calibrated_cluster",
+    "count_workload",
+    "goodput",
+    "layouts",
+    "load_cluster",
+    "memory_of",
+    "plan_cluster",
+    "read_cluster",
+]

@@ -1,0 +1,100 @@
+"""Counting: the floating-point operations, bytes and calls of a rehearsed step, by phase, and what its blocks take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from forge.planning.blocks import repeated
+from forge.planning.tracker import Tracker
+
+FREE = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty")
+"""Operations that move no bytes; views are recognised by their schema."""
+ROWS = ("embedding", "embedding_dense_backward", "gather", "index_select")
+"""Operations that read a few rows of a large table: only what they write counts, twice."""
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts while operations run unchanged. `found` has, by name and phase, sums over one update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = FORWARD
+        self.found: dict[str, float] = defaultdict(float)
+        self.hidden = self.key_values = 0.0
+        "Bytes that one block hands to the next, and of the keys and values of one attention."
+        self.positions: int | None = None
+        self.heads: int | None = None
+        self.blocks = 0
+        self._depth = 0
+
+    def watch(self, task: nn.Module, tracker: Tracker) -> None:
+        """Note what goes on inside the task's repeated blocks."""
+        blocks = repeated(task)
+        self.blocks = len(blocks)
+        for block in blocks:
+            before: list[float] = []
+
+            def enter(*_: Any, before: list[float] = before) -> None:
+                self._depth += 1
+                before.append(tracker.live)
+
+            def leave(_module: Any, _inputs: Any, output: Any, before: list[float] = before) -> None:
+                self._depth -= 1
+                kept = tracker.live - before.pop()
+                if self.phase == FORWARD:
+                    self.found["block activations"] += max(0.0, kept)
+                    self._note(output)
+
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
+
+    def forget(self) -> None:
+        """Start the next update."""
+        self.found.clear()
+
+    def _note(self, output: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if tensors:
+            self.hidden = float(tensors[0].numel() * tensors[0].element_size())
+            self.positions = tensors[0].shape[1] if tensors[0].dim() == 3 else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = getattr(func, "_overloadpacket", func)
+        name = str(packet).rpartition(".")[2]
+        if func.namespace == "prim" or getattr(func, "is_view", False) or name.startswith(FREE):
+            return out
+        self.found[f"ops {self.phase}"] += 1
+        if packet in flop_registry:
+            flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            kind = "attention" if "attention" in name else "matmul"
+            if kind == "attention" and _is_causal(func, args, kwargs or {}):
+                flops /= 2  # torch's formula counts the whole square
+            self.found[f"{kind} {self.phase}"] += flops
+            if self._depth and self.phase == FORWARD:
+                self.found["block flops"] += flops
+            if kind == "attention" and self.phase == FORWARD:
+                query, key = args[0], args[1]
+                self.heads = int(query.shape[1])
+                self.key_values = 2.0 * key.numel() * key.element_size()
+        else:
+            written = _bytes(out)
+            self.found[f"bytes {self.phase}"] += 2 * written if name in ROWS else written + _bytes((args, kwargs))
+        return out
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("is_causal"))
+
+
+def _bytes(tree: Any) -> float:
+    return float(sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)))

@@ -1,0 +1,227 @@
+"""`forge plan --cluster FILE`: the formulas against closed forms, Monte Carlo and whole rehearsals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import forge
+from forge.cli import main
+from forge.config.recipe import load_recipe
+from forge.data import Splits
+from forge.errors import ForgeError
+from forge.planning import rehearse
+from forge.planning.cluster import (
+    Layout,
+    Model,
+    Variant,
+    count_workload,
+    load_cluster,
+    memory_of,
+    plan_cluster,
+    read_cluster,
+)
+from forge.planning.cluster.collectives import group
+from forge.planning.cluster.failures import daly, expected_share, goodput, simulate_failures, young
+from forge.planning.cluster.pipeline_events import Action, closed_form, simulate
+from forge.planning.cluster.stragglers import simulate_stragglers, slowdown
+from forge.planning.cluster.workload import Workload
+from forge.planning.strategies import Levers, ddp, fsdp
+
+BLOCKS, WIDTH, LENGTH = 8, 32, 16
+PLAIN = Variant("fp32", remat=False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(len(x), LENGTH, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Net(forge.TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def batch(samples: int = 16) -> tuple[Tensor, Tensor]:
+    tokens = torch.zeros(samples, LENGTH, dtype=torch.long)
+    return tokens, tokens
+
+
+@pytest.fixture(scope="module")
+def work() -> Workload:
+    recipe = load_recipe("default", [], [], [], task=Net, data=lambda: Splits(train=[batch()]))
+    return count_workload(recipe, ("fp32",))
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["GPipe", "1F1B", "Interleaved1F1B"]), st.integers(2, 6), st.integers(1, 3), st.integers(2, 4))
+@settings(max_examples=15, deadline=None)
+def test_bubbles_equal_the_closed_forms(schedule: str, ranks: int, times: int, chunks: int) -> None:
+    chunks = chunks if schedule == "Interleaved1F1B" else 1
+    seconds: dict[str, float] = {"F": 1 / chunks, "B": 2 / chunks}
+    run = simulate(schedule, ranks, times * ranks, lambda action: seconds[action.kind], chunks=chunks)
+    assert run.seconds == pytest.approx(closed_form(schedule, ranks, times * ranks, 1, 2, chunks))
+    assert run.busy == pytest.approx([3.0 * times * ranks] * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_bubble_lies_between_its_bound_and_interleaved(ranks: int) -> None:
+    run = simulate("InterleavedZeroBubble", ranks, 4 * ranks, lambda _: 0.5, chunks=2)
+    assert closed_form("InterleavedZeroBubble", ranks, 4 * ranks, 1, 2, 2) <= run.seconds + 1e-9
+    assert run.seconds < closed_form("Interleaved1F1B", ranks, 4 * ranks, 1, 2, 2)
+
+
+def test_1f1b_holds_fewer_activations_than_gpipe() -> None:
+    held = {s: simulate(s, 4, 8, lambda _: 1.0).held for s in ("GPipe", "1F1B")}
+    assert held == {"GPipe": [8, 8, 8, 8], "1F1B": [4, 3, 2, 1]}
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    def seconds(action: Action) -> float:
+        return 2.0 if action.stage == 1 else 1.0
+
+    run = simulate("1F1B", 2, 16, seconds)
+    assert 16 * 4 <= run.seconds <= 16 * 4 + 4
+
+
+# -- stragglers and failures ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "waits"), [(2, 1), (8, 1), (64, 1), (8, 4)])
+def test_stragglers_agree_with_monte_carlo(ranks: int, waits: int) -> None:
+    drawn = simulate_stragglers(ranks, 0.1, 1500, waits)
+    assert slowdown(ranks, 0.1, waits) - 1 == pytest.approx(drawn - 1, rel=0.06)
+
+
+@pytest.mark.parametrize(("interval", "save", "restart"), [(600.0, 20.0, 100.0), (3000.0, 60.0, 900.0)])
+def test_failures_agree_with_the_exact_expectation(interval: float, save: float, restart: float) -> None:
+    mean, work = 10_000.0, 3_000 * 10_000.0
+    wall = simulate_failures(work, interval, save, restart, mean, random.Random(1))
+    assert work / wall == pytest.approx(expected_share(interval, save, restart, mean), rel=0.01)
+
+
+@pytest.mark.parametrize("gpus", [128, 4096])
+def test_best_interval_agrees_with_young_and_daly(gpus: int) -> None:
+    found = goodput(gpus, 0.17, 30.0, 300.0)
+    assert found.young == young(30.0, 24 * 3600 / found.failures_per_day)
+    assert found.interval == pytest.approx(found.daly, rel=0.25)
+    mean = 24 * 3600 / found.failures_per_day
+    assert found.share == pytest.approx(expected_share(daly(30.0, mean), 30.0, 300.0, mean), rel=0.005)
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+    cluster = load_cluster("h100x4")
+    near, far, alone = group(cluster, 8, 1), group(cluster, 32, 1), group(cluster, 4, 8)
+    assert near.bandwidth == 0.8 * 450e9
+    assert far.bandwidth == 0.8 * 400e9  # eight cards of a node
+    assert alone.bandwidth == 0.8 * 50e9
+    assert near.all_reduce(8e9) == pytest.approx(2 * 7 / 8 * 8e9 / near.bandwidth, rel=0.01)
+    assert group(cluster, 1, 1).all_gather(1e9) == 0
+
+
+# -- the task ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_version_predicts_the_whole_task(work: Workload) -> None:
+    whole = rehearse(Net, batch(8))
+    q = work.at(PLAIN, 8)
+    assert work.blocks == BLOCKS
+    assert work.heads == 4
+    assert work.positions == LENGTH
+    assert q["parameters"] == pytest.approx(whole.parameters)
+    assert q["activations"] == pytest.approx(whole.activations, rel=0.02)
+    assert q["rest backward"] == pytest.approx(whole.rest("backward"), rel=0.02)
+
+
+def test_matrix_products_are_six_flops_a_weight_and_token(work: Workload) -> None:
+    weights = sum(p.numel() for n, p in Net().named_parameters() if p.dim() == 2 and "embed" not in n)
+    q = work.at(PLAIN, 16)
+    assert q["matmul forward"] == 2 * weights * 16 * LENGTH
+    assert q["matmul backward"] == 2 * q["matmul forward"]
+
+
+def test_memory_equals_the_plan_of_one_machine(work: Workload) -> None:
+    whole = rehearse(Net, batch(4))
+    assert memory_of(work, Layout("ddp", PLAIN, shard=4)) == pytest.approx(ddp(whole, Levers(), True).peak, rel=0.05)
+    assert memory_of(work, Layout("fsdp", PLAIN, shard=4)) == pytest.approx(fsdp(whole, Levers(), 4).peak, rel=0.05)
+
+
+def test_zero_divides_state_and_only_state(work: Workload) -> None:
+    sizes = [memory_of(work, Layout(data, PLAIN, shard=8)) for data in ("ddp", "zero1", "zero2", "fsdp")]
+    assert sizes == sorted(sizes, reverse=True)
+    state = work.at(PLAIN, 1)["optimizer"]
+    assert sizes[0] - sizes[1] == pytest.approx(state * 7 / 8, rel=1e-6)
+
+
+def test_a_measured_step_scales_computation(work: Workload) -> None:
+    cluster = read_cluster({"gpu": "h100", "nodes": 1, "gpus_per_node": 1, "measured": {"seconds": 2.0, "samples": 16}})
+    assert Model(work, cluster).calibrated().time(Layout("single", PLAIN)).total == pytest.approx(2.0)
+
+
+def test_all_layouts_use_all_gpus_and_the_best_is_fastest(work: Workload) -> None:
+    found = plan_cluster(work, read_cluster({"gpu": "h100", "nodes": 2, "gpus_per_node": 4}))
+    assert all(row.layout.gpus == 8 for row in found.rows)
+    assert len(found.best) == 3
+    assert found.considered > 50
+    assert found.best[0].seconds <= 1.05 * min(row.seconds for row in found.rows if row.fits)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_three_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("gpu: a100\nnodes: 1\ngpus_per_node: 2\n")
+    assert main(["plan", "quickstart", "--cluster", str(file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 2
+    assert 1 <= len(plan["best"]) <= 3
+    assert plan["best"][0]["command"].startswith("forge fit quickstart")
+    assert "--nproc 2" in plan["best"][0]["command"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nodes": 1}, "lacks"),
+        ({"gpu": "h100", "node": 2}, "Did you mean 'nodes'"),
+        ({"gpu": "k80"}, "not known"),
+        ({"gpu": "h100", "nodes": 1.5}, "whole number"),
+        ({"gpu": "h100", "memory": 0}, "above 0"),
+        ({"gpu": "h100", "within": {"bandwidth": 1}}, "bandwidth, latency"),
+    ],
+)
+def test_wrong_clusters_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ForgeError, match=said):
+        read_cluster(given)
