@@ -30,6 +30,7 @@ VERBS = {
     "determinism": "Run a recipe twice and name the first tensor that differs.",
     "doctor": "Examine a task and its data for mistakes that raise no error.",
     "tune": "Measure a learning rate, or the largest batch that fits.",
+    "launch": "Write a job for SLURM, Kubernetes, Ray or ssh, and submit it.",
     "sweep": "Try values of options in many runs, and report the best.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",
