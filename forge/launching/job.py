@@ -61,14 +61,20 @@ class LaunchJob:
     def ranks(self) -> int:
         return self.nodes * self.procs
 
-    def node_command(self, endpoint: str = "") -> str:
-        """Return the command that starts all ranks of one node, for a shell; `endpoint` is text of the shell."""
+    def node_command(self, endpoint: str = "", number: str = "") -> str:
+        """Return the command that starts all ranks of one node, for a shell.
+
+        `endpoint` is the first node and `number` the index of this one, both as text of the shell.
+        """
         fit = [self.python, "-m", "forge", "fit", *self.words, "--run-dir", self.run_dir, "--resume"]
         words = shlex.join(fit)
         if self.ranks == 1:
             return words
         words += f" --nproc {self.procs} --max-restarts {self.restarts}"
-        return words if self.nodes == 1 else f"{words} --nnodes {self.nodes} --rdzv-endpoint {endpoint}:{PORT}"
+        if self.nodes == 1:
+            return words
+        words += f" --nnodes {self.nodes} --rdzv-endpoint {endpoint}:{PORT}"
+        return f"env FORGE_NODE_RANK={number} {words}" if number else words
 
 
 def parse_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:

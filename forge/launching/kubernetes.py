@@ -41,7 +41,9 @@ _HOW = {
 def _pytorchjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> dict[str, Any]:
     def replica(count: int) -> dict[str, Any]:
         # RANK and WORLD_SIZE are those of the pods here; every rank gets its own
-        pod = _pod(job, image, claim, mount, f"exec env -u RANK -u WORLD_SIZE {job.node_command('$MASTER_ADDR')}")
+        pod = _pod(
+            job, image, claim, mount, f"exec env -u RANK -u WORLD_SIZE {job.node_command('$MASTER_ADDR', '$RANK')}"
+        )
         return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
 
     replicas = {"Master": replica(1)} | ({"Worker": replica(job.nodes - 1)} if job.nodes > 1 else {})
@@ -60,7 +62,7 @@ def _pytorchjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> di
 def _trainjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> dict[str, Any]:
     trainer = {
         "image": image,
-        "command": ["/bin/sh", "-c", f"exec {job.node_command('$PET_MASTER_ADDR')}"],
+        "command": ["/bin/sh", "-c", f"exec {job.node_command('$PET_MASTER_ADDR', '$PET_NODE_RANK')}"],
         "numNodes": job.nodes,
         "numProcPerNode": job.procs,
         "resourcesPerNode": _resources(job),
@@ -89,7 +91,9 @@ def _trainjob(job: LaunchJob, image: str, claim: str | None, mount: str) -> dict
 
 def _jobset(job: LaunchJob, image: str, claim: str | None, mount: str) -> dict[str, Any]:
     first = f"{job.name}-{NODE}-0-0.{job.name}"
-    pod = _pod(job, image, claim, mount, f"exec {job.node_command(first)}") | {"restartPolicy": "Never"}
+    pod = _pod(job, image, claim, mount, f"exec {job.node_command(first, '$JOB_COMPLETION_INDEX')}") | {
+        "restartPolicy": "Never"
+    }
     inner = {
         "parallelism": job.nodes,
         "completions": job.nodes,

@@ -34,9 +34,10 @@ def address():
 
 
 @ray.remote(max_retries=0)
-def node(command):
+def node(command, number):
     names = [name for name in os.environ if name.startswith("RAY_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     environment = {{name: value for name, value in os.environ.items() if name not in names}}
+    environment["FORGE_NODE_RANK"] = str(number)
     return subprocess.run(["/bin/sh", "-c", command], env=environment).returncode
 
 
@@ -49,7 +50,10 @@ def attempt():
         first = ray.get(address.options(num_cpus=0, scheduling_strategy=places[0]).remote())
         command = JOB["command"].replace("{mark}", first)
         amounts = {{"num_cpus": JOB["cpus"], "num_gpus": JOB["gpus"]}}
-        running = [node.options(scheduling_strategy=place, **amounts).remote(command) for place in places]
+        running = [
+            node.options(scheduling_strategy=place, **amounts).remote(command, number)
+            for number, place in enumerate(places)
+        ]
         codes = ray.get(running)
     except (ray.exceptions.RayError) as error:
         print(f"a node was lost: {{error}}", flush=True)

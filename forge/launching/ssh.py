@@ -28,9 +28,12 @@ for name in TERM INT USR1; do
 done
 
 pids=()
+number=0
 for host in "${{hosts[@]}}"; do
-  on "$host" "mkdir -p $folder && cd $work && echo \\$\\$ > $folder/$host.pid && exec $command" < /dev/null &
+  start="exec env FORGE_NODE_RANK=$number $command"
+  on "$host" "mkdir -p $folder && cd $work && echo \\$\\$ > $folder/$host.pid && $start" < /dev/null &
   pids+=($!)
+  number=$((number + 1))
 done
 
 result=0

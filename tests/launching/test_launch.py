@@ -29,6 +29,9 @@ JOB = LaunchJob(
 )
 
 
+NUMBERS = {"PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}
+
+
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs that write down how they are called: `python`, `srun`, `scontrol` and `ssh`."""
@@ -36,7 +39,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     recorded = f'for word in "$@"; do printf "%s\\n" "$word" >> {tmp_path}/NAME.calls; done\n'
     bodies = {
-        "python": recorded + "exit ${FORGE_TEST_CODE:-0}",
+        "python": recorded + f"echo $FORGE_NODE_RANK $RANK >> {tmp_path}/ranks; exit ${{FORGE_TEST_CODE:-0}}",
         "srun": recorded + "exit ${FORGE_TEST_CODE:-0}",
         "scontrol": recorded,
         "ssh": 'shift 2; shift; exec /bin/sh -c "$*"',
@@ -109,8 +112,11 @@ def lost(given: Any, read: Any, path: str = "") -> list[str]:
 def test_a_pod_runs_the_worker_with_its_words_unchanged(kind: str, programs: Path) -> None:
     made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", "claim"))
     command = made["spec"]["trainer"]["command"] if kind == "trainjob" else containers(made)[0]["command"]
-    subprocess.run(command, env={**os.environ, "MASTER_ADDR": "m", "PET_MASTER_ADDR": "m", "RANK": "0"}, check=True)
+    subprocess.run(
+        command, env={**os.environ, "MASTER_ADDR": "m", "PET_MASTER_ADDR": "m", "RANK": "0", **NUMBERS}, check=True
+    )
     words = (programs / "python.calls").read_text().splitlines()
+    assert (programs / "ranks").read_text() == ("0\n" if kind == "pytorchjob" else "0 0\n")  # that of the pod is unset
     assert words[:5] == ["-m", "forge", "fit", *JOB.words]
     first = "first-node-0-0.first" if kind == "jobset" else "m"
     assert shlex.join(words[5:]) == (
@@ -178,6 +184,7 @@ def test_ssh_starts_every_host_and_returns_the_code(code: int, programs: Path) -
     words = (programs / "python.calls").read_text().splitlines()
     assert words.count("task.note=it's $HOME") == 2
     assert words.count("a:29400") == 2
+    assert sorted((programs / "ranks").read_text().split()) == ["0", "1"]
     assert sorted(path.name for path in (programs / "run dir/.ssh-launch").iterdir()) == ["b.pid", "me@a.pid"]
 
 
