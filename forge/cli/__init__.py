@@ -31,6 +31,7 @@ VERBS = {
     "data": "Look at a batch: shapes, types, ranges, labels, and pictures or text.",
     "doctor": "Examine a task and its data for mistakes that raise no error.",
     "tune": "Measure a learning rate, the largest batch, the fastest step, or the data workers.",
+    "launch": "Write a job for SLURM, Kubernetes, Ray or ssh, and submit it.",
     "sweep": "Try values of options in many runs, and report the best.",
     "runs": "List runs with their results, or compare some.",
     "report": "Write one or several runs as one HTML page.",

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
+from forge.distributed.address import resolvable
 from forge.distributed.namespace import fresh_store
 from forge.distributed.rank_info import RankInfo
 from forge.errors import ForgeError
@@ -78,6 +79,8 @@ def _init(info: RankInfo, device: torch.device, backend: str) -> None:
     options |= {"rank": info.rank, "world_size": info.world, "timeout": COLLECTIVE_TIMEOUT}
     try:
         dist.init_process_group(backend, store=_store(info), **options)
+    except ForgeError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise ForgeError(
             f"Rank {info.rank} of {info.world} could not join the others at {info.address}:{info.port} "
@@ -92,7 +95,8 @@ def _store(info: RankInfo) -> Store:
         return fresh_store(store, info.rank, info.world, JOIN_TIMEOUT)
     if info.address is None:
         return HashStore()
-    return TCPStore(info.address, info.port, info.world, is_master=info.rank == 0, timeout=JOIN_TIMEOUT)
+    address = resolvable(info.address)
+    return TCPStore(address, info.port, info.world, is_master=info.rank == 0, timeout=JOIN_TIMEOUT)
 
 
 def _leave() -> None:

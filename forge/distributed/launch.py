@@ -33,6 +33,9 @@ from forge.util.signal_waits import ECHO, NAMES
 MISTAKE = 2
 """The exit code of a worker that raised a ForgeError."""
 ROLE = "forge"
+NODE_RANK = "FORGE_NODE_RANK"
+"""The environment variable by which `forge launch` numbers its nodes: the first holds the rendezvous, whatever the
+names of the hosts resolve to."""
 STOPPED_LIMIT = 20.0
 """Seconds after a signal for a stopped worker to continue and end; then it is killed."""
 
@@ -66,6 +69,7 @@ class Launch:
     def _spec(self, words: Sequence[str]) -> WorkerSpec:
         least, most = self.nodes
         here = "localhost" if most == 1 else None  # a single host need not be found by name
+        number = os.environ.get(NODE_RANK) if most > 1 else None
         rendezvous = RendezvousParameters(
             backend="c10d",
             endpoint=self.endpoint,
@@ -74,6 +78,7 @@ class Launch:
             max_nodes=most,
             local_addr=here,
             timeout=900,
+            **({} if number is None else {"is_host": number == "0"}),
         )
         return WorkerSpec(
             role=ROLE,

@@ -13,8 +13,10 @@ from typing import Any, Literal
 import forge
 from forge.checkpoint import BackgroundWriter, Checkpoints, Writers, write_checkpoint, write_sharded
 from forge.checkpoint import StoredCheckpoint as SavedState
+from forge.checkpoint.mirror import Mirror
 from forge.env import Env
 from forge.errors import CheckpointError, RecipeError, StackError, did_you_mean
+from forge_plugins._remote_run import RemoteRun
 from forge_plugins._validations import warn_of_none_planned, warn_of_nothing_compared
 
 logger = logging.getLogger("forge")
@@ -51,10 +53,15 @@ class Checkpoint(forge.Plugin):
     On several ranks, all ranks write into one directory, each its part. It must be on a file system that all hosts
     share. Any other number of ranks can continue from it.
 
+    With `remote`, a thread uploads what is kept to object storage, and `--resume` on a machine without the run fetches
+    it from there. A checkpoint counts there once its manifest is uploaded, as the last file. If an upload fails, it is
+    tried again with the next checkpoint; a failure at the end fails the run. Credentials come from the environment.
+
     ::
 
         forge fit quickstart checkpoint.every="20 updates" checkpoint.keep=3
         forge fit quickstart --resume
+        forge fit quickstart --run-dir runs/first --resume checkpoint.remote=s3://bucket/runs/first
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -69,6 +76,8 @@ class Checkpoint(forge.Plugin):
         "Write while training continues; needs host memory for one copy of the state."
         on_failure: Literal["stop", "warn"] = "stop"
         "After a failed write: stop the run at its next update, or log an error and save again when due."
+        remote: str | None = None
+        "URL to upload checkpoints to and to resume from: s3://bucket/place; {run} in it is the name of the run folder."
 
     config: Config
     observer = True
@@ -83,6 +92,9 @@ class Checkpoint(forge.Plugin):
         for name, count in (("keep", config.keep), ("best.keep", self._watched.keep if self._watched else 1)):
             if isinstance(count, int) and count < 1:
                 raise RecipeError(f"checkpoint.{name} is {count}; it must be at least 1.")
+        self._remote = RemoteRun(config.remote) if config.remote is not None else None
+        if self._remote is None:
+            self.forge_setup_env = None  # pyright: ignore[reportAttributeAccessIssue]
         self._by_validation = self._watched is not None and self._watched.monitor.startswith("val/")
         if not self._by_validation:
             self.forge_evaluate = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,6 +106,9 @@ class Checkpoint(forge.Plugin):
         self._folder: Checkpoints | None = None
         self._writers: Writers | None = None
         self._writer: BackgroundWriter | None = None
+        self._mirror: Mirror | None = None
+        self._kept: set[int] | None = None
+        "The updates that the last clean-up kept."
         self._values: dict[int, float] = {}
         "The monitored value by update, of the checkpoints that exist."
         self._written: set[int] = set()
@@ -106,6 +121,15 @@ class Checkpoint(forge.Plugin):
         "Whether a finite value was compared, in this attempt or an earlier one; whether the run has failed."
         self._never_finite: str | None = None
         "Why nothing was compared, once a validation has given a value that is not finite."
+
+    @forge.hookimpl(wrapper=True)
+    def forge_setup_env(self, trainer: forge.Run) -> Generator[None, Env, Env]:
+        env, remote = (yield), self._remote
+        if remote is not None and trainer.verb == "fit":  # before the run to be resumed is chosen
+            with env.no_timeout():
+                folder = env.from_first(lambda: remote.fetch(trainer))
+            trainer.resume = folder or trainer.resume
+        return env
 
     @forge.hookimpl
     def forge_start(self, trainer: forge.Run) -> None:
@@ -128,6 +152,18 @@ class Checkpoint(forge.Plugin):
         if trainer.env.is_main:
             self._folder.sweep()
         self._writer = BackgroundWriter(self._writers) if self.config.background else None
+        if self._remote is not None:
+            self._mirror = self._opened(trainer, self._remote, self._folder)
+
+    def _opened(self, trainer: forge.Run, remote: RemoteRun, folder: Checkpoints) -> Mirror:
+        """Return the mirror of this run; an earlier attempt may have left checkpoints to upload."""
+        assert trainer.run_dir is not None
+        with trainer.env.no_timeout():
+            trainer.env.from_first(lambda: remote.begin(trainer, folder))
+        mirror = Mirror(remote.at(trainer.run_dir), folder, self._writers, keep_older=self.config.keep == "all")
+        if trainer.env.is_main:
+            mirror.hold(updates(folder), prune=False)
+        return mirror
 
     # -- when ---------------------------------------------------------------------------------------------------------
 
@@ -226,8 +262,15 @@ class Checkpoint(forge.Plugin):
         lineage = [u for u in updates(self._folder) if u < update and (u in self._written or u <= before)]
         best = self._best()
         latest = 0 if self.config.keep == "all" else -self.config.keep
-        folder, keep = self._folder, {*[*lineage, update][latest:], *best}
-        return lambda: tidy(folder, update, best[:1], keep)
+        folder, keep, mirror = self._folder, {*[*lineage, update][latest:], *best}, self._mirror
+
+        def clean() -> None:
+            self._kept = keep
+            if mirror is not None:
+                mirror.hold(keep)  # first: what it uploads now is in use, and what it uploads next is kept
+            tidy(folder, update, best[:1], keep if mirror is None else keep | mirror.in_use())
+
+        return clean
 
     def _write(self, path: Path, capture: dict[str, Any], then: Callable[[], None] | None) -> None:
         if self._writer is not None:
@@ -252,7 +295,26 @@ class Checkpoint(forge.Plugin):
             if self._writer is not None:
                 self._check(self._writer.close)
         finally:
-            self._folder = self._writer = None
+            try:
+                if self._mirror is not None:
+                    self._close_mirror(trainer, self._mirror)
+            finally:
+                self._folder = self._writer = self._mirror = None
+
+    def _close_mirror(self, trainer: forge.Run, mirror: Mirror) -> None:
+        """Wait for the uploads; of an otherwise good run a failed one is an error."""
+        assert self._folder is not None
+        try:
+            with trainer.env.no_timeout():
+                mirror.close()
+        except CheckpointError as error:  # the mirror has logged it
+            if self.config.on_failure == "stop" and not self._failing:
+                raise CheckpointError(
+                    f"{error} They are complete in {self._folder.folder}: --resume uploads them."
+                ) from error
+        if trainer.env.is_main and self._kept is not None:
+            for number in set(updates(self._folder)) - self._kept:  # an upload was using it
+                self._folder.remove(self._folder.path(number))
 
     def _check(self, ask: Callable[[], None]) -> None:
         """Check the result of the last write."""

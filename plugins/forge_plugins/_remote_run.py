@@ -1,0 +1,163 @@
+"""The remote place of a run's checkpoints: fetched from before a run is chosen, mirrored to while it trains."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import forge
+from forge.checkpoint import Checkpoints
+from forge.checkpoint import StoredCheckpoint as SavedState
+from forge.checkpoint.remote import RemoteCheckpoints, RemoteFailure, check_url
+from forge.errors import CheckpointError
+from forge.runs.card import group_of, name_of, new_run_dir
+from forge.runs.choose import checkpoints_of, newest_first
+from forge.runs.job import another_job, changed_plan, job_in, job_of
+from forge.runs.lock import RunLock
+from forge.util.files import absolute, share
+from forge.util.text import short_path
+
+logger = logging.getLogger("forge")
+
+RECORD = "forge-run.json"
+"""Which job the checkpoints belong to, written when the run starts: proof that one may write there, too."""
+RUN = "{run}"
+
+
+class RemoteRun:
+    """The place `url` of one run; `{run}` in it stands for the name of the run folder."""
+
+    def __init__(self, url: str):
+        check_url(url.replace(RUN, "run"), "checkpoint.remote")
+        self._url = url
+
+    def at(self, run_dir: Path) -> RemoteCheckpoints:
+        return RemoteCheckpoints(self._url.replace(RUN, run_dir.name))
+
+    # -- before the run is chosen -------------------------------------------------------------------------------------
+
+    def fetch(self, trainer: forge.Run) -> Path | None:
+        """On rank 0: bring what the remote place has and the run to be resumed lacks; return a folder made for it."""
+        group = absolute(Path("runs") / group_of(trainer.recipe, name_of(trainer.task)))
+        local = _resumed(trainer, group)
+        if trainer.resume is None or trainer.wanted_run_dir is False or (local is None and trainer.resume != "auto"):
+            return None
+        if local is None and RUN in self._url:
+            logger.info("Nothing to resume here; name the run with --run-dir to fetch it from %s.", self._url)
+            return None
+        folder = local or absolute(new_run_dir(group.name))
+        remote = self.at(folder)
+        there = remote.updates()
+        if not there:
+            return None
+        refuse_another_job(trainer, remote)
+        share(folder, with_group=trainer.settings["group_access"])
+        with RunLock(folder):
+            bring(remote, there, checkpoints_of(folder))
+        return folder if local is None else None
+
+    # -- when the run starts ------------------------------------------------------------------------------------------
+
+    def begin(self, trainer: forge.Run, folder: Checkpoints) -> None:
+        """On rank 0: refuse a place that holds another run, and record this one there."""
+        assert trainer.run_dir is not None
+        remote = self.at(trainer.run_dir)
+        if not folder.all() and (there := remote.updates()):
+            raise CheckpointError(
+                f"{remote.url} already holds the checkpoints of a run (up to update {there[-1]}). Use --resume or "
+                f'resume="auto" to continue it, or choose another checkpoint.remote; {RUN} in it becomes the name of '
+                "the run folder."
+            )
+        if folder.all():
+            refuse_another_job(trainer, remote)
+        record = {"format": "forge-remote", "version": 1, "run": trainer.run_dir.name, **job_of(trainer)}
+        try:
+            remote.write(RECORD, json.dumps(record, indent=1).encode())
+        except RemoteFailure as error:
+            raise CheckpointError(
+                f"checkpoint.remote cannot be written, so the run does not start. {error} Check the bucket and this "
+                "machine's credentials, or leave checkpoint.remote out."
+            ) from error
+
+
+def _resumed(trainer: forge.Run, group: Path) -> Path | None:
+    """Return the local folder of the run that will be resumed; it need not hold a checkpoint."""
+    wanted: Any = trainer.wanted_run_dir
+    if trainer.resume == "auto":
+        return absolute(wanted) if wanted else _own_run(trainer, group)
+    path = absolute(trainer.resume) if trainer.resume is not None else None
+    is_run = path is not None and (path / "checkpoints").is_dir()
+    return path if is_run and (not wanted or absolute(wanted) == path) else None
+
+
+def _own_run(trainer: forge.Run, group: Path) -> Path | None:
+    now = job_of(trainer)
+    for run in newest_first(group):
+        then = job_in(run)
+        if then is not None and not another_job(then, now) and not changed_plan(then, now):
+            return run.path
+    return None
+
+
+def refuse_another_job(trainer: forge.Run, remote: RemoteCheckpoints) -> None:
+    """Raise if the checkpoints at a remote place are of another job; with allow_inexact, warn."""
+    try:
+        then = json.loads(remote.read(RECORD) or b"null")
+    except ValueError:
+        then = None
+    if not isinstance(then, Mapping):
+        return
+    odd = another_job(then, {**job_of(trainer), "seed": then.get("seed")})
+    if odd and not trainer.allow_inexact:
+        raise CheckpointError(
+            f"{remote.url} holds another job: {odd}. Give it its former value, choose another checkpoint.remote, or "
+            "continue anyway with allow_inexact=True (trainer.allow_inexact=true on the command line)."
+        )
+    if odd:
+        logger.warning("%s holds another job: %s. The resumed run will differ (allow_inexact).", remote.url, odd)
+
+
+def bring(remote: RemoteCheckpoints, there: list[int], folder: Checkpoints) -> None:
+    """Download the newest valid checkpoint if it is newer than the local ones, and the best that it names."""
+    folder.sweep()
+    valid = folder.newest_valid()
+    newer = [update for update in there if valid is None or update > valid.update]
+    found = next((update for update in reversed(newer) if _fetched(remote, update, folder)), None)
+    if found is None:
+        if valid is None:
+            raise CheckpointError(
+                f"None of the {len(there)} checkpoints at {remote.url} is valid. Remove them to start afresh."
+            )
+        return
+    logger.info("Fetched the checkpoint of update %d from %s to %s.", found, remote.url, short_path(folder.folder))
+    folder.point("latest", folder.path(found))
+    best = [update for update in _best(folder.path(found)) if update in there or folder.path(update).is_dir()]
+    for update in best:
+        if not folder.path(update).is_dir() and update != found:
+            _fetched(remote, update, folder)
+    if best and folder.path(best[0]).is_dir():
+        folder.point("best", folder.path(best[0]))
+
+
+def _fetched(remote: RemoteCheckpoints, update: int, folder: Checkpoints) -> bool:
+    """Download a checkpoint; warn and return False if it is damaged. An outage raises: an older one may be there."""
+    try:
+        remote.fetch(update, folder.path(update))
+    except RemoteFailure:
+        raise
+    except CheckpointError as error:
+        logger.warning("Skipping a checkpoint: %s", error)
+        return False
+    return True
+
+
+def _best(path: Path) -> list[int]:
+    """Return the updates that the state of a checkpoint names as best, the best first."""
+    for state in SavedState(path).outline().get("plugins", {}).values():
+        match state:
+            case {"monitor": str(), "mode": str(), "best": [*entries]}:
+                return [entry["update"] for entry in entries if isinstance(entry, dict) and "update" in entry]
+    return []

@@ -1,0 +1,228 @@
+"""`forge launch`: the jobs it writes, checked by a shell and by published schemas, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forge.cli import main
+from forge.errors import ForgeError
+from forge.launching import KINDS, LaunchJob, manifest, ray_driver, sbatch_script, ssh_script
+from forge.launching.job import parse_sweep
+
+JOB = LaunchJob(
+    name="first",
+    words=("my task.yaml", "task.note=it's $HOME"),
+    run_dir="/runs/first",
+    nodes=2,
+    gpus=8,
+    procs=8,
+    cpus=12,
+    memory="64Gi",
+)
+
+
+NUMBERS = {"PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs that write down how they are called: `python`, `srun`, `scontrol` and `ssh`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    recorded = f'for word in "$@"; do printf "%s\\n" "$word" >> {tmp_path}/NAME.calls; done\n'
+    bodies = {
+        "python": recorded + f"echo $FORGE_NODE_RANK $RANK >> {tmp_path}/ranks; exit ${{FORGE_TEST_CODE:-0}}",
+        "srun": recorded + "exit ${FORGE_TEST_CODE:-0}",
+        "scontrol": recorded,
+        "ssh": 'shift 2; shift; exec /bin/sh -c "$*"',
+    }
+    for name, body in bodies.items():
+        (folder / name).write_text("#!/bin/sh\n" + body.replace("NAME", name) + "\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return tmp_path
+
+
+def run_text(text: str, folder: Path, **environment: str) -> int:
+    (folder / "script").write_text(text)
+    return subprocess.run(["bash", "script"], cwd=folder, env={**os.environ, **environment}).returncode
+
+
+# -- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def test_sbatch_gets_the_size_and_what_a_requeue_needs() -> None:
+    lines = sbatch_script(JOB, "24:00:00", "gpu", ["--account=me"]).splitlines()
+    head = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert lines[0] == "#!/bin/bash"
+    assert {"nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "cpus-per-task=12", "time=24:00:00"} <= {*head}
+    assert {"requeue", "open-mode=append", "signal=USR1@120", "account=me", "partition=gpu"} <= {*head}
+
+
+@pytest.mark.parametrize("code", [0, 1, 85])
+def test_a_job_is_requeued_after_85_and_only_then(code: int, programs: Path) -> None:
+    found = run_text(sbatch_script(JOB), programs, FORGE_TEST_CODE=str(code), SLURM_JOB_ID="77")
+    assert found == code
+    words = (programs / "srun.calls").read_text().splitlines()
+    assert words[1:] == ["python", "-m", "forge", "fit", *JOB.words, "--run-dir", "/runs/first", "--resume"]
+    asked = programs / "scontrol.calls"
+    assert (asked.read_text().split() if asked.exists() else None) == (["requeue", "77"] if code == 85 else None)
+
+
+def test_an_array_has_a_combination_for_each_task(programs: Path) -> None:
+    sweep = parse_sweep(["task.lr=1e-3,1e-2", "trainer.seed=1,2"])
+    assert sweep[1] == ("task.lr=1e-3", "trainer.seed=2")
+    job = LaunchJob(name="grid", words=("quickstart",), run_dir="/runs/grid", sweep=sweep)
+    text = sbatch_script(job)
+    assert "#SBATCH --array=0-3" in text
+    assert run_text(text, programs, SLURM_ARRAY_TASK_ID="2") == 0
+    words = (programs / "srun.calls").read_text().splitlines()
+    assert words[5:] == ["quickstart", "task.lr=1e-2", "trainer.seed=1", "--run-dir", "/runs/grid/2", "--resume"]
+
+
+# -- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def containers(tree: Any) -> list[dict[str, Any]]:
+    """All containers of pods in a manifest."""
+    if isinstance(tree, dict):
+        return [*tree.get("containers", []), *(c for value in tree.values() for c in containers(value))]
+    return [c for value in tree for c in containers(value)] if isinstance(tree, list) else []
+
+
+def lost(given: Any, read: Any, path: str = "") -> list[str]:
+    """What a model has not read of a manifest: fields that it does not know. It may add defaults."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        return [name for key in given for name in lost(given[key], read.get(key), f"{path}.{key}".strip("."))]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        pairs = enumerate(zip(given, read, strict=True))
+        return [name for index, (one, other) in pairs for name in lost(one, other, f"{path}.{index}")]
+    return [] if given == read else [path]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pod_runs_the_worker_with_its_words_unchanged(kind: str, programs: Path) -> None:
+    made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", "claim"))
+    command = made["spec"]["trainer"]["command"] if kind == "trainjob" else containers(made)[0]["command"]
+    subprocess.run(
+        command, env={**os.environ, "MASTER_ADDR": "m", "PET_MASTER_ADDR": "m", "RANK": "0", **NUMBERS}, check=True
+    )
+    words = (programs / "python.calls").read_text().splitlines()
+    assert (programs / "ranks").read_text() == ("0\n" if kind == "pytorchjob" else "0 0\n")  # that of the pod is unset
+    assert words[:5] == ["-m", "forge", "fit", *JOB.words]
+    first = "first-node-0-0.first" if kind == "jobset" else "m"
+    assert shlex.join(words[5:]) == (
+        f"--run-dir /runs/first --resume --nproc 8 --max-restarts 3 --nnodes 2 --rdzv-endpoint {first}:29400"
+    )
+
+
+def test_pods_fit_the_schema_of_kubernetes() -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    jobset = yaml.safe_load(manifest(JOB, "jobset", "me/forge:1", "claim"))
+    inner = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": inner}
+    validate.validate(job, validate.latest_version(), strict=True)
+    replicas = yaml.safe_load(manifest(JOB, "pytorchjob", "me/forge:1", "claim"))["spec"]["pytorchReplicaSpecs"]
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 1}
+    for replica in replicas.values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
+        validate.validate(pod, validate.latest_version(), strict=True)
+        del pod["spec"]["containers"][0]["image"]
+        pod["spec"]["containers"][0]["imagee"] = "x"
+        with pytest.raises(validate.ValidationError):
+            validate.validate(pod, validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("trainjob", "TrainerV1alpha1TrainJob"), ("jobset", "JobsetV1alpha2JobSet")]
+)
+def test_manifests_fit_the_models_of_kubeflow(kind: str, model: str) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    made = yaml.safe_load(manifest(JOB, kind, "me/forge:1", "claim"))
+    assert lost(made, getattr(models, model).from_dict(made).to_dict()) == []
+    made["spec"]["suspendd"] = True
+    assert lost(made, getattr(models, model).from_dict(made).to_dict()) == ["spec.suspendd"]
+
+
+def test_pods_without_a_shared_volume_are_refused() -> None:
+    with pytest.raises(ForgeError, match="--claim PVC"):
+        manifest(JOB, "jobset", "me/forge:1")
+    with pytest.raises(ForgeError, match="is not in the volume, which is mounted at /data"):
+        manifest(JOB, "jobset", "me/forge:1", "claim", "/data")
+
+
+# -- Ray and ssh ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ray_driver_is_python_with_the_command_in_it() -> None:
+    text = ray_driver(JOB)
+    compile(text, "driver.py", "exec")
+    assert "--rdzv-endpoint @ENDPOINT@:29400" in text
+    assert '"STRICT_SPREAD"' in text
+
+
+@pytest.mark.parametrize("code", [0, 85])
+def test_ssh_starts_every_host_and_returns_the_code(code: int, programs: Path) -> None:
+    job = LaunchJob(
+        name="x",
+        words=JOB.words,
+        run_dir=f"{programs}/run dir",
+        nodes=2,
+        procs=2,
+        folder=str(programs),
+        python="python",
+    )
+    assert run_text(ssh_script(job, ["me@a", "b"]), programs, FORGE_TEST_CODE=str(code)) == code
+    words = (programs / "python.calls").read_text().splitlines()
+    assert words.count("task.note=it's $HOME") == 2
+    assert words.count("a:29400") == 2
+    assert sorted((programs / "ranks").read_text().split()) == ["0", "1"]
+    assert sorted(path.name for path in (programs / "run dir/.ssh-launch").iterdir()) == ["b.pid", "me@a.pid"]
+
+
+def test_no_shell_text_is_taken_for_a_host() -> None:
+    with pytest.raises(ForgeError, match="no name of a host"):
+        ssh_script(JOB, ["a", "b;reboot"])
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_file_and_names_how_to_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", "quickstart", "trainer.max_epochs=1", "-p", "ddp", "--procs", "2"]) == 0
+    assert "sbatch quickstart.sbatch" in capsys.readouterr().err
+    text = (tmp_path / "quickstart.sbatch").read_text()
+    assert f"{sys.executable} -m forge fit quickstart trainer.max_epochs=1 -p ddp --run-dir {tmp_path}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slurm", "quickstart", "--procs", "2"], "no plugin in this stack connects them"),
+        (["slurm", "quickstart", "trainer.max_epoch=2"], "max_epoch"),
+        (["ssh", "quickstart"], "--hosts A,B"),
+        (["kubernetes", "quickstart"], "--image NAME:TAG"),
+        (["kubernetes", "quickstart", "--image", "x", "--kind", "pod"], "one of pytorchjob, trainjob, jobset"),
+        (["slurm", "quickstart", "--array", "task.lr"], "write a key and its values"),
+        (["slurm", "quickstart", "--name", "A B"], "lower-case letters"),
+        (["ray", "quickstart", "--out", "-", "--submit"], "leave one of them out"),
+    ],
+)
+def test_a_mistake_is_answered_before_the_queue(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
