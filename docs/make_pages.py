@@ -30,6 +30,7 @@ GROUPS = {
     },
     "Distributed training": {
         "ddp": "data parallel training (DDP)",
+        "zero": "divided optimizer state (ZeRO-1 and 2)",
         "fsdp": "sharded training (FSDP2)",
         "tensor_parallel": "tensor parallelism",
     },

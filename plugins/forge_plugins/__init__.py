@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from forge_plugins.throughput import Throughput
     from forge_plugins.validate_first import ValidateFirst
     from forge_plugins.wandb import Wandb
+    from forge_plugins.zero import Zero
 
 __all__ = [
     "AMP",
@@ -89,6 +90,7 @@ __all__ = [
     "Throughput",
     "ValidateFirst",
     "Wandb",
+    "Zero",
 ]
 
 
