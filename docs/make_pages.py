@@ -32,6 +32,7 @@ GROUPS = {
         "ddp": "data parallel training (DDP)",
         "zero": "divided optimizer state (ZeRO-1 and 2)",
         "fsdp": "sharded training (FSDP2)",
+        "pipeline": "pipeline parallelism",
         "tensor_parallel": "tensor parallelism",
     },
     "Training": {

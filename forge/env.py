@@ -40,6 +40,8 @@ class Env:
     "The key-value store of all processes."
     parts: ProcessGroup | None = None
     "The ranks that hold the gradients of different parameters each: the norm of all gradients is taken over them."
+    shared: Sequence[nn.Parameter] = ()
+    "Parameters that all of `parts` hold: they count once."
     is_divided: bool = False
     "Whether ranks hold different whole tensors of the state: a checkpoint then collects who holds which."
     inference_mode: bool = True

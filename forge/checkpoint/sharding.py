@@ -1,8 +1,8 @@
 """Decide which rank writes which tensors, so that all ranks write at once and nothing is written twice.
 
 The assignment follows from the tree and the rank numbers, without communication: each shard of a DTensor goes to the
-least loaded rank that holds it, and whole tensors are distributed by size. A tensor that only some ranks hold (`Held`)
-is written by one of them; the others have a tensor of its shape without values.
+least loaded rank that holds it, and whole tensors are distributed by size. A tensor that only some ranks hold
+(`Holders`) is written by one of them; the others have a tensor of its shape without values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MARK = "_forge_held"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holders:
     """Which ranks hold a tensor that others do not: the parameters of a pipeline's stage, say."""
 
     ranks: tuple[int, ...]
@@ -45,12 +45,12 @@ class Held:
     "A key of its memory, equal on all ranks, and equal for tensors that share it."
 
 
-def held_by(tensor: Tensor) -> Held | None:
+def held_by(tensor: Tensor) -> Holders | None:
     """Return which ranks hold a tensor, or None if all do."""
     return getattr(tensor, MARK, None)
 
 
-def mark_held(tensor: Tensor, held: Held) -> Tensor:
+def mark_held(tensor: Tensor, held: Holders) -> Tensor:
     """Return an alias of a tensor, with the note that only these ranks hold it."""
     alias = tensor.detach()
     setattr(alias, MARK, held)

@@ -2,7 +2,7 @@
 
 Under a pipeline a rank has the parameters of its stage, under `zero` the optimizer state of its parameters. All ranks
 exchange outlines of what they have. Then each has the whole tree: where a tensor is held elsewhere, it stands without
-values (on the meta device), with a note of the ranks that hold it (`forge.checkpoint.sharding.Held`).
+values (on the meta device), with a note of the ranks that hold it (`forge.checkpoint.sharding.Holders`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forge.checkpoint import sharding
-from forge.checkpoint.sharding import Held
+from forge.checkpoint.sharding import Holders
 
 if TYPE_CHECKING:
     from forge.env import Env
@@ -85,7 +85,7 @@ def _merged_tensor(own: Any, outlines: Sequence[Any]) -> Any:
     if len(ranks) == len(outlines) or not ranks:
         return own
     outline = outlines[ranks[0]]
-    held = Held(ranks, f"{ranks[0]}:{outline.memory}")
+    held = Holders(ranks, f"{ranks[0]}:{outline.memory}")
     if own is not _Missing and not own.is_meta:
         return sharding.mark_held(own, held)
     made = torch.empty_strided(outline.shape, outline.strides, dtype=outline.dtype, device="meta")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forge_plugins.limit import Limit
     from forge_plugins.mlflow import Mlflow
     from forge_plugins.monitor import Monitor
+    from forge_plugins.pipeline import Pipeline
     from forge_plugins.prefetch import Prefetch
     from forge_plugins.profiler import Profiler
     from forge_plugins.progress import Progress
@@ -80,6 +81,7 @@ __all__ = [
     "Limit",
     "Mlflow",
     "Monitor",
+    "Pipeline",
     "Prefetch",
     "Profiler",
     "Progress",

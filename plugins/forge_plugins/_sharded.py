@@ -36,10 +36,12 @@ def whole(tensor: Tensor) -> Tensor:
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | None = None) -> Tensor:
     """`get_total_norm` over all ranks, for tensors on several meshes too, as with tensor parallelism, and for ranks
     that hold different tensors (`env.parts`)."""
-    norm = _own_norm(tensors, norm_type)
     parts = None if env is None else env.parts
     if env is None or parts is None:
-        return norm
+        return _own_norm(tensors, norm_type)
+    every = list(tensors)
+    same = {id(parameter.grad) for parameter in env.shared}
+    norm, common = (_own_norm([t for t in every if (id(t) in same) is s], norm_type) for s in (False, True))
     wide = norm.to(env.device, torch.float64)  # a rank without gradients does not know their type
     if norm_type == math.inf:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=parts)
@@ -47,7 +49,8 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, env: Env | Non
         wide = wide**norm_type
         dist.all_reduce(wide, group=parts)
         wide = wide ** (1 / norm_type)
-    return wide.to(norm.dtype)
+    wide = torch.linalg.vector_norm(torch.stack([wide, common.to(wide)]), norm_type)
+    return wide.to(every[0].dtype if every else norm.dtype)
 
 
 def _own_norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:

@@ -249,6 +249,7 @@ def test_every_built_in_plugin_is_in_these_laws() -> None:
     strategies = {
         "ddp",
         "fsdp",
+        "pipeline",
         "tensor_parallel",
         "zero",
     }  # tests/plugins/test_ddp.py and its neighbours compare these

@@ -17,7 +17,7 @@ import forge
 from forge.checkpoint import Checkpoints
 from forge.data import Loader
 from forge.testing import TinyTask
-from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Schedule, Zero
+from forge_plugins import DDP, EMA, FSDP, Accumulate, Checkpoint, Clip, Pipeline, Schedule, Zero
 from tests.support.lasting_ranks import ranks
 
 EXACT = 1e-11
@@ -27,7 +27,7 @@ CHAINS = {
     "long": [(2, "ddp"), (1, None), (4, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, None)],
 }
 """Ranks and strategy of one attempt after the other."""
-STRATEGIES = ["ddp", "fsdp", "zero 2", "zero"]
+STRATEGIES = ["ddp", "fsdp", "zero 2", "pipeline", "zero", "zbv"]
 
 
 class Wide(TinyTask):
@@ -70,6 +70,8 @@ def go_on(
         "fsdp": lambda: [FSDP(min_size=0)],
         "zero": lambda: [Zero()],
         "zero 2": lambda: [Zero(stage=2)],
+        "pipeline": lambda: [Pipeline(4)],
+        "zbv": lambda: [Pipeline(4, schedule="zbv", stages=2)],
     }
     plugins: list[Any] = [Accumulate(2), Clip(0.5), EMA(0.9, warmup=True), Schedule("constant")]
     plugins += [Checkpoint(every=f"{every} updates", keep=20), *(kinds[strategy]() if strategy else [])]
@@ -141,10 +143,19 @@ def test_a_run_goes_on_over_any_ranks_and_either_strategy(kind: str, tmp_path: P
     compare(ours, theirs)
 
 
-@pytest.mark.slow  # every pair of strategies, over two and four ranks
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_run_changes_from_every_strategy_to_every_other(count: int, tmp_path: Path) -> None:
-    pairs = list(itertools.permutations([None, *STRATEGIES], 2))
+EVERY = list(itertools.permutations([None, *STRATEGIES], 2))
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs"),
+    [
+        (2, [("zero", "pipeline"), ("pipeline", None)]),
+        pytest.param(2, EVERY, marks=pytest.mark.slow),
+        pytest.param(4, EVERY, marks=pytest.mark.slow),
+    ],
+    ids=["few of 2 ranks", "all of 2 ranks", "all of 4 ranks"],
+)
+def test_a_run_changes_from_one_strategy_to_another(count: int, pairs: Any, tmp_path: Path) -> None:
     alone(str(tmp_path / "straight"), 4, None)
     theirs = saved(tmp_path / "straight", 4)
     for number, pair in enumerate(pairs):
@@ -157,7 +168,8 @@ def test_a_run_changes_from_every_strategy_to_every_other(count: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", "zero 2", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[3:])]
+    "strategy",
+    ["ddp", "fsdp", "zero 2", "pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[4:])],
 )
 def test_the_same_ranks_go_on_bit_for_bit_with_their_rng(strategy: str, tmp_path: Path) -> None:
     ranks(2)(go_on, str(tmp_path / "straight"), 7, strategy, 0.3)

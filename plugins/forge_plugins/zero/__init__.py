@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Generator, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from forge.contract.task import Build
 from forge.distributed import DistributedEnv
 from forge.errors import RecipeError, StackError
 from forge_plugins.ddp import DDP
-from forge_plugins.zero.division import owners_of, send_owned
+from forge_plugins.zero.division import owners_of
 from forge_plugins.zero.gradients import OwnedGradients
 
 logger = logging.getLogger("forge")
@@ -78,7 +78,7 @@ class Zero(DDP):
         "By optimizer: the parameters that each rank steps."
         self._sums: dict[str | None, OwnedGradients] = {}
         self._summing: OwnedGradients | None = None
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, Any] = {}
         self._restores = 0
 
     # -- build --------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Zero(DDP):
             *(f"{count / 1e6:,.1f}" for count in (sum(bytes_of), min(bytes_of), max(bytes_of))),
         )
         if self.config.stage == 2:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in named.values() if p.requires_grad]
+            self._take_gradients(p for p in named.values() if p.requires_grad)
 
     def wrapped(self, task: nn.Module) -> nn.Module:
         self._owned, self._sums, self._summing = {}, {}, None
@@ -137,12 +137,15 @@ class Zero(DDP):
     def _sums_of(self, step: forge.Step) -> OwnedGradients:
         if step.name not in self._sums:
             named = {name: p for name, p in step.trainer.task.named_parameters() if p.requires_grad}
-            for parameter in named.values():
-                if not parameter._post_accumulate_grad_hooks:  # thawed  # pyright: ignore[reportAttributeAccessIssue]
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
+            self._take_gradients(named.values())  # some may be thawed
             env, size = step.trainer.env, self.config.bucket_mb or BUCKET_MB
             self._sums[step.name] = OwnedGradients(named, self._owners, env.rank, env.world, size)
         return self._sums[step.name]
+
+    def _take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._add)
 
     def _add(self, parameter: Any) -> None:
         if self._summing is not None:
@@ -168,7 +171,10 @@ class Zero(DDP):
                     parameter.grad = None  # an optimizer skips parameters without one
         updated = yield
         if updated:
-            send_owned([[parameter.detach() for parameter in parameters] for parameters in owned])
+            assert self._env is not None
+            for rank, parameters in enumerate(owned):
+                if parameters:
+                    self._env.copy_from(rank, [parameter.detach() for parameter in parameters])
         return updated
 
     def _owned_by_rank(self, step: forge.Step) -> list[list[nn.Parameter]]:
@@ -192,9 +198,9 @@ class Zero(DDP):
 
     @forge.hookimpl
     def forge_end(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks, self._owners, self._owned, self._sums, self._summing = [], {}, {}, {}, None
+        self._hooks, self._owners, self._owned, self._sums, self._summing = {}, {}, {}, {}, None
         super().forge_end()
 
 
